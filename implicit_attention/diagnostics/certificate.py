@@ -9,7 +9,7 @@ from torch import Tensor
 from .._autograd import exact_precision
 from ..energies import AnchoredEnergy
 from ..potentials import LogSumExp
-from ..potentials.scored_keys import common, in_double
+from ..potentials.masked_keys import common, in_double
 from ..problem import Problem
 from ..solution import Solution
 

@@ -13,7 +13,7 @@ from .. import _validate
 from .._autograd import exact_precision
 from ..energies import AnchoredEnergy
 from ..energies.base import Energy
-from ..potentials.scored_keys import in_double
+from ..potentials.masked_keys import in_double
 from ..problem import Problem
 
 Kind = Literal["minimum", "saddle", "maximum"]

@@ -3,29 +3,19 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .anchored import AnchoredEnergy
-from .base import Energy, EnergyFunction
-from .self_attention import RepeatedSelfAttention, SelfAttentionEnergy
+from .anchored import AnchoredEnergy as AnchoredEnergy
+from .base import Energy as Energy
+from .base import EnergyFunction as EnergyFunction
+from .self_attention import RepeatedSelfAttention as RepeatedSelfAttention
+from .self_attention import SelfAttentionEnergy as SelfAttentionEnergy
 
 if TYPE_CHECKING:
-    from .causal_tokens import CausalDynamics, CausalTokens
-    from .epanechnikov import Epanechnikov
-    from .legendre import LegendreEnergy, PublishedDynamics
-    from .sphere import SphereEnergy
-
-__all__ = [
-    "AnchoredEnergy",
-    "CausalDynamics",
-    "CausalTokens",
-    "Energy",
-    "EnergyFunction",
-    "Epanechnikov",
-    "LegendreEnergy",
-    "PublishedDynamics",
-    "RepeatedSelfAttention",
-    "SelfAttentionEnergy",
-    "SphereEnergy",
-]
+    from .causal_tokens import CausalDynamics as CausalDynamics
+    from .causal_tokens import CausalTokens as CausalTokens
+    from .epanechnikov import Epanechnikov as Epanechnikov
+    from .legendre import LegendreEnergy as LegendreEnergy
+    from .legendre import PublishedDynamics as PublishedDynamics
+    from .sphere import SphereEnergy as SphereEnergy
 
 _LAZY = {
     "CausalDynamics": "causal_tokens",
@@ -35,6 +25,8 @@ _LAZY = {
     "PublishedDynamics": "legendre",
     "SphereEnergy": "sphere",
 }
+
+__all__ = ["AnchoredEnergy", "Energy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,19 +15,20 @@ from .._autograd import check_graph, sum_to_shape
 from .._declared import restricted
 from ..failure_policy import Word
 from ..potentials import Potential
+from ..potentials._shapes import PerBatch, States, per_state
 from ..problem import Evaluation, Linearization, Problem
 from ._bounds import check_bounded, falls
 from .base import Energy
 
 
 class Fielded(Problem):
-    """A problem that holds a field of the shape of its states, which no other of its problems reads.
+    """A problem with a field of the shape of its states; each problem of a batch reads its own part of the field.
 
     Args:
         field: (*batch, N, D).
     """
 
-    #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
+    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
     declares_all: ClassVar[bool] = False
 
     def __init__(self, field: Tensor) -> None:
@@ -36,7 +37,7 @@ class Fielded(Problem):
 
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
-        """This library's classes make a NaN of every NaN that counts, so that the others do not read it."""
+        """Whether a NaN in a tensor certainly reaches the problems that read it, as in this library's own classes."""
         return bool(vars(type(self)).get("declares_all"))
 
     def without(self, left_out: Tensor) -> Self:
@@ -50,7 +51,7 @@ class Fielded(Problem):
         return clone
 
     def check_undeclared(self, z: Tensor) -> None:
-        # Problems of this library declare what they read by construction; a subclass or a user's potential may not.
+        # This library's problems declare what they read by construction; a subclass or a user's potential may not.
         if not self.knows_own:
             super().check_undeclared(z)
 
@@ -62,12 +63,15 @@ class Fielded(Problem):
 
 
 class Anchored(Fielded):
-    """A problem z = anchor x + (1 - anchor) g(z): what holds the field x and the anchor.
+    """A problem z = anchor x + (1 - anchor) g(z) with the field x and the anchor.
 
     Args:
         field: x, (*batch, N, D).
         anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
     """
+
+    #: The anchor, shaped to multiply states.
+    _anchor: float | Tensor = per_state("anchor", high=1.0, open_low=False)
 
     def __init__(self, field: Tensor, anchor: float | Tensor) -> None:
         super().__init__(field)
@@ -76,15 +80,8 @@ class Anchored(Fielded):
         _validate.check_fits_batch("anchor", anchor, "field", field)
 
     @property
-    def _anchor(self) -> float | Tensor:
-        """The anchor, shaped to multiply states."""
-        if not isinstance(self.anchor, Tensor):
-            return self.anchor
-        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None, None]
-
-    @property
     def _forgets(self) -> bool:
-        """Whether the field is not read at all, so that what it holds does not matter."""
+        """Whether the field is not read at all, so that a NaN in it does not matter."""
         return not isinstance(self.anchor, Tensor) and self.anchor == 0
 
     def _anchored(self, mean: Tensor) -> Tensor:
@@ -92,7 +89,7 @@ class Anchored(Fielded):
         return mean if self._forgets else between(mean, self.field, self._anchor)
 
     def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        """(df/dt)^T u for the field, and for the anchor if it is a tensor; `mean` is asked for only then."""
+        """Return (df/dt)^T u for the field, and for the anchor if it is a tensor; only then `mean` is computed."""
         by_field = self._anchor * u
         if not isinstance(self.anchor, Tensor):
             return (by_field,)
@@ -120,7 +117,7 @@ class AnchoredEnergy(Anchored, Energy):
         unbounded: what to do about an energy that certainly falls without end along a ray, where the host can look at
             the tensors at no cost (on a CPU, outside of torch.func and torch.compile): "raise", "warn" or "ignore". A
             solve of such an energy may still find a local minimum or a saddle; if it runs away, its status is DIVERGED.
-            A potential is asked once, and again only where its tensors have changed.
+            A potential is checked once, and again only after its tensors have changed.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1]; an energy without a
@@ -141,27 +138,22 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
-    # Whether the rays of the potential were looked at, and the energy falls along none of them.
+    # Whether the rays of the potential were checked, and the energy falls along none of them.
     _checked: bool = False
-    #: The attributes for which `select` is written out.
-    _held: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
+    #: The attributes of the class: its closed forms do not hold for a subclass with more.
+    _attributes: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
     #: The factor of |z|^2.
     _square: ClassVar[float] = 0.5
 
     def __init__(
-        self,
-        potential: Potential,
-        field: Float[Tensor, "*batch N D"],
-        anchor: float | Float[Tensor, "*#batch"] = 0.0,
-        *,
-        unbounded: Word = "raise",
+        self, potential: Potential, field: States, anchor: PerBatch = 0.0, *, unbounded: Word = "raise"
     ) -> None:
         remedy = "for example LogSumExp(keys, beta)"
         _validate.check_instance("potential", potential, Potential, remedy=remedy)
         potential.check_state("field", field)
         self.potential = potential
         super().__init__(field, anchor)
-        # A subclass that changes the energy may give it a bound.
+        # A subclass that overrides `falls` may have an energy with a bound.
         if type(self).falls is AnchoredEnergy.falls and check_bounded(potential, self.anchor, unbounded):
             self._checked = True
 
@@ -187,7 +179,7 @@ class AnchoredEnergy(Anchored, Energy):
         """Return no remedy: the bounds of the library's potentials are known, and unbounded ones are refused."""
         return "" if self.knows_own else super().if_bottomless
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
         return self._energy(z, self.potential.value(z))
 
@@ -200,7 +192,7 @@ class AnchoredEnergy(Anchored, Energy):
             anchor = anchor[..., 0] if self.event_ndim == 1 else anchor[..., 0, 0]
         return (z * pull).sum(tuple(range(-self.event_ndim, 0))) - (1 - anchor) * value
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(z) = anchor x + (1 - anchor) mean(z)."""
         return self._map(self.potential.mean(z), z)
 
@@ -249,7 +241,7 @@ class AnchoredEnergy(Anchored, Energy):
         return (along * self.hessian_product(z, along)).sum(-1) < 0
 
     def _is_own(self) -> bool:
-        return tuple(name for name in vars(self) if name != "_checked") == self._held
+        return tuple(name for name in vars(self) if name != "_checked") == self._attributes
 
     def lipschitz(self) -> Tensor | None:
         bound = self.potential.lipschitz()
@@ -265,8 +257,8 @@ class AnchoredEnergy(Anchored, Energy):
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
-    """Anchor field + (1 - anchor) mean, exact at both ends."""
+    """Return anchor field + (1 - anchor) mean, exact at both ends."""
     if isinstance(anchor, Tensor) or anchor < 0.5:
         return mean.lerp(field, anchor)
-    # 1 - anchor is formed here, in double precision: near 1 a float32 keeps few of its digits.
+    # Python forms 1 - anchor in double precision: near 1 a float32 keeps few of its digits.
     return field.lerp(mean, 1 - anchor)

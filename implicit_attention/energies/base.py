@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from typing_extensions import Self
 
+from .. import _validate
 from .._autograd import check_graph, grad, vjp
 from ..fixed_point_map import UserProblem
 from ..problem import Problem
@@ -54,6 +57,13 @@ class Energy(Problem, general=True):
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return z - self.gradient(z)
+
+
+def check_fixed_budget(solver: Any, remedy: str) -> None:
+    """Raise unless the solver makes a fixed number of steps, for dynamics without a fixed point."""
+    fixed = solver.fixed_budget or solver.max_steps == 0
+    required = "make a fixed number of steps: these dynamics have no fixed point"
+    _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
 
 
 class EnergyFunction(UserProblem, Energy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +14,12 @@ from .. import _validate
 from ..potentials import Potential
 from ..potentials._query_side import QuerySide
 from ..potentials._read import check_masks_fit
+from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
 from ..potentials.token_attention import TokenAttention
 from ..problem import Linearization, Problem, pullback
 from .anchored import Fielded
+from .base import check_fixed_budget
 
 
 class _Causal(Problem, general=True):
@@ -29,12 +32,10 @@ class _Causal(Problem, general=True):
     declares_all: ClassVar[bool] = False
 
     def _hold(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
-        kinds = {"lagrangian": LayerNormPotential, "attention": TokenAttention, "memory": Potential}
-        held = {"lagrangian": lagrangian, "attention": attention, "memory": memory}
-        for name, value in held.items():
-            if not (isinstance(value, kinds[name]) or (name == "memory" and value is None)):
-                raise TypeError(_validate.message(name, f"be a {kinds[name].__name__}", type(value).__name__))
+        _validate.check_instance("lagrangian", lagrangian, LayerNormPotential)
+        _validate.check_instance("attention", attention, TokenAttention)
         if memory is not None:
+            _validate.check_instance("memory", memory, Potential)
             required, remedy = "have one problem per row (event_ndim 1)", "pass what `TokenMemory` is made of"
             received = f"event_ndim {memory.event_ndim}"
             _validate.require(memory.event_ndim == 1, "memory", required, received, remedy)
@@ -43,17 +44,15 @@ class _Causal(Problem, general=True):
     def _check(self, argument: str, z: Tensor, keys: Tensor | None) -> None:
         """Raise unless states of z's shape fit the potentials and these earlier keys."""
         self.lagrangian.check_state(argument, z)
-        heads, width, dim = self.attention.w_query.shape
-        required = f"have the width {dim} of `w_query` on its last axis"
-        _validate.require(z.shape[-1] == dim, argument, required, f"shape {tuple(z.shape)}")
-        _validate.check_same_kind([(argument, z), ("w_query", self.attention.w_query)])
+        heads, width, _ = self.attention.w_query.shape
+        self.attention._check_width(argument, z)
         before = 0
         if keys is not None:
             _validate.check_float_tensor("keys", keys, min_ndim=3)
-            wanted = (*z.shape[:-2], heads, keys.shape[-2], width)
-            required = f"have the shape (*batch, H, M, Y) = {wanted} beside `{argument}`"
+            expected = (*z.shape[:-2], heads, keys.shape[-2], width)
+            required = f"have the shape (*batch, H, M, Y) = {expected} beside `{argument}`"
             remedy = "make them by attention.keys_of(lagrangian.mean(x))"
-            _validate.require(keys.shape == wanted, "keys", required, tuple(keys.shape), remedy)
+            _validate.require(keys.shape == expected, "keys", required, tuple(keys.shape), remedy)
             _validate.check_same_kind([(argument, z), ("keys", keys)])
             before = keys.shape[-2]
         check_masks_fit(self.attention.mask, None, argument, z, before + z.shape[-2], "(*batch, N, M + N)")
@@ -62,19 +61,19 @@ class _Causal(Problem, general=True):
 
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
-        held = (self.lagrangian, self.attention, *(() if self.memory is None else (self.memory,)))
-        return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in held)
+        parts = (part for part in (self.lagrangian, self.attention, self.memory) if part is not None)
+        return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in parts)
 
     def check_undeclared(self, z: Tensor) -> None:
         if not self.knows_own:
             super().check_undeclared(z)
 
-    def activation(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def activation(self, z: States) -> States:
         """g = grad L(x), the normalised tokens."""
         return self.lagrangian.mean(z)
 
-    def pull(self, z: Float[Tensor, "*batch N D"], keys: Tensor | None = None) -> Float[Tensor, "*batch N D"]:
-        """Return the sum of attention and memory for each token of x, at g = LN(x)."""
+    def pull(self, z: States, keys: Tensor | None = None) -> States:
+        """Return the pull of attention and memory on each token of x, at g = LN(x)."""
         g = self.activation(z)
         pull = self.attention.query_pull(g, keys)
         return pull if self.memory is None else pull + self.memory.mean(g)
@@ -133,15 +132,15 @@ class CausalTokens(_Causal, Fielded):
     """
 
     declares_all = True
-    #: The attributes for which closed forms are written.
-    _held: ClassVar[tuple[str, ...]] = ("lagrangian", "attention", "memory", "field", "keys")
+    #: The attributes of the class: closed forms do not hold for a subclass with more.
+    _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "attention", "memory", "field", "keys")
 
     def __init__(
         self,
         lagrangian: LayerNormPotential,
         attention: TokenAttention,
         memory: Potential | None,
-        field: Float[Tensor, "*batch N D"],
+        field: States,
         *,
         keys: Float[Tensor, "*batch H M Y"] | None = None,
     ) -> None:
@@ -150,13 +149,13 @@ class CausalTokens(_Causal, Fielded):
         self.keys = keys
         self._check("field", field, keys)
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(x) = b + pull(LN(x))."""
         return self.field + self.pull(z, self.keys)
 
     def linearize(self, z: Tensor) -> Linearization:
         attention, memory = self.attention, self.memory
-        if not self._has_only(*self._held) or type(attention) is not TokenAttention:
+        if not self._has_only(*self._attributes) or type(attention) is not TokenAttention:
             return super().linearize(z)
         norm, g = self.lagrangian.linearize(z), self.activation(z)
         side = QuerySide(attention, g, self.keys)
@@ -177,11 +176,11 @@ class CausalTokens(_Causal, Fielded):
         def by_tensors(u: Tensor) -> tuple[Tensor | None, ...]:
             if memory is not None and cov is None:
                 return pullback(self, z, u)
-            found = side.vjp_tensors(u)
-            own = [getattr(found, name, None) for name, _ in attention.named_tensors()]
+            by = side.vjp_tensors(u)
+            own = [getattr(by, name, None) for name, _ in attention.named_tensors()]
             of_memory = () if cov is None else cov.vjp_tensors(u)
-            earlier = () if self.keys is None else (found.earlier,)
-            return *norm.vjp_tensors(found.z + by_memory(u)), *own, *of_memory, u, *earlier
+            earlier = () if self.keys is None else (by.earlier,)
+            return *norm.vjp_tensors(by.z + by_memory(u)), *own, *of_memory, u, *earlier
 
         return Linearization(product, transposed, by_tensors)
 
@@ -192,19 +191,13 @@ class CausalTokens(_Causal, Fielded):
         return clone
 
     def token(self, index: int, keys: Float[Tensor, "*batch H K Y"] | None) -> Self:
-        """The problem of one token, given the keys of all earlier ones, those of this problem included."""
-        attention, memory, rows = self.attention, self.memory, slice(index, index + 1)
+        """The problem of one token, given the keys of all earlier tokens, those of this problem included."""
+        attention, memory, rows = copy.copy(self.attention), self.memory, slice(index, index + 1)
         if attention.mask is not None:
             before = 0 if keys is None else keys.shape[-2]
             count, total = self.field.shape[-2], self.field.shape[-2] + before - index
             mask = attention.mask.broadcast_to(*attention.mask.shape[:-2], count, total)
-            attention = TokenAttention(
-                attention.w_query,
-                attention.w_key,
-                attention.beta,
-                mask=mask[..., rows, : before + 1],
-                exclude_self=attention.exclude_self,
-            )
+            attention.mask = mask[..., rows, : before + 1]
         if memory is not None and self.field.shape[-2] > 1:
             chosen = torch.full((*self.field.shape[:-2], 1), index, device=self.field.device)
             memory = memory.select(chosen)
@@ -227,7 +220,7 @@ class CausalDynamics(_Causal):
         memory: a potential with one problem per row, or None.
 
     Raises:
-        TypeError: what is no potential. ValueError: in `solve`, a solver that waits for convergence.
+        TypeError: an argument of another class. ValueError: in `solve`, a solver that waits for convergence.
 
     Gradients: with respect to the initial state and the tensors of attention, memory and L, by `Unrolled()`.
 
@@ -258,11 +251,9 @@ class CausalDynamics(_Causal):
         self._check("initial", z, None)
 
     def check_solver(self, solver: Any) -> None:
-        fixed = solver.fixed_budget or solver.max_steps == 0
         remedy = "use Picard(damping=0.9, max_steps=12, rtol=0, atol=0), or CausalTokens, which has fixed points"
-        required = "make a fixed number of steps: these dynamics have no fixed point"
-        _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
+        check_fixed_budget(solver, remedy)
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """x + pull(LN(x))."""
         return z + self.pull(z)

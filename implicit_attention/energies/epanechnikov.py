@@ -6,12 +6,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look
+from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from ..potentials.masked_keys import MaskedKeys, Read, common
 from ..problem import Evaluation, Linearization, pullback
 from .base import Energy
@@ -37,8 +37,8 @@ class Epanechnikov(Energy):
     E(f(z)) <= E(z) - |f(z) - z|^2/(2 (1 + eps/W)), and end after finitely many, exactly: f is constant in a cell, so
     that a solution is the mean of the keys in range, dz/dk_j = w_j/W I for these and 0 for others, and dz/dbeta = 0.
 
-    In float32 on a CPU, where (beta/2) |k|^2 > 16 from the centre of all keys on, distances are computed in float64, as
-    matrix products of float32 do not tell them; on accelerators use float64 there.
+    In float32 on a CPU, distances are computed in float64 where (beta/2) |k|^2 > 16 from the centre of all keys,
+    because matrix products in float32 do not resolve them; on accelerators use float64 there.
 
     A state with no key in range (or with every key masked) has E = -(1/beta) log eps (at eps 0 infinity) and gradient
     0. It stays where it is, with the residual 0 and the status OUT_OF_RANGE, a failure; its gradients are 0.
@@ -47,7 +47,7 @@ class Epanechnikov(Energy):
         keys: (*batch, M, D).
         beta: inverse temperature > 0 in units of 1/|k|^2, a float or a tensor that broadcasts to *batch. The range of a
             key is sqrt(2/beta).
-        eps: >= 0, what the logarithm has where no key is in range. It changes E, but no solution.
+        eps: >= 0, added inside the logarithm. It changes E, but no solution.
         mask: boolean, broadcasts to (*batch, N, M); True = the query reads the key.
         bias: the logarithms of the weights w, broadcasts to (*batch, N, M); -inf masks.
 
@@ -78,15 +78,7 @@ class Epanechnikov(Energy):
     if_bottomless = ""
     if_outside = "no key is within sqrt(2/beta) of the state, which stays: lower beta, or start nearer to the keys"
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        eps: float = 0.0,
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, eps: float = 0.0, *, mask: Mask = None, bias: Bias = None) -> None:
         self.memory = MaskedKeys(keys, beta, mask=mask, bias=bias)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
 
@@ -97,11 +89,11 @@ class Epanechnikov(Energy):
     def check_state(self, z: Tensor) -> None:
         self.memory.check_state("initial", z)
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def energy(self, z: States) -> PerRow:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N)."""
         return self._energy(self._cell(z))
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(z), the mean of the keys in range; z where there are none."""
         return self._cell(z).mean(z)
 
@@ -109,14 +101,12 @@ class Epanechnikov(Energy):
         cell = self._cell(z)
         return Evaluation(cell.mean(z), self._energy(cell) if energy else None)
 
-    def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def gradient(self, z: States) -> States:
         """Grad E(z) = a (z - m)."""
         cell = self._cell(z)
         return cell.steepness(self.eps)[..., None] * (z - cell.mean(z))
 
-    def hessian_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def hessian_product(self, z: States, v: States) -> States:
         """Hess E(z) v = a v + beta grad E <grad E, v>."""
         cell = self._cell(z)
         steepness = cell.steepness(self.eps)[..., None]
@@ -149,7 +139,7 @@ class Epanechnikov(Energy):
         half = fold.moved(scale) / 2 if isinstance(scale, Tensor) else torch.full_like(moved[..., :1], scale / 2)
         if _loses_digits(moved, keys, half):
             moved, keys, half = moved.double(), keys.double(), half.double()
-        # 1 - (beta/2) (|z|^2 - 2 <z, k> + |k|^2) as one product, which saves passes over the pairs.
+        # 1 - (beta/2) (|z|^2 - 2 <z, k> + |k|^2) as one product: fewer passes over the pairs.
         offset, half = 1 - half * moved.square().sum(-1, keepdim=True), half.expand(*moved.shape[:-1], 1)
         squares = keys.square().sum(-1, keepdim=True)
         left = torch.cat([2 * half * moved, offset, -half], dim=-1)
@@ -170,9 +160,9 @@ class Epanechnikov(Energy):
 
 @torch.no_grad()
 def _loses_digits(moved: Tensor, keys: Tensor, half: Tensor) -> bool:
-    """Whether what is left of a distance in float32 does not tell which keys are in range; looked at on a CPU only.
+    """Whether float32 is too coarse to tell which keys are in range; checked on a CPU only.
 
-    Of keys in several far groups no centre is near all.
+    Keys in several distant groups have no common centre nearby.
     """
     if moved.dtype != torch.float32 or not host_may_look(moved, keys, half) or 0 in (moved.numel(), keys.numel()):
         return False
@@ -183,8 +173,10 @@ def _loses_digits(moved: Tensor, keys: Tensor, half: Tensor) -> bool:
 class _Cell(NamedTuple):
     """The keys in range of states, in the layout of `read`.
 
-    1 - (beta/2) |z - k|^2 and whether that is in range, (..., N, M), for how many keys it is, which states have none, a
-    bias if there is one, and NaN for states that read what is not finite.
+    kernel, inside: 1 - (beta/2) |z - k|^2, and whether the key is in range, (..., N, M).
+    number, alone: the number of keys in range, at least 1, and which states have none, (..., N).
+    bias: that of the pairs, if there is one.
+    poison: NaN for states that read a number that is not finite, else 0.
     """
 
     read: Read
@@ -222,6 +214,6 @@ class _Cell(NamedTuple):
         return self.alone | self.poison.isnan()
 
     def _logits(self, bias: Tensor) -> Tensor:
-        """log w of the keys in range, -inf for others; zeros where nothing is in range, to be replaced."""
+        """Return log w of the keys in range, -inf for others; zeros for states that read no key, to be replaced."""
         logits = bias.expand_as(self.kernel).masked_fill(~self.inside, -torch.inf)
         return logits.masked_fill(self._none()[..., None], 0.0)

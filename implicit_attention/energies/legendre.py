@@ -12,14 +12,15 @@ from typing_extensions import Self
 from .. import _validate
 from .._declared import restricted
 from ..potentials import Potential
+from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation, Linearization, Problem, pullback
 from .anchored import Fielded
-from .base import Energy
+from .base import Energy, check_fixed_budget
 
 
 class _Activated(Problem, general=True):
-    """A problem whose states x act through g = grad L(x), x + `pull` of which is the map."""
+    """A problem whose states x act through g = grad L(x)."""
 
     def _hold(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
         for name, value, kind in (("lagrangian", lagrangian, LayerNormPotential), ("potential", potential, Potential)):
@@ -34,7 +35,7 @@ class _Activated(Problem, general=True):
     def row_block(self) -> int:  # type: ignore[override]
         return self.potential.row_block
 
-    def activation(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def activation(self, z: States) -> States:
         """g = grad L(x), the normalised tokens."""
         return self.lagrangian.mean(z)
 
@@ -105,12 +106,10 @@ class LegendreEnergy(_Activated, Fielded):
     declares_all = True
     has_energy = True
     has_metric = True
-    #: The attributes for which closed forms are written.
-    _held: ClassVar[tuple[str, ...]] = ("lagrangian", "potential", "field")
+    #: The attributes of the class: closed forms do not hold for a subclass with more.
+    _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "potential", "field")
 
-    def __init__(
-        self, lagrangian: LayerNormPotential, potential: Potential, field: Float[Tensor, "*batch N D"]
-    ) -> None:
+    def __init__(self, lagrangian: LayerNormPotential, potential: Potential, field: States) -> None:
         self._hold(lagrangian, potential)
         super().__init__(field)
         lagrangian.check_state("field", field)
@@ -125,7 +124,7 @@ class LegendreEnergy(_Activated, Fielded):
     def knows_own(self) -> bool:  # type: ignore[override]
         return super().knows_own and self.potential.knows_own and self.lagrangian.knows_own
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(x), one number per problem."""
         g = self.activation(z)
         return self._energy(z, g, self.potential.value(g))
@@ -134,7 +133,7 @@ class LegendreEnergy(_Activated, Fielded):
         self.potential.check_value(value, z)
         return self._summed(self.lagrangian.conjugate_at(z) - (self.field * g).sum(-1)) - value
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(x) = b + mean(g)."""
         return self.field + self.potential.mean(self.activation(z))
 
@@ -145,7 +144,7 @@ class LegendreEnergy(_Activated, Fielded):
         value, mean = self.potential.evaluate(g)
         return Evaluation(self.field + mean, self._energy(z, g, value))
 
-    def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def gradient(self, z: States) -> States:
         """Grad E(x) = M (x - f(x))."""
         return self.metric_product(z, z - self.fixed_point_map(z))
 
@@ -166,14 +165,14 @@ class LegendreEnergy(_Activated, Fielded):
         length = torch.linalg.vector_norm(centre - centre.mean(-1, keepdim=True), dim=-1)
         width, count = self.field.shape[-1], 1 if self.event_ndim == 1 else self.field.shape[-2]
         steep = bound[..., None] * (norm.gain if isinstance(norm.gain, float) else norm.gain.squeeze(-1))
-        # A little further, for the rounding of states that are computed.
+        # A little further, because computed states are rounded.
         shortest = (length - (1 + 1e-6) * steep * (width * count) ** 0.5).relu()
-        found = (steep / (shortest.square() / width + norm.eps).sqrt()).amax(-1)
-        return torch.where(found < 1, found, torch.inf)
+        slope = (steep / (shortest.square() / width + norm.eps).sqrt()).amax(-1)
+        return torch.where(slope < 1, slope, torch.inf)
 
     def select(self, index: Tensor) -> Self | None:
         potential = self.potential.select(index)
-        if potential is None or self.event_ndim != 1 or not self._has_only(*self._held):
+        if potential is None or self.event_ndim != 1 or not self._has_only(*self._attributes):
             return None
         clone = restricted(self, index, field=1)
         clone.potential = potential
@@ -188,7 +187,7 @@ class LegendreEnergy(_Activated, Fielded):
             return self.potential.covariance_product(g, v) if cov is None else cov.product(v)
 
         def by_tensors(u: Tensor) -> tuple[Tensor | None, ...]:
-            if cov is None or not self._has_only(*self._held):
+            if cov is None or not self._has_only(*self._attributes):
                 return pullback(self, z, u)
             return *norm.vjp_tensors(outer(u)), *cov.vjp_tensors(u), u
 
@@ -206,7 +205,7 @@ class PublishedDynamics(_Activated):
         potential: Phi, such as `TokenAttention(...) + TokenMemory(...)`.
 
     Raises:
-        TypeError: what is no potential. ValueError: in `solve`, a solver that waits for convergence.
+        TypeError: an argument that is no potential. ValueError: in `solve`, a solver that waits for convergence.
 
     Gradients: with respect to the initial state and the tensors of both potentials, by `Unrolled()`.
 
@@ -239,16 +238,14 @@ class PublishedDynamics(_Activated):
         self.potential.check_state("initial", z)
 
     def check_solver(self, solver: Any) -> None:
-        fixed = solver.fixed_budget or solver.max_steps == 0
         remedy = "use GradientDescent(0.1, max_steps=12, rtol=0, atol=0), or LegendreEnergy, which has fixed points"
-        required = "make a fixed number of steps: these dynamics have no fixed point"
-        _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
+        check_fixed_budget(solver, remedy)
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """-Phi(g), one number per problem."""
         return -self.potential.value(self.activation(z))
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """x + mean(g)."""
         return z + self.potential.mean(self.activation(z))
 
@@ -258,6 +255,6 @@ class PublishedDynamics(_Activated):
         value, mean = self.potential.evaluate(self.activation(z))
         return Evaluation(z + mean, -value)
 
-    def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def gradient(self, z: States) -> States:
         """Grad E(x) = -M mean(g)."""
         return -self.metric_product(z, self.potential.mean(self.activation(z)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
 from ..potentials import LogSumExp
+from ..potentials._shapes import Bias, Mask, PerBatch, States
 from ..potentials.self_attention import SelfAttention, softmax_tangent
 from ..problem import Linearization
 from .anchored import Anchored, AnchoredEnergy
@@ -62,19 +63,19 @@ class SelfAttentionEnergy(AnchoredEnergy):
 
     def __init__(
         self,
-        field: Float[Tensor, "*batch N D"],
-        beta: float | Float[Tensor, "*#batch"],
-        anchor: float | Float[Tensor, "*#batch"] = 0.0,
+        field: States,
+        beta: PerBatch,
+        anchor: PerBatch = 0.0,
         *,
         weight: float = 1.0,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        mask: Mask = None,
+        bias: Bias = None,
     ) -> None:
         weight = _validate.check_number("weight", weight, low=0.0, open_low=True)
         phi = SelfAttention(beta, mask=mask, bias=bias)
         super().__init__(phi if weight == 1 else weight * phi, field, anchor)
 
-    def probabilities(self, x: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N N"]:
+    def probabilities(self, x: States) -> Float[Tensor, "*batch N N"]:
         """P(X): row i says how token i attends to all tokens; zeros where it may attend to none."""
         (phi,) = self.potential.parts or (self.potential,)
         assert isinstance(phi, SelfAttention)
@@ -130,26 +131,26 @@ class RepeatedSelfAttention(Anchored):
 
     def __init__(
         self,
-        field: Float[Tensor, "*batch N D"],
-        beta: float | Float[Tensor, "*#batch"],
-        anchor: float | Float[Tensor, "*#batch"] = 0.0,
+        field: States,
+        beta: PerBatch,
+        anchor: PerBatch = 0.0,
         *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        mask: Mask = None,
+        bias: Bias = None,
     ) -> None:
         self.attention = SelfAttention(beta, mask=mask, bias=bias)
         self.attention.check_state("field", field)
         super().__init__(field, anchor)
 
-    def probabilities(self, x: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N N"]:
+    def probabilities(self, x: States) -> Float[Tensor, "*batch N N"]:
         """P(X): row i says how token i attends to all tokens; zeros where it may attend to none."""
         return self.attention.probabilities(x)
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(X) = anchor X0 + (1 - anchor) P(X) X."""
         return self._anchored(self.probabilities(z) @ z)
 
-    def frozen_energy(self, context: Float[Tensor, "*batch N D"]) -> AnchoredEnergy:
+    def frozen_energy(self, context: States) -> AnchoredEnergy:
         """The energy of every token while the context stays; at X = context its gradient is X - f(X)."""
         phi = self.attention
         return AnchoredEnergy(LogSumExp(context, phi.beta, mask=phi.mask, bias=phi.bias), self.field, self.anchor)

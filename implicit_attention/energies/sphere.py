@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import vjp
 from ..potentials import Potential
+from ..potentials._shapes import PerBatch, States, per_state
 from ..problem import Evaluation, Linearization, pullback
 from .anchored import AnchoredEnergy
 
@@ -22,8 +23,8 @@ class SphereEnergy(AnchoredEnergy):
     E(z) = -a\,\langle x, z\rangle - (1 - a)\,\Phi(z), \qquad |z| = r
     ```
 
-    f(z) = r g/|g| with g = anchor x + (1 - anchor) mean(z). States that f leaves where they are are stationary on the
-    sphere: g is r |g| times the normal there. With P = I - z z^T/r^2 the Hessian on the tangent space is
+    f(z) = r g/|g| with g = anchor x + (1 - anchor) mean(z). Fixed points of f are stationary on the sphere: g is
+    r |g| times the normal there. With P = I - z z^T/r^2 the Hessian on the tangent space is
     (|g|/r) P - (1 - anchor) P Cov(z) P, and the adjoint is solved there. As |z| is fixed, potentials without a bound
     (`Polynomial`, `Exponential`) have solutions too: over `SquaredScores` f is power iteration.
 
@@ -65,15 +66,17 @@ class SphereEnergy(AnchoredEnergy):
     row_block = AnchoredEnergy.row_block
     plain_steps_descend = AnchoredEnergy.plain_steps_descend
     select = AnchoredEnergy.select
-    _held = (*AnchoredEnergy._held, "radius", "mean_zero")
+    _attributes = (*AnchoredEnergy._attributes, "radius", "mean_zero")
     _square: ClassVar[float] = 0.0
+    #: The radius, shaped to multiply states.
+    _radius: float | Tensor = per_state("radius")
 
     def __init__(
         self,
         potential: Potential,
-        field: Float[Tensor, "*batch N D"],
-        anchor: float | Float[Tensor, "*#batch"] = 0.0,
-        radius: float | Float[Tensor, "*#batch"] = 1.0,
+        field: States,
+        anchor: PerBatch = 0.0,
+        radius: PerBatch = 1.0,
         *,
         mean_zero: bool = False,
     ) -> None:
@@ -92,40 +95,27 @@ class SphereEnergy(AnchoredEnergy):
         """Whether df/dz is symmetric at solutions: not of tokens together, where each has a factor r/|g| itself."""
         return self.potential.event_ndim == 1
 
-    @property
-    def _radius(self) -> float | Tensor:
-        """The radius, shaped to multiply states."""
-        if not isinstance(self.radius, Tensor):
-            return self.radius
-        return _validate.inside(self.radius, low=0.0, open_low=True)[..., None, None]
-
     def falls(self) -> None:
         """No energy falls without end on a sphere."""
 
-    def retract(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def retract(self, z: States) -> States:
         """r z/|z|, and 0 for 0."""
         return self._radius * self._sized(z)[0]
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(r z/|z|), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
-        z = self.retract(z)
-        return self._energy(z, self.potential.value(z))
+        return super().energy(self.retract(z))
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(z) = r g/|g|."""
-        z = self.retract(z)
-        return self._map(self.potential.mean(z), z)
+        return super().fixed_point_map(self.retract(z))
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
-        if not energy:
-            return Evaluation(self.fixed_point_map(z), None)
-        z = self.retract(z)
-        value, mean = self.potential.evaluate(z)
-        return Evaluation(self._map(mean, z), self._energy(z, value))
+        return super().evaluate(self.retract(z) if energy else z, energy=energy)
 
     def _map(self, mean: Tensor, z: Tensor) -> Tensor:
         mapped = self.retract(super()._map(mean, z))
-        # A constant direction: I - df/dz is not singular there.
+        # Its direction is a constant, so that I - df/dz is not singular.
         radius = self._radius
         stays = z.detach() * (radius / radius.detach()) if isinstance(radius, Tensor) else z.detach()
         stays = stays.where((stays != 0).any(-1, keepdim=True), torch.nan)
@@ -133,8 +123,8 @@ class SphereEnergy(AnchoredEnergy):
 
     def gradient(self, z: Tensor) -> Tensor:
         """Grad of z -> E(r z/|z|): -(r/|z|) (I - z z^T/|z|^2) g, tangential."""
-        there, back = vjp(self.retract, z)
-        gradient: Tensor = back(-self._anchored(self.potential.mean(there)))[0]
+        point, back = vjp(self.retract, z)
+        gradient: Tensor = back(-self._anchored(self.potential.mean(point)))[0]
         return gradient
 
     def linearize(self, z: Tensor) -> Linearization:
@@ -161,11 +151,11 @@ class SphereEnergy(AnchoredEnergy):
         return z - z.mean(-1, keepdim=True) if self.mean_zero else z
 
     def _sized(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """z/|z| (0 for 0) and |z| (*batch, N, 1), of the centred z where the mean is zero, whatever their size."""
+        """Return z/|z| (0 for 0) and |z| (*batch, N, 1), with `mean_zero` of the centred z, at every size of z."""
         centred = self._centred(z)
         largest = centred.detach().abs().amax(-1, keepdim=True)
         if self.mean_zero:
-            # What rounding leaves of entries that are all the same is no direction.
+            # Entries that are all the same leave rounding errors, which are no direction.
             whole = z.detach().abs().amax(-1, keepdim=True)
             nothing = largest <= 4 * torch.finfo(z.dtype).eps * whole
             centred, largest = centred.masked_fill(nothing, 0.0), largest.masked_fill(nothing, 0.0)

@@ -14,7 +14,7 @@ from ..diagnostics import StationaryPoints, stationary_points
 from ..diagnostics.stationary import check_energy, copies, doubled, same_energies
 from ..energies.base import Energy
 from ..potentials import ReadsOut
-from ..potentials.scored_keys import in_double
+from ..potentials.masked_keys import in_double
 from ..problem import Problem
 from ..solution import Trace
 from .style import BAD, COLORS, Figure, add_bar, finish, legend_below, new_figure

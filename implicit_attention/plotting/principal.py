@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.scored_keys import in_double
+from ..potentials.masked_keys import in_double
 from .style import BAD, Figure, legend_below, new_figure
 
 

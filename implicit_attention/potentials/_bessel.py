@@ -62,7 +62,7 @@ def _expansion(orders: int) -> tuple[_Order, ...]:
     # Polynomials by numpy, of exact fractions.
     one_minus_c = [Fraction(1), Fraction(-1)]
     n: list[Any] = [[Fraction(-1, 2), Fraction(1, 2)]]
-    found = []
+    terms = []
     for k in range(orders):
         falling = polymul(one_minus_c, [(k + 2 * m) * x for m, x in enumerate(n[k])])  # -(1 - c) Y n_k
         squares = functools.reduce(polyadd, [polymul(n[i], n[k - i]) for i in range(k + 1)])
@@ -71,14 +71,14 @@ def _expansion(orders: int) -> tuple[_Order, ...]:
         # w = L - 2 t L', and 2 t d/dt = (1 - c) Y.
         curvature = _over_one_minus_c(polyadd(n[k], falling)) if k else []
         # dW/ds = (N - v) s / t with t = (1 - c) s^2, integrated from s = v; k = 0 gives a logarithm instead. The terms
-        # c^m - 1 have the factor 1 - c, and what is left, s^{-k} - v^{-k}, has the coefficients of Stirling's series.
+        # c^m - 1 have the factor 1 - c; the rest, s^{-k} - v^{-k}, has the coefficients of Stirling's series.
         integral = [x / (k + 2 * m) for m, x in enumerate(length)] if k else [Fraction(0)]
         stirling = sum(integral, Fraction(0))
         potential = _over_one_minus_c([stirling - integral[0], *(-x for x in integral[1:])])
         grid = [i / 64 for i in range(65)]
         bound = max(abs((1 - c) * sum(float(x) * c**m for m, x in enumerate(length))) * c ** (k / 2) for c in grid)
-        found.append(_Order(_floats(length), _floats(curvature), _floats(potential), float(stirling), bound))
-    return tuple(found)
+        terms.append(_Order(_floats(length), _floats(curvature), _floats(potential), float(stirling), bound))
+    return tuple(terms)
 
 
 _EXPANSION = _expansion(12)
@@ -87,7 +87,7 @@ _LOWEST_ORDER = {torch.float64: 30.0, torch.float32: 12.0}
 
 
 class _Start(NamedTuple):
-    """The order v = D/2 + steps at which the expansion starts, and how many of its terms count there."""
+    """The order v = D/2 + steps at which the expansion starts, and the number of its terms that count there."""
 
     order: float
     steps: int
@@ -103,7 +103,7 @@ def _start(dim: int, dtype: torch.dtype) -> _Start:
 
 
 def _polynomial(coefficients: Sequence[Any], x: Any) -> Any:
-    """sum_k coefficients_k x^k, of numbers or of other polynomials' values; 0 without coefficients."""
+    """Return sum_k coefficients_k x^k, for coefficients that are numbers or tensors; 0 without coefficients."""
     value: Any = coefficients[-1] if coefficients else 0.0
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
@@ -150,7 +150,7 @@ def _ratio(t: _Number, dim: int) -> _Number:
 def _radial(t: _Number, dim: int) -> _Number:
     top = _Top.at(t, dim)
     ratios = _ratios(t, dim, top)
-    # w - (D - 1)/2, small for large kappa. Here 1 - A^2 = (D - 1) G + P, Bessel's equation, has spared a difference.
+    # w - (D - 1)/2, small for large kappa; Bessel's equation 1 - A^2 = (D - 1) G + P avoids a difference.
     excess: _Number = top.c * (top.s + 1.5 - top.c) + top.sum("curvature")
     for j, above in zip(reversed(range(top.start.steps)), ratios[:-1], strict=True):
         half = (dim + 1) / 2 + j
@@ -166,7 +166,7 @@ def _log_partition(t: Tensor, dim: int) -> Tensor:
 
 
 def _logarithms(t: Tensor, dim: int, top: _Top) -> Tensor:
-    """W without its first term s - v, the only one that grows like kappa."""
+    """Return W without its first term s - v, the only one that grows like kappa."""
     v = top.start.order
     above = t / (top.s + v)  # s - v
     total: Tensor = -v * torch.log1p(above / (2 * v)) - torch.log1p(above / v) / 2 + top.sum("potential")
@@ -195,7 +195,7 @@ def _length(q: Tensor, dim: int) -> Tensor:
         t = q * length * length
         exact = _ratio(t, dim).reciprocal()
         w = _radial(t, dim) * exact * exact
-        # L^2 - (D - 1) L - w = t, Bessel's equation, holds at `exact`: minus the same at `length`, where t is
+        # Bessel's equation L^2 - (D - 1) L - w = t holds at `exact`. Less the same expression at `length`, where t is
         # q length^2, it gives their difference, which for q near 1 is far below their rounding.
         excess = (((1 - q) * length - (dim - 1)) * length - w) / (length + exact - (dim - 1))
         length = length - excess * length / (w + excess)

@@ -1,4 +1,4 @@
-"""States of which some entries are known: a potential that holds them, and what patterns say of the others."""
+"""States with known entries: a potential that keeps these fixed, and estimates of the others from patterns."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import math
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from typing_extensions import Self
 
 from .._autograd import at_least_single, exact_precision, sum_to_shape
-from .._declared import restricted
+from ._shapes import PerRow, ReadOut, States, Values, Weights
 from .base import Composite, CovarianceMap, Potential
 from .log_sum_exp import LogSumExp
 from .scored_keys import ReadsOut
 
 
 class Clamped(Composite):
-    """Phi of states whose known entries are held at x: Phi(y) + <x, P z - x>, with y = x on known entries, else z.
+    """Phi of states whose known entries are fixed at x: Phi(y) + <x, P z - x>, with y = x on known entries, else z.
 
     Its mean is x on the known entries (P projects on them) and mean(y) on the others, so that |z|^2/2 less this
     potential is stationary where z has the known entries and the others solve z = mean(z). There it is that of Phi.
@@ -29,42 +28,39 @@ class Clamped(Composite):
     """
 
     declares_all = True
+    _by_row = ("known", "at")
 
-    def __init__(
-        self, potential: Potential, known: Bool[Tensor, "*batch N D"], at: Float[Tensor, "*batch N D"]
-    ) -> None:
+    def __init__(self, potential: Potential, known: Bool[Tensor, "*batch N D"], at: States) -> None:
         super().__init__(potential)
         self.known, self.at = known, at
 
-    def _there(self, z: Tensor) -> Tensor:
+    def _clamped(self, z: Tensor) -> Tensor:
         return z.where(~self.known, self.at)
 
     def _unknown(self, v: Tensor) -> Tensor:
         return v.where(~self.known, 0.0)
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(y) + <x, P z - x>, (*batch, N, D) -> (*batch, N)."""
-        return self.parts[0].value(self._there(z)) + self._held(z)
+        return self.parts[0].value(self._clamped(z)) + self._linear_term(z)
 
-    def _held(self, z: Tensor) -> Tensor:
+    def _linear_term(self, z: Tensor) -> Tensor:
         return (self.at * (z - self.at)).where(self.known, 0.0).sum(-1)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """The known entries, and the mean of the others, (*batch, N, D) -> (*batch, N, D)."""
-        return self._there(self.parts[0].mean(self._there(z)))
+        return self._clamped(self.parts[0].mean(self._clamped(z)))
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """The covariance among the unknown entries times theirs, zeros for the known ones."""
-        return self._unknown(self.parts[0].covariance_product(self._there(z), self._unknown(v)))
+        return self._unknown(self.parts[0].covariance_product(self._clamped(z), self._unknown(v)))
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        value, mean = self.parts[0].evaluate(self._there(z))
-        return value + self._held(z), self._there(mean)
+        value, mean = self.parts[0].evaluate(self._clamped(z))
+        return value + self._linear_term(z), self._clamped(mean)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        cov = self.parts[0].linearize(self._there(z))
+        cov = self.parts[0].linearize(self._clamped(z))
         if cov is None or not self._has_only("parts", "known", "at"):
             return None
 
@@ -75,23 +71,13 @@ class Clamped(Composite):
 
         return CovarianceMap(lambda v: self._unknown(cov.product(self._unknown(v))), pullback)
 
-    def select(self, index: Tensor) -> Self | None:
-        part = self.parts[0].select(index)
-        if part is None or self.event_ndim != 1 or not self._has_only("parts", "known", "at"):
-            return None
-        clone = restricted(self, index, known=1, at=1)
-        clone.parts = (part,)
-        return clone
-
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """Those of Phi at y, (*batch, N, M)."""
-        return self._weighing.probabilities(self._there(z))
+        return self._weighing.probabilities(self._clamped(z))
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; see `LogSumExp.readout`."""
-        return self._weighing.readout(self._there(z), values, dropout_p=dropout_p)
+        return self._weighing.readout(self._clamped(z), values, dropout_p=dropout_p)
 
     @property
     def _weighing(self) -> ReadsOut:
@@ -100,7 +86,7 @@ class Clamped(Composite):
         return part
 
     def bounded_below(self, scale: float) -> bool | None:
-        # What is held adds a linear term: it takes a little of |z|^2/2.
+        # The linear term takes a little of |z|^2/2.
         return self.parts[0].bounded_below(math.inf) or self.parts[0].bounded_below(scale * (1 + 1e-6)) or None
 
     def lipschitz(self) -> Tensor | None:
@@ -108,24 +94,21 @@ class Clamped(Composite):
 
 
 def filled(
-    queries: Float[Tensor, "*batch N D"],
-    known: Bool[Tensor, "*#batch #N #D"],
-    patterns: Float[Tensor, "M D"],
-    beta: float | Tensor,
-) -> Float[Tensor, "*batch N D"]:
-    """Queries with what the patterns say of the unknown entries, by the distances over the known ones.
+    queries: States, known: Bool[Tensor, "*#batch #N #D"], patterns: Float[Tensor, "M D"], beta: float | Tensor
+) -> States:
+    """Fill the unknown entries of queries with averages of the patterns, by the distances over the known entries.
 
-    These are sum_j p_j k_j with p = softmax_j(-beta |P (query - k_j)|^2/2): the mean that Gaussians of variance 1/beta
-    around the patterns k_j have given the known entries (P projects on them).
+    The averages are sum_j p_j k_j with p = softmax_j(-beta |P (query - k_j)|^2/2): the mean of Gaussians of variance
+    1/beta around the patterns k_j, given the known entries (P projects on them).
 
     Returns:
-        (*batch, N, D); nothing is read of unknown entries of the queries.
+        (*batch, N, D); the unknown entries of the queries are not read.
     """
     known, dtype = known.expand(queries.shape), queries.dtype
     with exact_precision(queries):
         queries, patterns = at_least_single(queries), at_least_single(patterns)
         beta = beta.to(queries.dtype) if isinstance(beta, Tensor) else beta
-        # |P (q - k)|^2 is linear in P q and P, up to what all patterns share; around the centre it loses less digits.
+        # |P (q - k)|^2 is linear in P q and P, up to a term that all patterns share; centred it loses fewer digits.
         centre = patterns.mean(0)
         own = (queries - centre).where(known, 0.0)
         around = patterns - centre

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-# A proposal is refused with probability < 0.35: after this many rounds all are accepted, NaN at once.
+# A proposal is refused with probability < 0.35, a NaN never: so many rounds are enough.
 ROUNDS = 200
-# Rounds for few cosines try several proposals at once: what they cost is the number of calls, not of numbers.
+# Rounds for few cosines try several proposals at once: their cost is the number of calls, not of numbers.
 WIDTH = 512
 
 
@@ -20,27 +20,24 @@ def one_minus_cosine(kappa: Tensor, dim: int, generator: torch.Generator | None,
 
     Reference: Wood (1994), Simulation of the von Mises-Fisher distribution.
     """
-    return _by_inversion(kappa, level) if dim == 3 else _by_rejection(kappa, dim, generator)
-
-
-def _by_inversion(kappa: Tensor, level: Tensor) -> Tensor:
-    """1 - cosine for D = 3, where cosines have the density exp(kappa w): their distribution function is inverted."""
+    if dim != 3:
+        return _by_rejection(kappa, dim, generator)
     floor = kappa.clamp_min(torch.finfo(kappa.dtype).tiny ** 0.5)
     return -torch.log1p(level * torch.expm1(-2 * floor)) / floor
 
 
 def _by_rejection(kappa: Tensor, dim: int, generator: torch.Generator | None) -> Tensor:
-    """1 - cosine for any D > 1, where cosines have the density exp(kappa w) (1 - w^2)^((D - 3)/2)."""
+    """Draw 1 - cosine for any D > 1."""
     flat = kappa.flatten()
-    found = torch.empty_like(flat)
+    drawn = torch.empty_like(flat)
     left = torch.arange(len(flat), device=flat.device)
     for _ in range(ROUNDS):
         if not len(left):
-            return found.view_as(kappa)
+            return drawn.view_as(kappa)
         value, accepted = _proposals(flat[left], dim, max(1, WIDTH // len(left)), generator)
         first = accepted.to(torch.uint8).argmax(0, keepdim=True)
         some = accepted.any(0)
-        found[left[some]] = value.gather(0, first)[0, some]
+        drawn[left[some]] = value.gather(0, first)[0, some]
         left = left[~some]
     raise RuntimeError(f"no proposal was accepted in {ROUNDS} rounds; this is a bug")
 
@@ -65,5 +62,5 @@ def _proposals(kappa: Tensor, dim: int, tries: int, generator: torch.Generator |
     value = 2 * b * near / (2 - near + b * near)
     part = value / y0
     logarithm = kappa * y0 * (1 - part) + (dim - 1) * torch.log1p(x0 / (1 + x0) * (part - 1))
-    # Written so that NaN is accepted: it would otherwise be tried for ever.
+    # This comparison accepts NaN, which would otherwise be tried for ever.
     return value, ~(logarithm < u[2].log())

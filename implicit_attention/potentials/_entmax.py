@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._autograd import host_may_look, sum_to_shape, uncompiled
 
-# Numbers that are worked on at a time.
+# Numbers in one block of work.
 BLOCK = 2**18
 LOG2 = math.log(2)
 
@@ -54,12 +54,12 @@ def by_order(p: Tensor, a: float | Tensor) -> Tensor:
 
 
 def _logs(p: Tensor) -> Tensor:
-    """Log p, 0 where p is."""
+    """Return log p, and 0 where p is 0."""
     return p.masked_fill(p == 0, 1.0).log()
 
 
 def _turned(w: Tensor, v: Tensor) -> Tensor:
-    """The Jacobian of p, which is symmetric, times v."""
+    """Multiply v by the Jacobian of p, which is symmetric."""
     return w * (v - (w * v).sum(-1, keepdim=True) / w.sum(-1, keepdim=True))
 
 
@@ -69,15 +69,15 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, a: float | Tensor) -> Tensor:
         if not host_may_look(scores):
-            return _found(scores, a)
-        # Fresh memory costs more than these numbers do: blocks of rows that stay in the processor's cache.
-        rows, found = scores.flatten(0, -2), torch.empty_like(scores, memory_format=torch.contiguous_format)
+            return _entmax(scores, a)
+        # Blocks of rows stay in the processor's cache: fresh memory costs more than the arithmetic.
+        rows, weights = scores.flatten(0, -2), torch.empty_like(scores, memory_format=torch.contiguous_format)
         orders = a.expand(*scores.shape[:-1], 1).flatten(0, -2) if isinstance(a, Tensor) else None
         count = max(BLOCK // scores.shape[-1], 1)
         for start in range(0, len(rows), count):
             part = slice(start, start + count)
-            found.view(rows.shape)[part] = _found(rows[part], a if orders is None else orders[part])
-        return found
+            weights.view(rows.shape)[part] = _entmax(rows[part], a if orders is None else orders[part])
+        return weights
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float | Tensor], output: Tensor) -> None:
@@ -121,7 +121,7 @@ class _Maximum(torch.autograd.Function):
         by_a = None
         if ctx.needs_input_grad[2]:
             by_a = sum_to_shape((gradient * _entropy_by_order(p, a)).sum(-1)[..., None, None], a.shape)
-        # p is where the maximum is: it does not change with p.
+        # The value is stationary in p.
         return by_scores, None, by_a
 
     @staticmethod
@@ -138,8 +138,8 @@ def _entropy_by_order(p: Tensor, a: Tensor) -> Tensor:
     return (p * (torch.expm1(a * logs) * (1 + 2 * a) / scale - logs * (a * logs).exp()) / scale).sum(-1)
 
 
-def _found(scores: Tensor, a: float | Tensor) -> Tensor:
-    """Entmax itself."""
+def _entmax(scores: Tensor, a: float | Tensor) -> Tensor:
+    """Compute the weights by Newton steps for the threshold."""
     shifted = scores - scores.amax(-1, keepdim=True)
     eps = torch.finfo(scores.dtype).eps
     # t = a c. The norm |q|_(1/a) of q = [1 + a s - t]_+ is convex and falls in t, and Newton steps for its root at 1,
@@ -155,7 +155,7 @@ def _found(scores: Tensor, a: float | Tensor) -> Tensor:
         moves = step > 4 * eps * (a + t)
         if left == 0 or (host_may_look(step) and not bool(moves.any())):
             break
-        # A row that is done stays, however many steps others take.
+        # A row that has converged stays, however many steps others take.
         t = torch.where(moves, t + step, t)
     # The reciprocals of smaller numbers are infinite.
     return F.threshold(p / total, torch.finfo(p.dtype).tiny, 0.0)
@@ -166,8 +166,8 @@ def _powers(shifted: Tensor, t: Tensor, a: float | Tensor) -> tuple[Tensor, Tens
     if isinstance(a, float) and a in (0.5, 1.0):
         q = (shifted * a).sub_(t - 1).relu_()
         return (q, (q > 0).to(q)) if a == 1 else (q.square(), q)
-    # As q - 1, since for small a there is little else in it. The logarithm of 0 is -inf, whose power is 0: no number is
-    # masked, which costs more than all the rest.
+    # q - 1 keeps the digits of q for small a. The logarithm of 0 is -inf, whose power is 0: so no mask is needed, which
+    # would cost more than all the rest.
     rest = (a * shifted).sub_(t).clamp(min=-1)
     p = (rest.log1p() * (1 / (a * LOG2))).exp2_()
     return p, p / rest.add_(1).clamp(min=torch.finfo(rest.dtype).tiny)
@@ -181,6 +181,6 @@ def _keep(ctx: Any, a: float | Tensor, p: Tensor) -> None:
 
 
 def _kept(ctx: Any) -> tuple[Any, Tensor]:
-    """Restore the tensors that `_keep` kept; p has a graph, so that derivatives have derivatives."""
+    """Restore a and p; p has a graph, so that derivatives have derivatives."""
     p, *rest = ctx.saved_tensors
     return (rest[0] if rest else ctx.a), p

@@ -1,4 +1,4 @@
-"""Truncated power series of tensors: a formula evaluated on one gives its derivatives of every order at once."""
+"""Truncated power series of tensors: a formula evaluated on a series gives its derivatives of every order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 
 class Jet:
-    """c_0 + c_1 h + ... + c_K h^K, with the arithmetic of a tensor as far as the recurrences of this folder use it."""
+    """The series c_0 + c_1 h + ... + c_K h^K, with the arithmetic of tensors that the recurrences of `_bessel` use."""
 
     def __init__(self, coefficients: Sequence[Tensor]) -> None:
         self.coefficients = tuple(coefficients)
@@ -38,9 +38,6 @@ class Jet:
     def __sub__(self, other: Self | float) -> Self:
         return self + (-other)
 
-    def __rsub__(self, other: float) -> Self:
-        return -self + other
-
     def __mul__(self, other: Self | float) -> Self:
         if not isinstance(other, Jet):
             return type(self)([a * other for a in self.coefficients])
@@ -51,22 +48,22 @@ class Jet:
 
     def reciprocal(self) -> Self:
         a = self.coefficients
-        found = [a[0].reciprocal()]
+        b = [a[0].reciprocal()]
         for k in range(1, len(a)):
-            found.append(-found[0] * _convolved(a[1:], found, k - 1))
-        return type(self)(found)
+            b.append(-b[0] * _convolved(a[1:], b, k - 1))
+        return type(self)(b)
 
     def sqrt(self) -> Self:
         a = self.coefficients
-        found = [a[0].sqrt()]
+        b = [a[0].sqrt()]
         for k in range(1, len(a)):
-            inner = _convolved(found[1:], found[1:], k - 2) if k > 1 else 0.0
-            found.append((a[k] - inner) / (2 * found[0]))
-        return type(self)(found)
+            inner = _convolved(b[1:], b[1:], k - 2) if k > 1 else 0.0
+            b.append((a[k] - inner) / (2 * b[0]))
+        return type(self)(b)
 
 
 def _convolved(a: Sequence[Tensor], b: Sequence[Tensor], k: int) -> Tensor:
-    """sum_i a_i b_{k-i}."""
+    """Return sum_i a_i b_{k-i}."""
     total = a[0] * b[k]
     for i in range(1, k + 1):
         total = total + a[i] * b[k - i]

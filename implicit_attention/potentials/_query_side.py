@@ -1,8 +1,8 @@
-"""The query side of token attention, in which no token reads a later one: the pull and its derivatives, in tiles."""
+"""The query side of token attention, where no token reads a later one: the pull and its derivatives, in tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from .._autograd import sum_to_shape, transforms_active
 from ._read import restricted_to
 from .self_attention import softmax_tangent
 
-#: At most so many pairs of tokens are held at once, per sample and head.
+#: The largest number of pairs of tokens in memory at a time, per sample and head.
 PAIRS = 512 * 512
 
 
@@ -40,7 +40,7 @@ class QuerySide:
     """sum_h (P_h k_h) W_query_h of the tokens z over earlier keys and their own, causally.
 
     Args:
-        attention: a `TokenAttention`, which imports this; its mask is of the pairs (*batch, N, M + N).
+        attention: a `TokenAttention`, whose file imports this one; its mask is of the pairs (*batch, N, M + N).
         z: (*batch, N, D).
         earlier: keys (*batch, H, M, Y) that all tokens of z may read, or None.
     """
@@ -50,14 +50,14 @@ class QuerySide:
         self.attention, self.z, self.q = attention, z, attention._heads(z, attention.w_query)
         self.k = own if earlier is None else torch.cat([earlier, own], dim=-2)
         self.before = self.k.shape[-2] - own.shape[-2]
-        self._held: Tensor | None = None
+        self._cached: Tensor | None = None
 
     def pull(self) -> Tensor:
-        """(*batch, N, D). Of more than one tile the weights are computed again in a backward pass, not kept."""
+        """The pull, (*batch, N, D). The weights of several tiles are computed again in a backward pass, not kept."""
         tiles, attend = self._tiles(), self._attended
         if len(tiles) > 1 and torch.is_grad_enabled() and not transforms_active():
             attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-        return self._joined([attend(tile, *self._of(tile)) for tile in tiles], self.attention.w_query)
+        return self._by_rows([attend(tile, *self._of(tile)) for tile in tiles])
 
     def jvp(self, v: Tensor) -> Tensor:
         """The change of the pull with z along v, at fixed earlier keys."""
@@ -69,7 +69,7 @@ class QuerySide:
             dq, dk = by_query[..., tile.rows, :], by_key[..., : tile.reach, :]
             tangent = self.attention._scale * softmax_tangent(p, dq @ k.mT + q @ dk.mT)
             heads.append(tangent @ k + p @ dk)
-        return self._joined(heads, self.attention.w_query)
+        return self._by_rows(heads)
 
     def vjp(self, u: Tensor) -> Tensor:
         """The transpose of `jvp`."""
@@ -92,8 +92,8 @@ class QuerySide:
 
     def _tiles(self) -> list[PairTile]:
         count, size = self.q.shape[-2], max(PAIRS // max(self.k.shape[-2], 1), 1)
-        stops = [min(start + size, count) for start in range(0, count, size)]
-        return [PairTile(slice(i * size, stop), self.before + stop) for i, stop in enumerate(stops)]
+        rows = (slice(start, min(start + size, count)) for start in range(0, max(count, 1), size))
+        return [PairTile(part, self.before + part.stop) for part in rows]
 
     def _of(self, tile: PairTile) -> tuple[Tensor, Tensor]:
         """Queries and keys of a tile."""
@@ -102,14 +102,13 @@ class QuerySide:
     def _weights(self, tile: PairTile, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights, rows of zeros where a token may attend to nothing."""
         attention, rows = self.attention, tile.rows
-        others = attention.exclude_self or attention.mask is not None
         allowed = torch.ones(q.shape[-2], tile.reach, dtype=torch.bool, device=q.device)
         allowed = allowed.tril(self.before + rows.start - attention.exclude_self)
         if attention.mask is not None:
             mask = attention.mask.broadcast_to(*attention.mask.shape[:-2], self.q.shape[-2], self.k.shape[-2])
             mask = mask[..., rows, : tile.reach]
             allowed = allowed & (mask.unsqueeze(-3) if mask.ndim > 2 else mask)
-        empty = ~allowed.any(-1) if others else None
+        empty = ~allowed.any(-1) if attention.exclude_self or attention.mask is not None else None
         p = restricted_to((attention._scale * q) @ k.mT, allowed, empty).softmax(-1)
         return p if empty is None else p.masked_fill(empty[..., None], 0.0)
 
@@ -117,12 +116,12 @@ class QuerySide:
         return self._weights(tile, q, k) @ k
 
     def _weighted(self) -> Iterator[tuple[PairTile, Tensor]]:
-        """The tiles, and what attends to what in each, which is held only where one tile is all."""
+        """Yield the tiles with their attention weights; the weights of a single tile are cached."""
         tiles = self._tiles()
         for tile in tiles:
-            p = self._weights(tile, *self._of(tile)) if self._held is None else self._held
+            p = self._weights(tile, *self._of(tile)) if self._cached is None else self._cached
             if len(tiles) == 1:
-                self._held = p
+                self._cached = p
             yield tile, p
 
     def _pulled(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +135,7 @@ class QuerySide:
             read.append(p @ k)
             changed = (self.attention._scale * tangent).mT @ q + p.mT @ a
             by_k = by_k + F.pad(changed, (0, 0, 0, total - tile.reach))
-        return _concatenated(by_q, self.q), by_k, _concatenated(read, self.q)
+        return concatenated(by_q, -2), by_k, concatenated(read, -2)
 
     def _by_z(self, by_q: Tensor, by_k: Tensor) -> Tensor:
         attention = self.attention
@@ -144,12 +143,11 @@ class QuerySide:
         by_z = by_z + attention._joined(by_k[..., self.before :, :], attention.w_key)
         return by_z
 
-    def _joined(self, heads: list[Tensor], weight: Tensor) -> Tensor:
-        joined: Tensor = self.attention._joined(_concatenated(heads, self.q), weight)
+    def _by_rows(self, heads: list[Tensor]) -> Tensor:
+        """Join the parts of the tiles and sum over the heads."""
+        joined: Tensor = self.attention._joined(concatenated(heads, -2), self.attention.w_query)
         return joined
 
 
-def _concatenated(parts: list[Tensor], like: Tensor) -> Tensor:
-    if not parts:
-        return torch.zeros_like(like)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=axis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,20 +28,15 @@ class Ray(NamedTuple):
 
 
 def quadratic_ray(
-    keys: Tensor,
-    strength: float | Tensor,
-    scale: float | Tensor,
-    *,
-    rectified: bool = False,
-    together: bool = True,
+    keys: Tensor, strength: float | Tensor, scale: float | Tensor, *, rectified: bool = False, together: bool = True
 ) -> Ray:
     """Return the ray of a Phi that grows like (strength/2) sum_j <k_j, z>^2, over positive <k_j, z> if `rectified`.
 
     Args:
         keys: (*batch, M, D), float64 and finite.
         strength: >= 0, a float or a tensor that broadcasts to *batch.
-        scale: where a matrix norm tells the host that nothing falls up to this scale, no ray is looked for.
-        together: whether one query reads all keys; if not, each key is taken by itself.
+        scale: no ray is looked for where a matrix norm shows the host that nothing falls up to this scale.
+        together: whether one query reads all keys; if not, each key counts by itself.
     """
     strength = torch.as_tensor(strength).detach().to(keys)
     if not together:
@@ -72,12 +67,8 @@ def faster_ray(keys: Tensor) -> Ray:
     return Ray(direction, torch.where(direction.any(-1), 0.0, torch.inf).to(keys))
 
 
-@overload
-def steeper(ray: Ray, weight: float | Tensor) -> Ray: ...
-@overload
-def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None: ...
 def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None:
-    """Return the ray of weight Phi, for a weight >= 0, or one per batch entry."""
+    """Return the ray of weight Phi for a weight >= 0, or one per batch entry."""
     if ray is None:
         return None
     direction, limit = ray
@@ -86,7 +77,7 @@ def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None:
 
 
 def first_to_fall(rays: Iterable[Ray | None]) -> Ray | None:
-    """Per batch entry, the ray of the lowest limit."""
+    """Return the ray of the lowest limit, per batch entry."""
     return functools.reduce(_lower, rays, None)
 
 
@@ -104,7 +95,7 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """Zeros where an entry is not finite: LAPACK would raise for the sake of one batch entry."""
+    """Replace entries that are not finite by zeros: for one such batch entry LAPACK would raise."""
     return tensor.where(tensor.isfinite(), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Masks over keys, and keys that are not finite: the checks, and what is left to be read."""
+"""Masks over keys, and keys that are not finite: checks, and the keys and values that queries then read."""
 
 from __future__ import annotations
 
@@ -35,11 +35,18 @@ def check_masks(mask: Tensor | None, bias: Tensor | None, keys: Tensor | None = 
 def check_masks_fit(
     mask: Tensor | None, bias: Tensor | None, argument: str, z: Tensor, count: int, meaning: str
 ) -> None:
-    """Raise unless both broadcast to the pairs of the states z (*batch, N, D) and so many keys."""
+    """Raise unless both broadcast to the pairs of the states z (*batch, N, D) and `count` keys."""
     for name, pairs in (("mask", mask), ("bias", bias)):
         if pairs is not None:
             _validate.check_same_kind([(argument, z), (name, pairs)])
             _validate.check_broadcast(name, pairs.shape, (*z.shape[:-1], count), meaning)
+
+
+def check_per_key(name: str, pairs: Tensor, remedy: str) -> torch.Size:
+    """Raise unless `pairs` are the same for all queries; return their leading axes."""
+    required, received = "be the same for all queries, shape (*batch, 1, M)", f"shape {tuple(pairs.shape)}"
+    _validate.require(pairs.ndim == 1 or pairs.shape[-2] == 1, name, required, received, remedy)
+    return pairs.shape[:-2]
 
 
 def joined(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -56,7 +63,7 @@ def restricted_to(scores: Tensor, pairs: Tensor | None, empty: Tensor | None) ->
     if pairs is not None:
         masked = pairs.dtype == torch.bool
         scores = scores.masked_fill(~pairs, -torch.inf) if masked else scores + pairs
-    # A row of -inf has a NaN gradient; any finite row will do, as the results of `empty` rows are replaced.
+    # A row of -inf has a NaN gradient; any finite row serves, because the results of `empty` rows are replaced.
     return scores if empty is None else scores.masked_fill(empty[..., None], 0.0)
 
 
@@ -67,30 +74,30 @@ def surely_finite(*tensors: Tensor) -> bool:
     return all(math.isfinite(float(t.detach().sum())) for t in tensors)
 
 
-def without_nan(held: list[Tensor], attended: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Keys and values (*#batch, M, ...) with zeros where they are not finite, and NaN for the rows that read those.
+def without_nan(sources: list[Tensor], attended: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Return keys and values (*#batch, M, ...) with zeros where they are not finite, and NaN for rows that read those.
 
     A key may hold NaN for queries that do not attend to it. 0 * NaN is NaN, so the key is read as zero, and the queries
     that do attend to it are found by a product that costs one number per pair.
     """
-    finite, bad = _finite(held)
+    finite, bad = _finite(sources)
     reads = attended.expand(*attended.shape[:-1], bad.shape[-1])
     # einsum, unlike @, expands neither of the two.
     number = einsum(reads.to(dtype), bad.to(dtype), "... n m, ... m -> ... n")
     poison = torch.where(number > 0, torch.nan, 0.0).to(dtype)
-    return [t.where(f, 0.0) for t, f in zip(held, finite, strict=True)], poison
+    return [t.where(f, 0.0) for t, f in zip(sources, finite, strict=True)], poison
 
 
-def without_nan_before(held: list[Tensor], first: int, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """The same where row i of so many attends to keys up to first + i."""
-    finite, bad = _finite(held)
+def without_nan_before(sources: list[Tensor], first: int, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Return the results of `without_nan` where row i of `rows` attends to keys up to first + i."""
+    finite, bad = _finite(sources)
     last = torch.arange(first, first + rows, device=bad.device).clamp(max=bad.shape[-1] - 1)
     reached = bad.cumsum(-1).index_select(-1, last) > 0
     poison = torch.where(reached, torch.nan, 0.0).to(dtype)
-    return [t.where(f, 0.0) for t, f in zip(held, finite, strict=True)], poison
+    return [t.where(f, 0.0) for t, f in zip(sources, finite, strict=True)], poison
 
 
-def _finite(held: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Which rows of each (*#batch, M, 1) are finite, and for which (*#batch, M) the first or the last is not."""
-    finite = [torch.isfinite(t).all(-1, keepdim=True) for t in held]
+def _finite(sources: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return which rows of each (*#batch, M, 1) are finite, and for which (*#batch, M) the first or the last is not."""
+    finite = [torch.isfinite(t).all(-1, keepdim=True) for t in sources]
     return finite, ~(finite[0] & finite[-1]).squeeze(-1)

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, grad, sum_to_shape, vjp
-from .._declared import Declared
+from .._declared import Declared, restricted
 from .._types import LinearMap
 from ._rays import Ray, first_to_fall, spectral_norm, steeper
 
@@ -57,14 +57,14 @@ _OF_BOTH = (
 class Potential(Declared, general=True):
     """Phi(z) with mean(z) = grad Phi(z) and covariance_product(z, v) = Hess Phi(z) v.
 
-    A subclass defines `value`; the rest follows by automatic differentiation until it is given in closed form. Tensors
-    held in attributes are declared by being held (see `Declared`).
+    A subclass defines `value`; the rest follows by automatic differentiation until it is defined in closed form. Every
+    tensor in an attribute is declared (see `Declared`).
 
     Potentials form new ones, whose derivatives, bounds and tensors follow from those of their parts:
     `a * phi` for a number a > 0 or one per batch entry, `phi + psi`, and `phi.of(W)`, which is Phi(W z).
 
     A subclass of a potential in closed form that overrides `value` keeps none of its closed forms, but differentiates;
-    one that overrides `mean` has to define `value` as well. Neither is taken for convex unless it says so.
+    one that overrides `mean` has to define `value` as well. Neither counts as convex unless it says so.
 
     Not for a map that is no gradient: use `FixedPointMap`.
 
@@ -91,7 +91,7 @@ class Potential(Declared, general=True):
         "probabilities": ("readout", "readout_with_logsumexp"),
     }
     _underived: ClassVar[tuple[str, ...]] = ("value",)
-    # numpy leaves products with its numbers to `__rmul__`.
+    # numpy then leaves products with its numbers to `__rmul__`.
     __array_ufunc__ = None
 
     #: How many trailing axes of a state Phi reads together. 1: every row (*batch, N, D) is a problem of its own.
@@ -101,9 +101,9 @@ class Potential(Declared, general=True):
     convex: bool = False
     #: See `Problem.row_block`.
     row_block: int = 32
-    #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
+    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
     declares_all: ClassVar[bool] = False
-    #: The potentials that this one is made of.
+    #: The potentials that this one consists of.
     parts: tuple[Potential, ...] = ()
 
     def value(self, z: Tensor) -> Tensor:
@@ -133,13 +133,13 @@ class Potential(Declared, general=True):
         return self.value(z), self.mean(z)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        """The covariance at one state for many products, or None where it is no cheaper than differentiation."""
+        """The covariance at one state for many products, or None where that is no cheaper than differentiation."""
         return None
 
     def bounded_below(self, scale: float) -> bool | None:
         """Whether |z|^2/2 - scale Phi(z) is bounded below for every batch entry; None where that is not known.
 
-        At scale = inf: whether it is for every scale, as where Phi grows no faster than |z|.
+        At scale = inf: whether that holds at every scale, as it does where Phi grows no faster than |z|.
         """
         bound = self.lipschitz()
         return True if bound is not None and bool((scale * bound < 1).all()) else None
@@ -153,7 +153,7 @@ class Potential(Declared, general=True):
         return None
 
     def select(self, index: Tensor) -> Self | None:
-        """The same potential for the problems `index` (*batch, K) of its states, or None if it cannot tell."""
+        """Return the potential for the problems `index` (*batch, K) of its states, or None if that is not known."""
         return None
 
     def check_state(self, argument: str, z: Tensor) -> None:
@@ -177,11 +177,11 @@ class Potential(Declared, general=True):
     def knows_own(self) -> bool:
         """Whether every tensor that is read is certainly declared, and a NaN in one reaches the problems that read it.
 
-        True of this library's classes (`declares_all`), not of their subclasses.
+        True for this library's classes (`declares_all`), not for their subclasses.
         """
         return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in self.parts)
 
-    # Potentials made of potentials.
+    # Multiples, sums and maps of potentials.
 
     def __mul__(self, weight: float | Tensor) -> Scaled:
         return Scaled(self, weight)
@@ -202,7 +202,10 @@ class Potential(Declared, general=True):
 
 
 class Composite(Potential, general=True):
-    """Base of potentials made of `parts`, and what they have from all of them alike."""
+    """Base of potentials that consist of `parts`."""
+
+    #: Attributes with one entry for each row of a state. A class with such attributes holds no others but `parts`.
+    _by_row: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *parts: Potential) -> None:
         self.parts = parts
@@ -221,9 +224,9 @@ class Composite(Potential, general=True):
 
     def select(self, index: Tensor) -> Self | None:
         parts = [part.select(index) for part in self.parts]
-        if self.event_ndim != 1 or any(part is None for part in parts):
+        if self.event_ndim != 1 or None in parts or (self._by_row and not self._has_only("parts", *self._by_row)):
             return None
-        clone = self.replace(*self.tensors())
+        clone = restricted(self, index, **dict.fromkeys(self._by_row, 1))
         clone.parts = tuple(part for part in parts if part is not None)
         return clone
 
@@ -247,7 +250,7 @@ class Scaled(Composite):
         _validate.check_fits_batch("weight", self.weight, argument, z)
 
     def _times(self, result: Tensor, axes: int) -> Tensor:
-        """a times `result`, of which one batch entry has so many axes."""
+        """Return a times `result`, in which `axes` axes belong to a batch entry."""
         if not isinstance(self.weight, Tensor):
             return self.weight * result
         weight = _validate.inside(self.weight, low=0.0, open_low=True)
@@ -281,7 +284,7 @@ class Scaled(Composite):
 
     def bounded_below(self, scale: float) -> bool | None:
         answer = self.parts[0].bounded_below(scale * float(torch.as_tensor(self.weight).detach().amax()))
-        # That it is not bounded at the largest weight says nothing of the others.
+        # No bound at the largest weight says nothing about the other weights.
         return answer if answer or not isinstance(self.weight, Tensor) or self.weight.numel() == 1 else None
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
@@ -317,9 +320,8 @@ class Sum(Composite):
         return _total(values), _total(means)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        found = [part.linearize(z) for part in self.parts]
-        covs = [cov for cov in found if cov is not None]
-        if len(covs) < len(found):
+        covs = [cov for part in self.parts if (cov := part.linearize(z)) is not None]
+        if len(covs) < len(self.parts):
             return None
         return CovarianceMap(
             lambda v: _total(cov.product(v) for cov in covs),
@@ -327,19 +329,18 @@ class Sum(Composite):
         )
 
     def bounded_below(self, scale: float) -> bool | None:
-        # Parts that are bounded at every scale take as little of |z|^2/2 as one likes; the others share the rest.
+        # Parts that are bounded at every scale need an arbitrarily small share of |z|^2/2; the others share the rest.
         others = [part for part in self.parts if not part.bounded_below(math.inf)]
         share = scale * max(len(others), 1) * (1 + 1e-6)
         return True if all(part.bounded_below(share) for part in others) else super().bounded_below(scale)
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
-        # Beside convex parts alone, which are above a linear function.
+        # Only beside convex parts, which lie above a linear function.
         return first_to_fall(part.falling_ray(scale) for part in self.parts) if self.convex else None
 
     def lipschitz(self) -> Tensor | None:
-        found = [part.lipschitz() for part in self.parts]
-        bounds = [bound for bound in found if bound is not None]
-        return None if len(bounds) < len(found) else _total(bounds)
+        bounds = [bound for part in self.parts if (bound := part.lipschitz()) is not None]
+        return None if len(bounds) < len(self.parts) else _total(bounds)
 
 
 class Mapped(Composite):
@@ -353,43 +354,40 @@ class Mapped(Composite):
         self.matrix = matrix
 
     def check_state(self, argument: str, z: Tensor) -> None:
-        _validate.check_float_tensor(argument, z, min_ndim=2)
         rows, columns = self.matrix.shape[-2:]
-        required = f"have one entry for each of the {columns} columns of `matrix` on its last axis"
-        _validate.require(z.shape[-1] == columns, argument, required, f"shape {tuple(z.shape)}")
-        _validate.check_same_kind([("matrix", self.matrix), (argument, z)])
-        _validate.check_broadcast("matrix", self.matrix.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        meaning = f"one entry for each of the {columns} columns of `matrix`"
+        check_fits(argument, z, columns, meaning, "matrix", self.matrix)
         self.parts[0].check_state(f"{argument} @ matrix.mT", z.new_empty(()).expand(*z.shape[:-1], rows))
 
-    def _there(self, z: Tensor) -> Tensor:
+    def _image(self, z: Tensor) -> Tensor:
         """W z."""
         return z @ self.matrix.mT
 
     def value(self, z: Tensor) -> Tensor:
-        return self.parts[0].value(self._there(z))
+        return self.parts[0].value(self._image(z))
 
     def mean(self, z: Tensor) -> Tensor:
-        return self.parts[0].mean(self._there(z)) @ self.matrix
+        return self.parts[0].mean(self._image(z)) @ self.matrix
 
     def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return self.parts[0].covariance_product(self._there(z), self._there(v)) @ self.matrix
+        return self.parts[0].covariance_product(self._image(z), self._image(v)) @ self.matrix
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        value, mean = self.parts[0].evaluate(self._there(z))
+        value, mean = self.parts[0].evaluate(self._image(z))
         return value, mean @ self.matrix
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        there = self._there(z)
-        cov = self.parts[0].linearize(there)
+        image = self._image(z)
+        cov = self.parts[0].linearize(image)
         if cov is None:
             return None
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            moved = self._there(u)
-            by_matrix = self.parts[0].mean(there).mT @ u + cov.product(moved).mT @ z
+            moved = self._image(u)
+            by_matrix = self.parts[0].mean(image).mT @ u + cov.product(moved).mT @ z
             return *cov.vjp_tensors(moved), sum_to_shape(by_matrix, self.matrix.shape)
 
-        return CovarianceMap(lambda v: cov.product(self._there(v)) @ self.matrix, pullback)
+        return CovarianceMap(lambda v: cov.product(self._image(v)) @ self.matrix, pullback)
 
     def bounded_below(self, scale: float) -> bool | None:
         # |z| >= |W z|/|W|.
@@ -398,6 +396,14 @@ class Mapped(Composite):
     def lipschitz(self) -> Tensor | None:
         bound = self.parts[0].lipschitz()
         return None if bound is None else spectral_norm(self.matrix).square() * bound
+
+
+def check_fits(argument: str, z: Tensor, width: int, meaning: str, name: str, tensor: Tensor) -> None:
+    """Raise unless states have `width` entries, which `meaning` describes, and the tensor `name` fits their batch."""
+    _validate.check_float_tensor(argument, z, min_ndim=2)
+    _validate.require(z.shape[-1] == width, argument, f"have {meaning} on its last axis", f"shape {tuple(z.shape)}")
+    _validate.check_same_kind([(name, tensor), (argument, z)])
+    _validate.check_broadcast(name, tensor.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
 
 
 def _total(terms: Iterable[Tensor]) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -14,18 +14,19 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
 from .._autograd import HALF, host_may_look, in_own_precision, is_differentiated, transforms_active
+from ._shapes import PerRow, States
 from .hidden_units import HiddenUnits
 from .laws import BernoulliUnits, ConstantUnits, DiscreteUnits, GaussianUnits
 from .sphere import SignUnits
 from .unit import Units, check_generator
 
-#: Most states that `log_partition` adds up.
+#: The largest number of states that `log_partition` adds up.
 LARGEST = 2**24
-#: Most numbers of one block of states.
+#: The largest number of tilts in one block of states.
 BLOCK = 2**21
 
-Visible: TypeAlias = Float[Tensor, "*batch N D"]
-#: From states of a layer and their log weights, W and a to the log of the sum of their weights in Z.
+Visible: TypeAlias = States
+#: Maps states of a layer, their log weights, W and a to the log of the sum of their weights in Z.
 _Sums: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +57,7 @@ class RestrictedBoltzmannMachine:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a visible law that is none of these; a machine
             that cannot be normalised: a K that is infinite at a state; with Gaussian visible units, a K that grows
             faster than any square (`PoissonUnits`), or a precision 1/variance - W K'' W^T that is not positive definite
-            for the largest K''. Numbers on an accelerator are not looked at: log Z is NaN or infinite there.
+            for the largest K''. Numbers on an accelerator are not checked: log Z is NaN or infinite there.
 
     Gradients: of `effective_energy`, `log_partition` and `log_prob` with respect to v, weights and field, to any order.
 
@@ -91,7 +92,7 @@ class RestrictedBoltzmannMachine:
             self._check_domain()
 
     @in_own_precision
-    def effective_energy(self, v: Visible) -> Float[Tensor, "*batch N"]:
+    def effective_energy(self, v: Visible) -> PerRow:
         """E(v), (*batch, N, D) -> (*batch, N); infinite where a row is no state of the visible units."""
         self.potential.check_state("v", v)
         return -self._log_weight(v) - v @ self.field - self.potential.value(v)
@@ -111,8 +112,8 @@ class RestrictedBoltzmannMachine:
         _validate.require(h.shape[-1] == self.weights.shape[1], "h", required, f"shape {tuple(h.shape)}")
         return self.visible.mean(self.field + h @ self.weights.mT)
 
-    def log_prob(self, v: Visible) -> Float[Tensor, "*batch N"]:
-        """log p(v) = -E(v) - log Z, of a state or, for Gaussian visible units, the density; -inf for what is no state.
+    def log_prob(self, v: Visible) -> PerRow:
+        """log p(v) = -E(v) - log Z, of a state or, for Gaussian visible units, the density; -inf where v is no state.
 
         Raises as `log_partition` does.
 
@@ -132,14 +133,12 @@ class RestrictedBoltzmannMachine:
         if isinstance(self.visible, GaussianUnits) and isinstance(self.hidden, GaussianUnits):
             return self._gaussian_log_partition(self.visible, self.hidden)
         layer, sums = self._enumerable()
-        # torch.func refuses the hooks of a checkpoint; there every block is kept.
+        # torch.func refuses the hooks of a checkpoint: every block is kept there.
         again = is_differentiated(self.weights, self.field) and not transforms_active()
         parts = []
-        for block in _blocks(layer, self.weights):
-            if len(block.states) < layer.total and again:
-                parts.append(checkpoint(sums, *block, self.weights, self.field, use_reentrant=False))
-            else:
-                parts.append(sums(*block, self.weights, self.field))
+        for states, logs in _blocks(layer, self.weights):
+            call = partial(checkpoint, sums, use_reentrant=False) if len(states) < layer.total and again else sums
+            parts.append(call(states, logs, self.weights, self.field))
         return torch.stack(parts).logsumexp(0)
 
     @in_own_precision
@@ -149,8 +148,8 @@ class RestrictedBoltzmannMachine:
     ) -> Float[Tensor, "chains D"]:
         """States v after steps of block Gibbs sampling, one for each independent chain, (chains, D).
 
-        Chains begin with the visible units in their field alone. What `steps` has to be depends on the machine: compare
-        averages over twice as many.
+        Chains begin with the visible units in their field alone. The necessary number of steps depends on the machine:
+        compare averages over twice as many.
 
         Args:
             chains: how many, >= 0.
@@ -207,8 +206,7 @@ class RestrictedBoltzmannMachine:
         dim, count = self.weights.shape
         layers: list[tuple[_Layer, _Sums]] = []
         if not isinstance(self.visible, GaussianUnits):
-            values, logs = _counted(self.visible, self.field)
-            layers.append((_Layer(values, logs, dim), self._sum_of_visible))
+            layers.append((_Layer(*_counted(self.visible, self.field), dim), self._sum_of_visible))
         if isinstance(self.hidden, BernoulliUnits | ConstantUnits | DiscreteUnits | SignUnits):
             values, logs = _counted(self.hidden, self.field)
             layers.append((_Layer(values, logs - math.log(len(values)), count), self._sum_of_hidden))
@@ -230,7 +228,7 @@ class RestrictedBoltzmannMachine:
         return exponents.logsumexp(-1) + self._log_mass()
 
     def _log_mass(self) -> Tensor | float:
-        """log of what w adds up to."""
+        """Return the logarithm of the sum, or integral, of w over all visible states."""
         if isinstance(self.visible, GaussianUnits):
             return (2 * math.pi * self._visible_variance()).log().sum() / 2
         return len(self.field) * math.log(len(_counted(self.visible, self.field)[0]))
@@ -248,16 +246,15 @@ class RestrictedBoltzmannMachine:
         """1/variance - W spread W^T, (D, D)."""
         return self._visible_variance().reciprocal().diag_embed() - (self.weights * spread) @ self.weights.mT
 
-    # What cannot be normalised.
+    # Checks that the machine can be normalised.
 
     def _check_visible(self) -> None:
         remedy = "use SignUnits(), BernoulliUnits(p), DiscreteUnits(values) or GaussianUnits(mean, variance)"
         if not isinstance(self.visible, BernoulliUnits | DiscreteUnits | GaussianUnits | SignUnits):
             required = "be discrete or Gaussian units"
             raise TypeError(_validate.message("visible", required, repr(self.visible), remedy))
-        for name, units, size in zip(
-            ("visible", "hidden"), (self.visible, self.hidden), self.weights.shape, strict=True
-        ):
+        for name, size in zip(("visible", "hidden"), self.weights.shape, strict=True):
+            units = getattr(self, name)
             if isinstance(units, GaussianUnits) and isinstance(units.spread, tuple):
                 required = f"have a variance for each of the {size} {name} units"
                 _validate.require(len(units.spread) == size, name, required, len(units.spread))
@@ -281,11 +278,11 @@ class RestrictedBoltzmannMachine:
         smallest = float(torch.linalg.eigvalsh(precision)[0]) if bool(precision.isfinite().all()) else math.nan
         required = "leave the precision 1/variance - W K'' W^T of the visible units positive definite"
         remedy = "make them smaller, or the variance of a layer"
-        # NaN is bad data, not a bad argument: it is found again in log Z.
+        # NaN is bad data, not a bad argument: it shows in log Z.
         _validate.require(not smallest <= 0, "weights", required, f"the eigenvalue {smallest:.6g}", remedy)
 
     def _check_domain(self) -> None:
-        """Raise where K is infinite at a state: being convex, it is finite at all if it is at the extreme tilts."""
+        """Raise where K is infinite at a state: as K is convex, it is enough to look at the extreme tilts."""
         values, _ = _counted(self.visible, self.weights)
         ends = self.weights.detach()[..., None] * torch.stack([values.min(), values.max()])
         extreme = torch.stack([ends.amin(-1).sum(0), ends.amax(-1).sum(0)])
@@ -309,22 +306,18 @@ class _Layer(NamedTuple):
         return int(len(self.values) ** self.units)
 
 
-class _Block(NamedTuple):
-    """Some states of a layer, (S, units), and their log weights, (S,)."""
+def _blocks(layer: _Layer, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield all states of a layer in blocks, (S, units), with their log weights, (S,).
 
-    states: Tensor
-    logs: Tensor
-
-
-def _blocks(layer: _Layer, weights: Tensor) -> Iterator[_Block]:
-    """All states of a layer, so many at a time that the other layer's tilts are at most BLOCK numbers."""
+    The tilts of the other layer are at most BLOCK numbers for each block.
+    """
     base, device = len(layer.values), weights.device
     size = max(1, BLOCK // max(weights.shape))
     place = base ** torch.arange(layer.units, device=device)
     for start in range(0, layer.total, size):
         number = torch.arange(start, min(start + size, layer.total), device=device)[:, None]
         digits = (number // place) % base
-        yield _Block(layer.values[digits], layer.logs[digits].sum(-1))
+        yield layer.values[digits], layer.logs[digits].sum(-1)
 
 
 def _counted(units: Units, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,6 +335,6 @@ def _counted(units: Units, like: Tensor) -> tuple[Tensor, Tensor]:
         values = units.values
         total = units.weights or (1.0,) * len(values)
         chances = tuple(w / sum(total) for w in total)
-    # Not `new_tensor`, which a tensor that is still to be negated refuses.
-    made = functools.partial(torch.tensor, dtype=like.dtype, device=like.device)
-    return made(values), made([math.log(len(values) * p) for p in chances])
+    # `new_tensor` fails for a tensor whose negation torch has postponed.
+    tensor = partial(torch.tensor, dtype=like.dtype, device=like.device)
+    return tensor(values), tensor([math.log(len(values) * p) for p in chances])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -63,7 +63,7 @@ def exact_gradient(machine: RestrictedBoltzmannMachine, v: Visible) -> Likelihoo
         v: data, (*batch, N, D); the mean is over all rows.
 
     Raises:
-        TypeError, ValueError: no machine; data that do not fit, or are none; too many states.
+        TypeError, ValueError: no machine; data that do not fit, or without rows; too many states.
 
     Gradients: none; `machine.log_prob` has a graph.
 
@@ -90,8 +90,8 @@ def contrastive_divergence(
 ) -> LikelihoodGradient:
     """CD-k: `exact_gradient` with k steps of Gibbs sampling from the data in place of the machine's averages.
 
-    It is biased: at few steps it does not vanish at the largest likelihood, and does not see patterns of the machine
-    that are far from the data. In the limit of many steps it is the gradient, up to noise.
+    It is biased: at few steps it does not vanish at the largest likelihood, and misses patterns of the machine that
+    are far from the data. In the limit of many steps it is the gradient, up to noise.
 
     Args:
         machine: any.
@@ -205,21 +205,19 @@ def annealed_importance_sampling(
         >>> weights, field = torch.full((4, 2), 0.3), torch.zeros(4)
         >>> machine = RestrictedBoltzmannMachine(weights, field, SignUnits(), SignUnits())
         >>> generator = torch.Generator().manual_seed(0)
-        >>> found = annealed_importance_sampling(machine, chains=64, steps=50, generator=generator)
-        >>> bool((found.value - machine.log_partition()).abs() < 5 * found.error)
+        >>> estimate = annealed_importance_sampling(machine, chains=64, steps=50, generator=generator)
+        >>> bool((estimate.value - machine.log_partition()).abs() < 5 * estimate.error)
         True
     """
-    _check_machine(machine)
+    _validate.check_instance("machine", machine, RestrictedBoltzmannMachine)
     _validate.check_integer("chains", chains, low=2)
     _validate.check_integer("steps", steps, low=1)
     check_generator(generator, "weights", machine.weights)
     v = machine.visible.sample(machine.field.detach().expand(chains, -1), generator=generator)
     gain = torch.zeros_like(v[:, 0])
     for step in range(1, steps + 1):
-        t = v @ machine.weights
-        gain += (machine.hidden.cumulant(t * (step / steps)) - machine.hidden.cumulant(t * ((step - 1) / steps))).sum(
-            -1
-        )
+        t, cumulant = v @ machine.weights, machine.hidden.cumulant
+        gain += (cumulant(t * (step / steps)) - cumulant(t * ((step - 1) / steps))).sum(-1)
         if step < steps:
             v = machine._gibbs(v, 1, generator, step / steps)
     weights = (gain - gain.amax()).exp()
@@ -234,18 +232,13 @@ def annealed_importance_sampling(
 
 
 def _difference(machine: RestrictedBoltzmannMachine, data: Tensor, drawn: Tensor) -> LikelihoodGradient:
-    """<v <h|v>^T> and <v>, of data less those of what the machine drew."""
-    moments = []
-    for v in (data.flatten(0, -2), drawn.flatten(0, -2)):
-        moments.append((v.mT @ machine.hidden_mean(v) / len(v), v.mean(0)))
+    """Return <v <h|v>^T> and <v> of the data, less those of states that the machine drew."""
+    rows = (v.flatten(0, -2) for v in (data, drawn))
+    moments = [(v.mT @ machine.hidden_mean(v) / len(v), v.mean(0)) for v in rows]
     return LikelihoodGradient(*(ours - theirs for ours, theirs in zip(*moments, strict=True)))
 
 
-def _check_machine(machine: Any) -> None:
-    _validate.check_instance("machine", machine, RestrictedBoltzmannMachine)
-
-
 def _check(machine: RestrictedBoltzmannMachine, v: Tensor) -> None:
-    _check_machine(machine)
+    _validate.check_instance("machine", machine, RestrictedBoltzmannMachine)
     machine.potential.check_state("v", v)
     _validate.require(v.shape[:-1].numel() > 0, "v", "hold at least one row of data", f"shape {tuple(v.shape)}")

@@ -54,7 +54,7 @@ class _BoundedTilt(Units):
 
     @property
     def _limit(self) -> float:
-        """Return the ends of the domain."""
+        """The end of the domain, at which K becomes infinite."""
         raise NotImplementedError
 
     def _inner(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +63,7 @@ class _BoundedTilt(Units):
 
     def _can_draw(self, t: Tensor) -> Tensor:
         inside, beyond = self._split(t)
-        # The parabola is the cumulant of no law.
+        # Beyond the barrier no law has the parabola as its cumulant.
         return inside.isfinite() if beyond is None else beyond == 0
 
     @property
@@ -71,7 +71,7 @@ class _BoundedTilt(Units):
         return (1 - (self.soft_barrier or 0.0)) * self._limit
 
     def _split(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tilt up to the end of the domain, NaN outside; or up to the barrier, with what is left of it."""
+        """Return the tilt, NaN outside of the domain, and None; or the tilt up to the barrier, and the rest."""
         if self.soft_barrier is None:
             return torch.where((t.abs() if self._symmetric else t) < self._limit, t, torch.nan), None
         inside = t.clamp(min=-self._barrier if self._symmetric else None, max=self._barrier)

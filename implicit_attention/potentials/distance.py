@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .._autograd import at_least_single, host_may_look, sum_to_shape
+from ._shapes import Keys, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp
 from .masked_keys import Masks
 
@@ -38,9 +38,9 @@ class DistanceLogSumExp(OverLogSumExp):
         TypeError, ValueError: as `LogSumExp`.
 
     Far from the origin, where beta |k_j|^2 > 256, distances are small differences of large products: float32 keys on a
-    CPU are then read in float64 at every evaluation, which takes several times as long. On an accelerator, where nobody
-    looks at their size, subtract a mean from keys and queries first: distances stay as they are. That also makes `rtol`
-    what it is meant to be, which is relative to |z|, offset included.
+    CPU are then read in float64 at every evaluation, which takes several times as long. On an accelerator, where their
+    size is not checked, subtract a mean from keys and queries first: distances stay the same, and `rtol`, which is
+    relative to |z|, no longer includes the offset.
 
     Gradients: with respect to z, keys, beta and bias, to any order, those of the squares among them.
 
@@ -62,46 +62,41 @@ class DistanceLogSumExp(OverLogSumExp):
 
     declares_all = True
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, **masks: Unpack[Masks]) -> None:
         super().__init__(LogSumExp(keys, beta, **masks))
 
     def whole(self) -> LogSumExp:
-        """Log-sum-exp with the bias -beta |k_j|^2/2 of every key, made of the keys as they are now.
+        """Log-sum-exp with the bias -beta |k_j|^2/2 of every key, computed from the present keys.
 
         So it is exact where a solve widens half precision, in which the squares have three digits.
         """
-        made = copy.copy(self.parts[0])
-        of_keys = -made._scale / 2 * self._squares()[..., None, :]
-        # Far away is not masked.
-        of_keys = of_keys.clamp(min=torch.finfo(made.keys.dtype).min).to(made.keys.dtype)
-        bias = made.bias
-        made.bias = of_keys if bias is None else (bias + of_keys).where(torch.ne(bias, -torch.inf), -torch.inf)
-        return made
+        whole = copy.copy(self.parts[0])
+        squares = -whole._scale / 2 * self._squares()[..., None, :]
+        # A key that is far away is not masked.
+        squares = squares.clamp(min=torch.finfo(whole.keys.dtype).min).to(whole.keys.dtype)
+        bias = whole.bias
+        whole.bias = squares if bias is None else (bias + squares).where(torch.ne(bias, -torch.inf), -torch.inf)
+        return whole
 
     def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        (given,) = self.parts
-        *found, by_whole = gradients
-        assert found[0] is not None
-        assert by_whole is not None
-        # What is summed over the queries is all that the squares need.
-        by_key = by_whole.sum(-2)
-        shares = sum_to_shape(-given._row_scale * by_key, given.keys.shape[:-1])
-        found[0] = found[0] + shares[..., None] * self._finite()
-        if isinstance(given.beta, Tensor):
-            assert found[1] is not None
-            found[1] = found[1] - sum_to_shape((by_key * self._squares()).sum(-1) / 2, given.beta.shape)
-        if given.bias is not None:
-            summed = by_whole.shape[-2] == 1 < given.bias.ndim and given.bias.shape[-2] > 1
-            found.append(None if summed else sum_to_shape(by_whole, given.bias.shape))
-        return tuple(found)
+        (part,) = self.parts
+        *own, by_bias = gradients
+        assert own[0] is not None
+        assert by_bias is not None
+        # The squares need no more than the sum over the queries.
+        by_key = by_bias.sum(-2)
+        shares = sum_to_shape(-part._row_scale * by_key, part.keys.shape[:-1])
+        own[0] = own[0] + shares[..., None] * self._finite()
+        if isinstance(part.beta, Tensor):
+            assert own[1] is not None
+            own[1] = own[1] - sum_to_shape((by_key * self._squares()).sum(-1) / 2, part.beta.shape)
+        if part.bias is not None:
+            summed = by_bias.shape[-2] == 1 < part.bias.ndim and part.bias.shape[-2] > 1
+            own.append(None if summed else sum_to_shape(by_bias, part.bias.shape))
+        return tuple(own)
 
     def _finite(self) -> Tensor:
-        """The keys, zeros for numbers that are not finite: a key says so itself, to the queries that read it."""
+        """The keys with zeros for numbers that are not finite: the queries that read such a key are NaN anyway."""
         keys = self.parts[0].keys
         finite: Tensor = at_least_single(keys.where(torch.isfinite(keys), 0.0))
         return finite
@@ -110,24 +105,22 @@ class DistanceLogSumExp(OverLogSumExp):
         """|k_j|^2, (*batch, M)."""
         return self._finite().square().sum(-1)
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """softmax(-beta |z - k_j|^2/2 + bias), (*batch, N, M); zeros for a query that attends to no key."""
         whole, read = self._whole_at(z)
         return whole.probabilities(read).to(z.dtype)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; see `LogSumExp.readout`."""
         whole, read = self._whole_at(z)
         return whole.readout(read, values.to(read.dtype), dropout_p=dropout_p).to(z.dtype)
 
     def loses_digits(self) -> bool:
-        given = self.parts[0]
-        if given.keys.dtype != torch.float32 or not host_may_look(*given.tensors()):
+        part = self.parts[0]
+        if part.keys.dtype != torch.float32 or not host_may_look(*part.tensors()):
             return False
         with torch.no_grad():
-            return bool((given._row_scale * self._squares() > LARGEST).any())
+            return bool((part._row_scale * self._squares() > LARGEST).any())
 
     def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
         if not self.loses_digits():

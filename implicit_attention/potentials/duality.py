@@ -1,4 +1,4 @@
-"""Potentials as log-partition functions: divergence, Fisher information, loss, bound, and moments set anew."""
+"""Potentials as log-partition functions: divergence, Fisher information, loss, bound, and particles of set moments."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import Tensor
 
 from .. import _matrices, _validate
 from .._autograd import host_may_look, in_own_precision, transforms_active
+from ._shapes import PerRow, States
 from .base import Potential
 from .gaussian_mixture import GaussianMixture
 
 # Gauss-Legendre points of [0, 1]: exact for polynomials of degree 7.
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _QUADRATURE = tuple(zip(((1 + _POINTS) / 2).tolist(), (_WEIGHTS / 2).tolist(), strict=True))
-# How many units of rounding the sum of a difference of potentials may be off.
+# How many units of rounding a difference of potentials may be off.
 _ROUNDING = 16.0
 # Each attached step towards a root makes one more order of its derivatives exact.
 _ROOT_STEPS = 3
 
 
 @in_own_precision
-def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Tensor:
+def bregman(potential: Potential, a: States, b: States) -> Tensor:
     """The Bregman divergence Phi(a) - Phi(b) - <grad Phi(b), a - b>, also where a is near b.
 
     Of a log-partition function G it is the relative entropy KL(p_b || p_a); `LogSumExp` has Phi = G/beta, so that beta
@@ -48,7 +49,7 @@ def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tenso
 
     Gradients: with respect to a, b and the tensors of the potential, to the orders that the potential has.
 
-    Not for a training loss towards data points: `contrastive_loss` differs by what does not depend on eta.
+    Not for a training loss towards data points: `contrastive_loss` differs by a term that does not depend on eta.
 
     Examples:
         >>> import torch
@@ -73,7 +74,7 @@ def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tenso
         bent = (change * potential.covariance_product(b + node * change, change)).sum(axes)
         integral = integral + weight * (1 - node) * bent
     with torch.no_grad():
-        # Of both values, and of the sums that they are made of, which may cancel.
+        # The values are sums that may cancel: their terms count, too.
         size = end.abs() + start.abs() + (mean.abs() * (a.abs() + b.abs())).sum(axes)
         rounding = _ROUNDING * torch.finfo(a.dtype).eps * size
         agree = (integral - difference).abs() <= rounding
@@ -81,7 +82,7 @@ def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tenso
 
 
 @in_own_precision
-def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
+def fisher(potential: Potential, eta: States) -> Float[Tensor, "*batch N D D"]:
     """The dense Hessian of Phi at eta: of a log-partition function the Fisher information, which is the covariance.
 
     I = Hess Phi(eta) = E[x x^T] - E[x] E[x]^T, centred (for `LogSumExp` beta times the covariance of the keys).
@@ -111,8 +112,7 @@ def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tens
         tensor([[[ 0.2500, -0.2500],
                  [-0.2500,  0.2500]]])
     """
-    _check_rows(potential)
-    potential.check_state("eta", eta)
+    _check_rows(potential, eta)
     units = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
     columns = [potential.covariance_product(eta, unit.expand_as(eta)) for unit in units]
     hessian = torch.stack(columns, dim=-1)
@@ -120,9 +120,7 @@ def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tens
 
 
 @in_own_precision
-def contrastive_loss(
-    potential: Potential, eta: Float[Tensor, "*batch N D"], x: Float[Tensor, "*#batch N D"]
-) -> Float[Tensor, "*batch N"]:
+def contrastive_loss(potential: Potential, eta: States, x: Float[Tensor, "*#batch N D"]) -> PerRow:
     """Phi(eta) - <x, eta>, the loss of natural parameters eta for data x; its gradient is mean(eta) - x.
 
     Of a log-partition function it is -log p(x; eta) without log h(x), the weight of x itself. For `LogSumExp` with
@@ -170,15 +168,14 @@ def contrastive_loss(
         >>> prior.responsibilities(torch.zeros(1, 1)).round(decimals=3)
         tensor([[0.4670, 0.3610, 0.1720]])
     """
-    _check_rows(potential)
-    potential.check_state("eta", eta)
+    _check_rows(potential, eta)
     _validate.check_same_kind([("eta", eta), ("x", x)])
     _validate.check_broadcast("x", x.shape, eta.shape, "the shape of `eta`")
     return potential.value(eta) - (x * eta).sum(-1)
 
 
 @in_own_precision
-def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+def jensen_bound(potential: Potential, eta: States) -> PerRow:
     """A lower bound of G(eta): the average of the components' exponents in place of the log of their average.
 
     G(eta) >= log W + sum_n (pi_n/W) (<mu_n, eta> + <eta, Sigma_n eta>/2), W = sum_n pi_n, by Jensen's inequality. It is
@@ -220,12 +217,10 @@ def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Floa
 
 
 @in_own_precision
-def renormalise(
-    x: Float[Tensor, "*batch N D"], mean: Float[Tensor, "*#batch D"], covariance: Float[Tensor, "*#batch D D"]
-) -> Float[Tensor, "*batch N D"]:
-    """The particles x moved affinely until their mean and covariance are those asked for.
+def renormalise(x: States, mean: Float[Tensor, "*#batch D"], covariance: Float[Tensor, "*#batch D D"]) -> States:
+    """Move the particles x by an affine map, so that they have the requested mean and covariance.
 
-    x -> mean + C^(1/2) S^(-1/2) (x - average), C the covariance asked for, S the centred covariance of the N particles
+    x -> mean + C^(1/2) S^(-1/2) (x - average), C the requested covariance, S the centred covariance of the N particles
     (divided by N), both roots symmetric. Attention of an exponential family with a Gaussian base measure N(mu, Sigma),
     eta -> eta + mu + Sigma eta, on particles of mean Sigma^-1 mu and covariance Sigma^-1, followed by `renormalise` to
     these two, moves no particle: all matrices commute.
@@ -237,15 +232,15 @@ def renormalise(
             not symmetric the symmetric part counts.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit; a covariance, asked for or of x, that has no
-            inverse within rounding (on an accelerator and inside torch.func: NaN).
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; a covariance, the requested one or that of x,
+            that has no inverse within rounding (on an accelerator and inside torch.func: NaN).
 
     A sample with a number that is not finite becomes NaN, and no other.
 
     Gradients: with respect to x, mean and covariance, exact to the third order, at repeated eigenvalues too.
 
-    Reference: Shim (2022), theorem 1, which prints the second moment for S: the covariance would then not be the one
-    asked for wherever the average is not 0.
+    Reference: Shim (2022), theorem 1, which prints the second moment for S: then the result would have another
+    covariance wherever the average is not 0.
 
     Not for the mean and variance of each token by itself: use torch.nn.LayerNorm.
 
@@ -275,11 +270,10 @@ def renormalise(
         return x.clone()
     centred = x - x.mean(-2, keepdim=True)
     remedy = f"give more than D = {dim} particles, or renormalise their coordinates in the subspace that they span"
-    found = _root("x", "have a covariance of full rank", centred.mT @ centred / count, remedy)
-    remedy = "parametrise it, for example as A A^T + I"
-    asked = _root("covariance", "be positive definite", covariance, remedy)
+    old = _root("x", "have a covariance of full rank", centred.mT @ centred / count, remedy)
+    new = _root("covariance", "be positive definite", covariance, "parametrise it, for example as A A^T + I")
     # Rows times (C^(1/2) S^(-1/2))^T = S^(-1/2) C^(1/2).
-    moved: Tensor = _matrices.solve(found, centred.mT).mT @ asked
+    moved: Tensor = _matrices.solve(old, centred.mT).mT @ new
     return mean[..., None, :] + moved
 
 
@@ -287,8 +281,8 @@ def _root(argument: str, requirement: str, matrices: Tensor, remedy: str) -> Ten
     """The symmetric square root of positive definite matrices, NaN for others where the host cannot raise.
 
     Derivatives of eigenvectors are infinite at repeated eigenvalues, those of the root are not. The eigenvectors are
-    therefore constants that solve R X + X R = Y for X, and R <- R + X(S - R R) from the root itself changes nothing but
-    makes one more order of derivatives exact with each step.
+    therefore constants that solve R X + X R = Y for X. Each step R <- R + X(S - R R) from the root itself leaves its
+    value and makes one more order of its derivatives exact.
     """
     matrices = (matrices + matrices.mT) / 2
     finite = matrices.detach().isfinite().all(-1).all(-1)
@@ -309,7 +303,8 @@ def _root(argument: str, requirement: str, matrices: Tensor, remedy: str) -> Ten
     return (root + root.mT) / 2
 
 
-def _check_rows(potential: Potential) -> None:
+def _check_rows(potential: Potential, eta: Tensor) -> None:
     required = "compute each row by itself (event_ndim 1)"
     received = f"{type(potential).__name__} with event_ndim {potential.event_ndim}"
     _validate.require(potential.event_ndim == 1, "potential", required, received)
+    potential.check_state("eta", eta)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -12,10 +11,11 @@ from .. import _validate
 from .._autograd import at_least_single, exact_precision, sum_to_shape
 from .._declared import Withdrawn
 from ._entmax import by_order, entmax, maximum, slopes
+from ._shapes import Keys, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .base import CovarianceMap
 from .log_sum_exp import LogSumExp
-from .masked_keys import Masks, Read, in_blocks
-from .scored_keys import ScoredKeys, in_double
+from .masked_keys import Masks, Read, in_blocks, in_double
+from .scored_keys import ScoredKeys
 
 
 class Entmax(ScoredKeys):
@@ -45,8 +45,8 @@ class Entmax(ScoredKeys):
         **masks: `mask`, boolean, broadcasts to (*batch, N, M); True = the query attends to the key; `bias`, added to
             the scaled scores, broadcasts to (*batch, N, M); -inf masks.
 
-    A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
-    not reach the queries that do not attend to it.
+    A query that attends to no key has value 0 and mean 0, with zero gradients. A masked key, also one of NaN, does not
+    reach the queries that do not attend to it.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`; alpha outside (1, 2] (on an accelerator a tensor alpha is not waited for:
@@ -80,18 +80,11 @@ class Entmax(ScoredKeys):
     bounded_below = LogSumExp.bounded_below
     # Outputs over parts of the keys do not merge by log-sum-exps here.
     readout_with_logsumexp = Withdrawn("readout_with_logsumexp", "value", "ScoredKeys")
-    _held = (*ScoredKeys._held, "alpha")
+    _attributes = (*ScoredKeys._attributes, "alpha")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        alpha: float | Float[Tensor, "*#batch"] = 1.5,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, alpha: PerBatch = 1.5, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
-        # Torch's kernels weigh by softmax.
+        # Torch's kernels compute a softmax.
         self._dense = True
         self.alpha: float | Tensor
         if isinstance(alpha, Tensor):
@@ -108,12 +101,12 @@ class Entmax(ScoredKeys):
         _validate.check_fits_batch("alpha", self.alpha, argument, z)
 
     @in_blocks
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._valued(*self._weighed(z))
 
     @in_blocks
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """Sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         read, _, p = self._weighed(z)
         return _averaged(read, p)
@@ -123,9 +116,7 @@ class Entmax(ScoredKeys):
         read, scores, p = self._weighed(z)
         return self._valued(read, scores, p), _averaged(read, p)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v = beta sum_j w_j (k_j - m) <k_j - m, v> with m the mean by weights w, per row."""
         read, _, p = self._weighed(z, centred=True)
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
@@ -157,32 +148,20 @@ class Entmax(ScoredKeys):
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             u = fold.moved(u)
-            weighted = centred(u)
-            rows, scaled = fold.rows, fold.moved(self._scale * z)
-            by_keys = rows(p).mT @ rows(u) + rows(weighted).mT @ rows(scaled)
-            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
-            if isinstance(self.beta, Tensor):
-                by_beta = (fold.restored(fold.product(weighted, keys)) * z).sum((-1, -2))
-                gradients.append(sum_to_shape(by_beta, self.beta.shape))
-            if self.mask is not None:
-                gradients.append(None)
-            if self.bias is not None:
-                gradients.append(sum_to_shape(fold.restored(weighted), self.bias.shape))
-            if isinstance(self.alpha, Tensor) and turn is not None:
-                by_row = read.zero_empty((fold.product(u, keys.mT) * turn).sum(-1))
-                gradients.append(sum_to_shape(fold.restored(by_row).sum(-1), self.alpha.shape))
-            return tuple(gradients)
+            gradients = self._by_tensors(z, read, u, p, centred(u))
+            if not isinstance(self.alpha, Tensor) or turn is None:
+                return gradients
+            by_row = read.zero_empty((fold.product(u, keys.mT) * turn).sum(-1))
+            return *gradients, sum_to_shape(fold.restored(by_row).sum(-1), self.alpha.shape)
 
         return CovarianceMap(product, pullback)
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """The weights alpha-entmax(s), (*batch, N, M); zeros for a query that attends to no key."""
         read, _, p = self._weighed(z)
         return read.finish(p.to(z.dtype), rows=True)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; arguments, masks and errors as in `LogSumExp.readout`, any order of derivatives."""
         self._check_readout(z, values, dropout_p)
         if torch.finfo(z.dtype).bits < 32:
@@ -201,12 +180,13 @@ class Entmax(ScoredKeys):
         keys = in_double(self.keys)
         keys = keys - keys.mean(-2, keepdim=True)
         spread = torch.linalg.matrix_norm(keys, ord=2).square() * (1 + 1e-9)
-        count = float(keys.shape[-2]) ** (_detached(self.alpha) - 1)
+        alpha = self.alpha.detach() if isinstance(self.alpha, Tensor) else self.alpha
+        count = float(keys.shape[-2]) ** (alpha - 1)
         return self.beta * torch.minimum(count * self.diameter().square() / 4, spread.to(self.keys))
 
     def _is_own(self) -> bool:
         """See `LogSumExp._is_own`."""
-        return type(self) is Entmax and self._has_only(*self._held)
+        return type(self) is Entmax and self._has_only(*self._attributes)
 
     def _order(self, read: Read) -> float | Tensor:
         """alpha - 1, shaped for the pairs of `read`."""
@@ -218,10 +198,9 @@ class Entmax(ScoredKeys):
     def _weighed(
         self, z: Tensor, values: Tensor | None = None, *, centred: bool = False
     ) -> tuple[Read, Tensor, Tensor]:
-        """Return the keys read, scores and weights; in float32 at least: bfloat16 finds no threshold."""
+        """Return the keys that are read, scores and weights, in float32 at least: bfloat16 resolves no threshold."""
         read = self._read(z, values)
-        if centred:
-            read = read.centred()
+        read = read.centred() if centred else read
         scores = at_least_single(self._scores(z, read))
         return read, scores, entmax(scores, self._order(read))
 
@@ -231,7 +210,3 @@ class Entmax(ScoredKeys):
 
 def _averaged(read: Read, p: Tensor) -> Tensor:
     return read.finish(read.fold.product(p.to(read.values.dtype), read.values), rows=True)
-
-
-def _detached(number: float | Tensor) -> float | Tensor:
-    return number.detach() if isinstance(number, Tensor) else number

@@ -13,9 +13,9 @@ from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
 from .._types import LinearMap
 from ._rays import Ray
-from .base import CovarianceMap, Potential
-from .masked_keys import in_double
-from .scored_keys import common
+from ._shapes import Keys, PerRow, States, Weights
+from .base import CovarianceMap, Potential, check_fits
+from .masked_keys import common, in_double
 
 
 class GaussianMixture(Potential):
@@ -62,10 +62,7 @@ class GaussianMixture(Potential):
     declares_all = True
 
     def __init__(
-        self,
-        means: Float[Tensor, "*batch M D"],
-        covariances: Float[Tensor, "*#batch D D"],
-        log_weights: Float[Tensor, "*#batch M"],
+        self, means: Keys, covariances: Float[Tensor, "*#batch D D"], log_weights: Float[Tensor, "*#batch M"]
     ) -> None:
         _validate.check_float_tensor("means", means, min_ndim=2)
         required = "hold at least one component, shape (*batch, M, D)"
@@ -85,25 +82,19 @@ class GaussianMixture(Potential):
         self.log_weights = log_weights
 
     def check_state(self, argument: str, z: Tensor) -> None:
-        _validate.check_float_tensor(argument, z, min_ndim=2)
         dim = self.means.shape[-1]
-        required = f"have the means' dimension {dim} on its last axis"
-        _validate.require(z.shape[-1] == dim, argument, required, f"shape {tuple(z.shape)}")
-        _validate.check_same_kind([("means", self.means), (argument, z)])
-        _validate.check_broadcast("means", self.means.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        check_fits(argument, z, dim, f"the means' dimension {dim}", "means", self.means)
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """G(eta), (*batch, N, D) -> (*batch, N)."""
         return self._scores(z, self._pushed(z)).logsumexp(-1)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_n p_n (mu_n + Sigma_n eta), (*batch, N, D) -> (*batch, N, D)."""
         pushed = self._pushed(z)
         return self._mixed(self._scores(z, pushed).softmax(-1), pushed)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess G(eta) v, per row: within the components and between them."""
         return self._covariance(z)[-1](v)
 
@@ -112,7 +103,7 @@ class GaussianMixture(Potential):
         scores = self._scores(z, pushed)
         return scores.logsumexp(-1), self._mixed(scores.softmax(-1), pushed)
 
-    def responsibilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def responsibilities(self, z: States) -> Weights:
         """p_n, the probability of each component under the law tilted by eta, (*batch, N, M)."""
         return self._scores(z, self._pushed(z)).softmax(-1)
 
@@ -177,10 +168,10 @@ class GaussianMixture(Potential):
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
         """The widest axis of the widest component, from scale 1/lambda_max on."""
         matrices = in_double(self.covariances)
-        # Of a matrix that is not finite no part is known, and none falls.
+        # A matrix that is not finite counts as one of zeros, along which nothing falls.
         known = matrices.isfinite().all(-1).all(-1)[..., None, None]
         widths, axes = torch.linalg.eigh(((matrices + matrices.mT) / 2).where(known, 0.0))
-        # A component of weight 0 is none.
+        # A component of weight 0 does not count.
         widths = widths[..., -1].where(in_double(self.log_weights) > -torch.inf, 0.0)
         largest, widest = widths.max(-1)
         axes = axes[..., -1].expand(*widths.shape, -1)
@@ -189,18 +180,18 @@ class GaussianMixture(Potential):
 
 
 def _average(weights: Tensor, pushed: Tensor) -> Tensor:
-    """sum_n weights_n y_n for (*batch, N, M) and y (*batch, N, M or 1, D)."""
+    """Return sum_n weights_n y_n for weights (*batch, N, M) and y (*batch, N, M or 1, D)."""
     if pushed.shape[-2] == 1:
         return weights.sum(-1, keepdim=True) * pushed.squeeze(-2)
     return (weights[..., None, :] @ pushed).squeeze(-2)
 
 
 def _eigenvalues(covariances: Tensor) -> Tensor:
-    """In ascending order, without graph; NaN where an entry is not finite, for which LAPACK would raise."""
+    """Return the eigenvalues in ascending order, without graph; NaN for a matrix that is not finite (LAPACK raises)."""
     matrices = covariances.detach().double()
     finite = matrices.isfinite().all(-1).all(-1)[..., None]
-    found: Tensor = torch.linalg.eigvalsh(((matrices + matrices.mT) / 2).where(finite[..., None], 0.0))
-    return found.where(finite, torch.nan)
+    eigenvalues: Tensor = torch.linalg.eigvalsh(((matrices + matrices.mT) / 2).where(finite[..., None], 0.0))
+    return eigenvalues.where(finite, torch.nan)
 
 
 def _check_semidefinite(covariances: Tensor) -> None:

@@ -11,7 +11,8 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._rays import Ray, finite, spectral_norm
-from .base import CovarianceMap, Potential
+from ._shapes import PerRow, States
+from .base import CovarianceMap, Potential, check_fits
 from .laws import units_ray
 from .masked_keys import in_double
 from .unit import Units, check_units
@@ -65,24 +66,18 @@ class HiddenUnits(Potential):
         self.units = units
 
     def check_state(self, argument: str, z: Tensor) -> None:
-        _validate.check_float_tensor(argument, z, min_ndim=2)
         dim = self.weights.shape[-2]
-        required = f"have one entry for each of the {dim} rows of `weights` on its last axis"
-        _validate.require(z.shape[-1] == dim, argument, required, f"shape {tuple(z.shape)}")
-        _validate.check_same_kind([("weights", self.weights), (argument, z)])
-        _validate.check_broadcast("weights", self.weights.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        check_fits(argument, z, dim, f"one entry for each of the {dim} rows of `weights`", "weights", self.weights)
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(v), (*batch, N, D) -> (*batch, N)."""
         return self.units.cumulant(z @ self.weights).sum(-1)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """W <h|v>, (*batch, N, D) -> (*batch, N, D)."""
         return self.units.mean(z @ self.weights) @ self.weights.mT
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """W Cov(h|z) W^T v, per row; the hidden units are independent, and Cov(h|z) is diagonal."""
         return (self.units.variance(z @ self.weights) * (v @ self.weights)) @ self.weights.mT
 
@@ -96,24 +91,18 @@ class HiddenUnits(Potential):
         weights, t = self.weights, z @ self.weights
         hidden, variance = self.units.mean(t), self.units.variance(t)
 
-        def product(v: Tensor) -> Tensor:
-            return (variance * (v @ weights)) @ weights.mT
-
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             by_weights = u.mT @ hidden + z.mT @ (variance * (u @ weights))
             return (sum_to_shape(by_weights, weights.shape),)
 
-        return CovarianceMap(product, pullback)
+        return CovarianceMap(lambda v: (variance * (v @ weights)) @ weights.mT, pullback)
 
     def select(self, index: Tensor) -> Self | None:
         return self if self._has_only("weights", "units") else None
 
     def bounded_below(self, scale: float) -> bool:
         """Whether K grows no faster than |t|, or scale max K'' lambda_max(W W^T) < 1 for every batch entry."""
-        if scale == 0 or self.units.linear_growth:
-            return True
-        bound = self.lipschitz()
-        return bound is not None and bool((scale * bound < 1).all())
+        return scale == 0 or self.units.linear_growth or bool(super().bounded_below(scale))
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
         """Return the ray of the law: of Gaussian units from a scale on, of Poisson units at every scale."""

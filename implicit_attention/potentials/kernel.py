@@ -7,19 +7,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import HALF, at_least_single, check_graph, host_may_look, vjp
 from .._declared import restricted
-from ._read import check_masks, joined
+from ._read import check_masks, check_per_key, joined
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .kernel_features import OWN, Features, running_logsumexp
-from .scored_keys import SMALL_PRODUCT, KeyPotential
+from .masked_keys import SMALL_PRODUCT, KeyPotential
 
 # Rows whose pairs are formed at once where a query reads the keys up to its own.
 CHUNK = 32
+# The remedy for masks and biases of pairs.
+PER_QUERY = (
+    "for causal attention use functools.partial(KernelPotential, features=..., causal=True) without a causal mask, "
+    "for other pairs LogSumExp"
+)
 
 
 class KernelPotential(KeyPotential):
@@ -35,7 +41,7 @@ class KernelPotential(KeyPotential):
     mean(z) = J^T S/(sqrt(beta) <phi(x), S>); covariance_product(z, v) is its derivative along v.
 
     Not convex: from a plain step the energy may rise, and equilibria may be saddles. The mean is the gradient of Phi
-    and not what linear attention puts out, which is `readout`.
+    and not the output of linear attention, which is `readout`.
 
     Args:
         keys: stored patterns, (*batch, M, D).
@@ -49,8 +55,7 @@ class KernelPotential(KeyPotential):
 
     Where all keys are masked, and where the kernel of z with all keys is 0 (or underflows, without `log`), value and
     mean are 0, with zero gradients. With `ReluFeatures` these are the z without an entry that is positive in a key too:
-    towards their border Phi falls without end, and beyond it is 0. What a masked key holds, a NaN too, reaches no
-    query.
+    towards their border Phi falls without end, and beyond it is 0. A masked key, also one of NaN, reaches no query.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a mask or bias per query; beta <= 0; features
@@ -80,27 +85,30 @@ class KernelPotential(KeyPotential):
 
     def __init__(
         self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
+        keys: Keys,
+        beta: PerBatch,
         *,
         features: Callable[[Tensor], Tensor],
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        mask: Mask = None,
+        bias: Bias = None,
         causal: bool = False,
     ) -> None:
         super().__init__(keys, beta)
-        given: Any = features
-        if isinstance(given, type) and issubclass(given, Features):
-            _validate.check_instance("features", given, Features)
-        if not callable(given):
+        phi: Any = features
+        if isinstance(phi, type) and issubclass(phi, Features):
+            _validate.check_instance("features", phi, Features)
+        if not callable(phi):
             required = "be a function of (..., D) with results (..., m)"
-            raise TypeError(_validate.message("features", required, repr(given), "for example EluFeatures()"))
+            raise TypeError(_validate.message("features", required, repr(phi), "for example EluFeatures()"))
         check_masks(mask, bias, keys)
-        _check_per_key("mask", mask, keys)
-        _check_per_key("bias", bias, keys)
-        # A solve wants one dtype and device of all tensors.
-        own = isinstance(given, Features)
-        self.features: Any = given.replace(*(t.to(keys) for t in given.tensors())) if own else given
+        for name, pairs in (("mask", mask), ("bias", bias)):
+            if pairs is not None:
+                lead = check_per_key(name, pairs, PER_QUERY)
+                _validate.check_together(name, lead, keys.shape[:-2], "the leading axes of `keys`")
+        # A solve requires one dtype and device of all tensors.
+        if isinstance(phi, Features):
+            phi = phi.replace(*(t.to(keys) for t in phi.tensors()))
+        self.features: Any = phi
         self.mask = mask
         self.bias = bias
         self.causal = causal
@@ -117,20 +125,20 @@ class KernelPotential(KeyPotential):
 
     @property
     def knows_own(self) -> bool:
-        # A function of the user's may read tensors that it does not declare.
+        # A user's function may read tensors that it does not declare.
         return super().knows_own and type(self.features) in OWN
 
     @property
     def row_block(self) -> int:  # type: ignore[override]
-        # As many as make no product so small that torch multiplies it by itself, with other bits.
+        # Torch multiplies smaller products by itself, with other bits.
         size = self.keys.shape[-1] * self.state.shape[-1]
         return -(-max(SMALL_PRODUCT // max(size, 1), 1) // 32) * 32
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._value(self._kernel(z)).to(z.dtype)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """J^T S/(sqrt(beta) <phi(x), S>), (*batch, N, D) -> (*batch, N, D)."""
         return self._mean(self._kernel(z)).to(z.dtype)
 
@@ -147,22 +155,16 @@ class KernelPotential(KeyPotential):
             return None
         return self._without_keys(restricted(self, index, state=1).state) if self.causal else self
 
-    def append(
-        self,
-        keys: Float[Tensor, "*batch n D"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> Self:
-        """The potential of these keys too, S + sum_j exp(bias_j) phi(sqrt(beta) k_j), at a cost that knows no M.
+    def append(self, keys: Float[Tensor, "*batch n D"], *, mask: Mask = None, bias: Bias = None) -> Self:
+        """The potential of more keys, S + sum_j exp(bias_j) phi(sqrt(beta) k_j), at a cost that does not depend on M.
 
         Args:
-            keys: those that are added, (*batch, n, D).
+            keys: the additional keys, (*batch, n, D).
             mask: which of them count, as in the class.
-            bias: theirs, as in the class.
+            bias: one for each of them, as in the class.
 
         Returns:
-            A new potential; this one is as it was. The new one holds S but no keys, and has no weights and read-out.
+            A new potential; this one does not change. The new one holds S but no keys, and has no weights and read-out.
 
         Raises:
             TypeError, ValueError: as the class; keys in half precision; causal=True, with which each query has its S.
@@ -185,7 +187,7 @@ class KernelPotential(KeyPotential):
         both = torch.stack([state.masked_fill(nothing, 0.0) for state in (self.state, added)])
         return self._without_keys(both.logsumexp(0).masked_fill(nothing, -torch.inf))
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """The weights exp(bias_j) <phi(x), phi(sqrt(beta) k_j)>/<phi(x), S>, (*batch, N, M).
 
         Zeros where value and mean are 0. An (N, M) tensor by definition: `readout` does without.
@@ -198,9 +200,7 @@ class KernelPotential(KeyPotential):
         rows = [self._pairs(p, slice(n, n + 1), weights, places[None] > n) for n in range(p.shape[-2])]
         return torch.cat(rows, -2).to(z.dtype)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """Linear attention, <phi(x), sum_j exp(bias_j) phi(sqrt(beta) k_j) v_j^T>/<phi(x), S>: probabilities(z) V.
 
         Args:
@@ -218,16 +218,10 @@ class KernelPotential(KeyPotential):
 
         Gradients: as of the class, and with respect to values.
         """
-        self.check_state("z", z)
-        _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
+        weights, counted, _ = self._weighed("readout")
+        self._check_readout(z, values, dropout_p)
         remedy = "drop entries of the output instead, or use LogSumExp"
         _validate.require(dropout_p == 0, "dropout_p", "be 0 for KernelPotential, without weights", dropout_p, remedy)
-        weights, counted, _ = self._weighed("readout")
-        _validate.check_float_tensor("values", values, min_ndim=2)
-        _validate.check_same_kind([("keys", self.keys), ("values", values)])
-        required = f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)"
-        _validate.require(values.shape[-2] == self.keys.shape[-2], "values", required, f"shape {tuple(values.shape)}")
-        _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
         finite = values.isfinite().all(-1)
         values = at_least_single(values).where((finite & counted)[..., None], 0.0)
         p = self._kernel(z).shares
@@ -235,11 +229,11 @@ class KernelPotential(KeyPotential):
         out = self._streamed(p, weights, values) if whole is None else p @ whole
         return out.masked_fill(self._reached(~finite & counted)[..., None], torch.nan).to(z.dtype)
 
-    # What the keys leave behind.
+    # The sum over the keys.
 
     @property
     def _in_logs(self) -> bool:
-        """Whether features, and sums of them, are held as logarithms."""
+        """Whether features, and sums of them, are kept as logarithms."""
         return hasattr(self.features, "log")
 
     @property
@@ -248,15 +242,15 @@ class KernelPotential(KeyPotential):
         scale = self._scale
         return at_least_single(scale).sqrt() if isinstance(scale, Tensor) else math.sqrt(scale)
 
-    def _weighed(self, asked: str = "") -> tuple[Tensor, Tensor, Tensor]:
-        """exp(bias) phi of the keys (*#batch, M, m), which keys count, and which of these are not finite, (*#batch, M).
+    def _weighed(self, method: str = "") -> tuple[Tensor, Tensor, Tensor]:
+        """Return exp(bias) phi of the keys (*#batch, M, m), which keys count, and which of these are not finite.
 
-        Keys that do not count add nothing, and those that are not finite are read as zeros.
+        The last two are (*#batch, M). Keys that do not count add nothing; those that are not finite are read as zeros.
         """
-        if asked and self.keys.shape[-2] == 0:
+        if method and self.keys.shape[-2] == 0:
             required = "be asked of a potential that holds its keys"
             remedy = "make a KernelPotential of all keys"
-            raise ValueError(_validate.message(asked, required, "one that was made by append or select", remedy))
+            raise ValueError(_validate.message(method, required, "one that was made by append or select", remedy))
         pairs, counted = joined(*(t if t is None or t.ndim == 1 else t.squeeze(-2) for t in (self.mask, self.bias)))
         keys = at_least_single(self.keys)
         finite = keys.isfinite().all(-1)
@@ -267,7 +261,7 @@ class KernelPotential(KeyPotential):
         if self.bias is not None:
             bias = at_least_single(pairs).where(counted, 0.0)[..., None]
             weights = weights + bias if self._in_logs else weights * bias.exp()
-        # Not -inf: sums of nothing but -inf have NaN gradients.
+        # A sum of -inf alone has NaN gradients.
         nothing = torch.finfo(weights.dtype).min if self._in_logs else 0.0
         return weights.where(counted[..., None], nothing), counted, counted & ~finite
 
@@ -292,41 +286,41 @@ class KernelPotential(KeyPotential):
         clone.state = state
         return clone
 
-    # What a query makes of it.
+    # Evaluation at states.
 
     def _described(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The features of x, and beside them a part, (*, 1), that is to be added to all of a row."""
+        """Return the features of x, and a part (*, 1) that is to be added to all features of a row."""
         features, common = self.features, x.new_zeros(1)
         if hasattr(features, "log_parts"):
-            found, common = features.log_parts(x)
+            phi, common = features.log_parts(x)
         else:
-            found = features.log(x) if self._in_logs else features(x)
+            phi = features.log(x) if self._in_logs else features(x)
         count = self.state.shape[-1] if "state" in vars(self) else None
-        is_tensor = isinstance(found, Tensor)
-        if not is_tensor or found.shape[:-1] != x.shape[:-1] or count not in (None, found.shape[-1]):
-            received = f"shape {tuple(found.shape)}" if is_tensor else type(found).__name__
+        is_tensor = isinstance(phi, Tensor)
+        if not is_tensor or phi.shape[:-1] != x.shape[:-1] or count not in (None, phi.shape[-1]):
+            received = f"shape {tuple(phi.shape)}" if is_tensor else type(phi).__name__
             required = f"return a tensor (*, {'m' if count is None else count}) for (*, D) = {tuple(x.shape)}"
             raise ValueError(_validate.message("features", required, received))
         if self._in_logs:
-            return found, common
-        if count is None and host_may_look(found) and bool((found < 0).any()):
+            return phi, common
+        if count is None and host_may_look(phi) and bool((phi < 0).any()):
             remedy = "take their exponential, elu + 1 or square"
-            raise ValueError(_validate.message("features", "return numbers >= 0", found.min().item(), remedy))
-        return _validate.inside(found, low=0.0), common
+            raise ValueError(_validate.message("features", "return numbers >= 0", phi.min().item(), remedy))
+        return _validate.inside(phi, low=0.0), common
 
     def _kernel(self, z: Tensor) -> Kernel:
         x, state = self._root * at_least_single(z), at_least_single(self.state)
-        found, common = self._described(x)
+        phi, common = self._described(x)
         if self._in_logs:
             empty = state.isneginf().all(-1)
-            logits = found + state.masked_fill(empty[..., None], 0.0)
+            logits = phi + state.masked_fill(empty[..., None], 0.0)
             # One exponential for the sum and the shares.
             top = logits.detach().amax(-1, keepdim=True)
             terms = (logits - top).exp()
             total = terms.sum(-1, keepdim=True)
             shares = terms * total.reciprocal().masked_fill(empty[..., None], 0.0)
             return Kernel(x, (total.log() + top + common).squeeze(-1), shares, shares, empty)
-        terms = found * state
+        terms = phi * state
         total = terms.sum(-1)
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
@@ -344,27 +338,27 @@ class KernelPotential(KeyPotential):
         return by_features / self._root
 
     def _with_graph(self, x: Tensor) -> Tensor:
-        found = torch.add(*self._described(x))
-        check_graph("features", found, lambda x: torch.add(*self._described(x)), x)
-        return found
+        phi = torch.add(*self._described(x))
+        check_graph("features", phi, lambda x: torch.add(*self._described(x)), x)
+        return phi
 
     # Pairs of queries and keys.
 
     def _share(self, part: Tensor, whole: Tensor) -> Tensor:
-        """Which share of the sums `whole` the `part` is, per feature; 0 of those that are empty."""
+        """Return the share of `part` in the sums `whole`, per feature; 0 where a sum is empty."""
         if not self._in_logs:
             nothing = whole == 0
             return (part / whole.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
         return (part - whole.masked_fill(whole.isneginf(), 0.0)).exp()
 
     def _pairs(self, p: Tensor, queries: slice, weights: Tensor, later: Tensor) -> Tensor:
-        """The weights of some keys for some queries, 0 of those that come later; a number per pair and feature."""
+        """Return the weights of some keys for some queries, 0 for `later` keys, from a number per pair and feature."""
         nothing = torch.finfo(weights.dtype).min if self._in_logs else 0.0
         read = weights[..., None, :, :].masked_fill(later[..., None], nothing)
         return (p[..., queries, None, :] * self._share(read, self.state[..., queries, None, :])).sum(-1)
 
     def _streamed(self, p: Tensor, weights: Tensor, values: Tensor) -> Tensor:
-        """The causal read-out, by averages of the values before a chunk of rows and by pairs inside of it."""
+        """Return the causal read-out, from averages of the values before a chunk of rows and pairs inside the chunk."""
         before = self.state.new_full((1, p.shape[-1]), -torch.inf if self._in_logs else 0.0)
         average = values.new_zeros(p.shape[-1], values.shape[-1])
         outputs = []
@@ -381,9 +375,10 @@ class KernelPotential(KeyPotential):
 
 
 class Kernel(NamedTuple):
-    """log <phi(x), S> at states x, the shares of the features in it, S/<phi(x), S>, and where it is log 0.
+    """log <phi(x), S> at states x, the shares of the features in the sum, and where the sum is 0 (`empty`).
 
-    Where features are logarithms, their derivatives are asked for the shares in place of S/<phi(x), S>.
+    `cotangent` is S/<phi(x), S>, or the shares where features are logarithms: what the features' derivative is taken
+    along.
     """
 
     x: Tensor
@@ -391,16 +386,3 @@ class Kernel(NamedTuple):
     shares: Tensor
     cotangent: Tensor
     empty: Tensor
-
-
-def _check_per_key(name: str, pairs: Tensor | None, keys: Tensor) -> None:
-    if pairs is None:
-        return
-    remedy = (
-        "for causal attention use functools.partial(KernelPotential, features=..., causal=True) without a causal mask, "
-        "for other pairs LogSumExp"
-    )
-    required, received = "be the same for all queries, shape (*batch, 1, M)", f"shape {tuple(pairs.shape)}"
-    _validate.require(pairs.ndim == 1 or pairs.shape[-2] == 1, name, required, received, remedy)
-    lead = pairs.shape[:-2] if pairs.ndim > 1 else pairs.shape[:0]
-    _validate.check_together(name, lead, keys.shape[:-2], "the leading axes of `keys`")

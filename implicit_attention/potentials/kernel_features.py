@@ -15,7 +15,7 @@ from .._declared import Declared
 
 
 class Features(Declared, general=True):
-    """Base of the features in closed form: a subclass that overrides one method inherits none that knew the old one."""
+    """Base of the features in closed form: overriding a method withdraws those that were derived from it."""
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
         "__call__": ("log", "log_parts", "pullback"),
@@ -150,7 +150,7 @@ OWN = (PositiveFeatures, EluFeatures, ReluFeatures)
 
 
 def _orthogonal(drawn: Tensor) -> Tensor:
-    """Normal matrices (blocks, D, D) as others whose rows are orthogonal, and each by itself normal as before."""
+    """Turn normal matrices (blocks, D, D) into others whose rows are orthogonal, each by itself normal as before."""
     q, r = torch.linalg.qr(drawn)
     # With these signs the rotation is uniform (Mezzadri 2007), and independent of R, which alone decides the lengths of
     # the columns: those are lengths of independent normal vectors.

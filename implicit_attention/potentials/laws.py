@@ -192,12 +192,12 @@ class DiscreteUnits(Units, SiteLaw):
         return x, logs, t[..., None] * x + x.square() * (v[..., None] if isinstance(v, Tensor) else v) / 2
 
 
-def _numbers(name: str, given: Any, low: float = -math.inf) -> tuple[float, ...]:
-    """A tuple that no one else can change."""
-    if not isinstance(given, tuple | list):
-        raise TypeError(_validate.message(name, "be a tuple of numbers", type(given).__name__))
-    _validate.require(len(given) > 0, name, "have at least one entry", given)
-    return tuple(float(_validate.check_number(name, x, low=low, open_low=math.isfinite(low))) for x in given)
+def _numbers(name: str, values: Any, low: float = -math.inf) -> tuple[float, ...]:
+    """Return a tuple of the numbers, which the caller cannot change afterwards."""
+    if not isinstance(values, tuple | list):
+        raise TypeError(_validate.message(name, "be a tuple of numbers", type(values).__name__))
+    _validate.require(len(values) > 0, name, "have at least one entry", values)
+    return tuple(float(_validate.check_number(name, x, low=low, open_low=math.isfinite(low))) for x in values)
 
 
 def _covariance(weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -225,15 +225,12 @@ class BernoulliUnits(Units):
 
     p: float
     linear_growth: ClassVar[bool] = True
+    largest_variance: ClassVar[float] = 0.25
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
         _validate.check_number("p", self.p)
         _validate.require(0 < self.p < 1, "p", "be between 0 and 1", self.p, "use ConstantUnits(0.0 or 1.0) for these")
-
-    @property
-    def largest_variance(self) -> float:
-        return 0.25
 
     def cumulant(self, t: Tensor) -> Tensor:
         # Both terms by the same function, so that K is 0 at 0; softplus would be cut off at 20.
@@ -311,14 +308,11 @@ class ConstantUnits(Units):
 
     value: float
     linear_growth: ClassVar[bool] = True
+    largest_variance: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
         _validate.check_number("value", self.value)
-
-    @property
-    def largest_variance(self) -> float:
-        return 0.0
 
     def cumulant(self, t: Tensor) -> Tensor:
         return self.value * t
@@ -335,16 +329,11 @@ class ConstantUnits(Units):
 
 
 def units_ray(
-    units: Units,
-    keys: Callable[[], Tensor],
-    beta: float | Tensor,
-    scale: float | Tensor,
-    *,
-    together: bool = True,
+    units: Units, keys: Callable[[], Tensor], beta: float | Tensor, scale: float | Tensor, *, together: bool = True
 ) -> Ray | None:
     """Return the ray of (1/beta) sum_j K(beta <k_j, z>) for a law's cumulant K; `keys` are computed only if needed."""
     if type(units) is GaussianUnits:
-        found = keys()
-        roots = torch.tensor(units.spread, dtype=found.dtype, device=found.device).sqrt()
-        return quadratic_ray(found * roots[..., None], beta, scale, together=together)
+        rows = keys()
+        roots = torch.tensor(units.spread, dtype=rows.dtype, device=rows.device).sqrt()
+        return quadratic_ray(rows * roots[..., None], beta, scale, together=together)
     return faster_ray(keys()) if type(units) is PoissonUnits else None

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import sum_to_shape
 from .._types import LinearMap
+from ._shapes import PerBatch, PerRow, States, per_state
 from .base import CovarianceMap, Potential
 
 
@@ -20,9 +21,9 @@ class LayerNormPotential(Potential):
     s = \sqrt{\operatorname{mean}_i\, (x_i - \bar x)^2 + \varepsilon}
     ```
 
-    mean(x) = gamma (x - mean x)/s + delta is layer norm with one gain for all entries; with another for each it is the
-    gradient of no function. The covariance M = Hess L(x) has the eigenvalue gamma/s across x - mean x, gamma eps/s^3
-    along it and 0 along (1, ..., 1): L is convex for gamma > 0, and grows like |x|.
+    mean(x) = gamma (x - mean x)/s + delta is layer norm with one gain for all entries; with a gain for each entry it is
+    the gradient of no function. The covariance M = Hess L(x) has the eigenvalue gamma/s across x - mean x,
+    gamma eps/s^3 along it and 0 along (1, ..., 1): L is convex for gamma > 0, and grows like |x|.
 
     Args:
         gamma: gain > 0, a float or a tensor that broadcasts to *batch.
@@ -51,10 +52,10 @@ class LayerNormPotential(Potential):
 
     convex = True
     declares_all = True
+    #: Gamma, shaped to multiply states.
+    gain: float | Tensor = per_state("gamma")
 
-    def __init__(
-        self, gamma: float | Float[Tensor, "*#batch"] = 1.0, delta: Float[Tensor, "D"] | None = None, eps: float = 1e-5
-    ) -> None:
+    def __init__(self, gamma: PerBatch = 1.0, delta: Float[Tensor, "D"] | None = None, eps: float = 1e-5) -> None:
         remedy = "parametrise it by a softplus"
         self.gamma: float | Tensor = _validate.check_per_batch("gamma", gamma, low=0.0, open_low=True, remedy=remedy)
         if delta is not None:
@@ -71,27 +72,23 @@ class LayerNormPotential(Potential):
             required = f"have one entry for each of the {self.delta.shape[0]} of `delta` on its last axis"
             _validate.require(z.shape[-1] == self.delta.shape[0], argument, required, f"shape {tuple(z.shape)}")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """L(x), (*batch, N, D) -> (*batch, N)."""
         _, s = self._centred(z)
         value = (z.shape[-1] * self.gain * s).squeeze(-1)
         return value if self.delta is None else value + z @ self.delta
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """The normalised token, gamma (x - mean x)/s + delta."""
         centred, s = self._centred(z)
         mean = centred * (self.gain / s)
         return mean if self.delta is None else mean + self.delta
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """M v = (gamma/s) (v' - c <c, v>/(D s^2)), with c and v' the centred x and v."""
         return self._products(z)[0](v)
 
-    def root_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def root_product(self, z: States, v: States) -> States:
         """M^(1/2) v, with the symmetric root of the covariance M."""
         return self._products(z, root=True)[0](v)
 
@@ -108,7 +105,7 @@ class LayerNormPotential(Potential):
 
         return CovarianceMap(product, pullback)
 
-    def conjugate(self, g: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def conjugate(self, g: States) -> PerRow:
         """L*(g) = sup_x <g, x> - L(x) = -D gamma sqrt(eps) sqrt(1 - |g - delta|^2/(D gamma^2)), (*batch, N).
 
         Between -D gamma sqrt(eps) and 0 on the ball where the root is real, in the plane where g - delta has mean zero;
@@ -119,17 +116,17 @@ class LayerNormPotential(Potential):
         rest = 1 - shifted.square().mean(-1, keepdim=True) / (gain * gain)
         slack = 8 * torch.finfo(g.dtype).eps
         inside = (shifted.mean(-1, keepdim=True).abs() <= slack * size) & (rest >= -slack)
-        # Of 0 no root is taken: its gradient is infinite, and 0 * inf is NaN.
+        # No root of 0 is taken: its gradient is infinite, and 0 * inf is NaN.
         root = rest.masked_fill(rest <= 0, 1.0).sqrt().masked_fill(rest <= 0, 0.0)
         value = -(g.shape[-1] * self.eps**0.5) * gain * root
         return torch.where(inside | g.isnan().any(-1, keepdim=True), value, torch.inf).squeeze(-1)
 
-    def conjugate_at(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def conjugate_at(self, z: States) -> PerRow:
         """L*(mean(x)) = <mean(x), x> - L(x) = -D gamma eps/s, without the cancellation of the two, (*batch, N)."""
         _, s = self._centred(z)
         return (-(z.shape[-1] * self.eps) * self.gain / s).squeeze(-1)
 
-    def divergence(self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def divergence(self, a: States, b: States) -> PerRow:
         """D_L(a, b) = L(a) - L(b) - <mean(b), a - b> >= 0, (*batch, N), precise for a near b too."""
         # With d the direction of u = (x - mean x, sqrt(D eps)), whose length is sqrt(D) s: gamma D s_a |d_a - d_b|^2/2.
         (centred, s), (_, s_a) = self._centred(b), self._centred(a)
@@ -141,23 +138,16 @@ class LayerNormPotential(Potential):
 
     # Parts.
 
-    @property
-    def gain(self) -> float | Tensor:
-        """Gamma, shaped to multiply states."""
-        if not isinstance(self.gamma, Tensor):
-            return self.gamma
-        return _validate.inside(self.gamma, low=0.0, open_low=True)[..., None, None]
-
     def _centred(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """x - mean x, and s (*batch, N, 1)."""
         centred = z - z.mean(-1, keepdim=True)
         return centred, (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
 
     def _products(self, z: Tensor, *, root: bool = False) -> tuple[LinearMap, tuple[Tensor, Tensor]]:
-        """v -> M v, or M^(1/2) v, at z, and what `_centred` found there."""
+        """Return v -> M v, or M^(1/2) v, at z, and the results of `_centred`."""
         centred, s = self._centred(z)
         direction = centred / (z.shape[-1] ** 0.5 * s)
-        # |direction|^2 = 1 - eps/s^2, so that the eigenvalue gamma eps/s^3 along it is gamma/s times what is left of 1.
+        # |direction|^2 = 1 - eps/s^2, so that the eigenvalue gamma eps/s^3 along it is gamma/s (1 - |direction|^2).
         across = self.gain / s
         if root:
             # 1 - (1 - sqrt(eps)/s) |direction|^2/|direction|^2, written without dividing by a direction of 0.

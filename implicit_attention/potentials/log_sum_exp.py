@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import Composite, CovarianceMap, Potential
 from .scored_keys import ScoredKeys
 
-# Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
-# of subnormal numbers cost ten times as much on a CPU.
+# Probabilities below exp(-cutoff) are set to zero in `linearize`: they do not show at that precision, and products of
+# subnormal numbers cost ten times as much on a CPU.
 CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
 
@@ -40,8 +39,8 @@ class LogSumExp(ScoredKeys):
             sequence and query i attends to keys up to query_offset + i. No mask is written for that; beside a mask or
             bias it is refused. None: every query attends to every key.
 
-    A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
-    not reach the queries that do not attend to it.
+    A query that attends to no key has value 0 and mean 0, with zero gradients. A masked key, also one of NaN, does not
+    reach the queries that do not attend to it.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, beta <= 0 (on an accelerator a tensor beta is
@@ -64,17 +63,17 @@ class LogSumExp(ScoredKeys):
         torch.Size([3, 2])
     """
 
-    _held = (*ScoredKeys._held, "query_offset")
+    _attributes = (*ScoredKeys._attributes, "query_offset")
     convex = True
     declares_all = True
 
     def __init__(
         self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
+        keys: Keys,
+        beta: PerBatch,
         *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        mask: Mask = None,
+        bias: Bias = None,
         query_offset: int | None = None,
     ) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
@@ -86,14 +85,12 @@ class LogSumExp(ScoredKeys):
 
     # The three numbers, differentiable to any order; `value` is that of `ScoredKeys`.
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
         read = self._read(z, fused=True)
         return read.finish(self._average(z, read), rows=True)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v = beta sum_j p_j (k_j - mean) <k_j - mean, v>, per row."""
         read = self._read(z).centred()
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
@@ -127,18 +124,8 @@ class LogSumExp(ScoredKeys):
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             u = fold.moved(u)
-            centred = fold.product(u, keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
-            rows, scaled = fold.rows, fold.moved(self._scale * z)
-            by_keys = rows(p).mT @ rows(u) + rows(centred).mT @ rows(scaled)
-            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
-            if isinstance(self.beta, Tensor):
-                by_beta = (fold.restored(fold.product(centred, keys)) * z).sum((-1, -2))
-                gradients.append(sum_to_shape(by_beta, self.beta.shape))
-            if self.mask is not None:
-                gradients.append(None)
-            if self.bias is not None:
-                gradients.append(sum_to_shape(fold.restored(centred), self.bias.shape))
-            return tuple(gradients)
+            weighted = fold.product(u, keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
+            return self._by_tensors(z, read, u, p, weighted)
 
         return CovarianceMap(product, pullback)
 
@@ -151,14 +138,14 @@ class LogSumExp(ScoredKeys):
         return self.beta * self.diameter().square() / 4
 
     def _is_own(self) -> bool:
-        """Whether what is written out for this class is what the object computes: a subclass may compute otherwise."""
-        return type(self) is LogSumExp and self._has_only(*self._held)
+        """Whether the closed forms of this class hold for the object: a subclass may compute something else."""
+        return type(self) is LogSumExp and self._has_only(*self._attributes)
 
 
 class OverLogSumExp(Composite):
-    """Base of potentials that are `LogSumExp` over keys and biases made of those that they are given, their one part.
+    """Base of potentials that `LogSumExp` computes, over keys and biases that are derived from those of the one part.
 
-    The kernels and fused solves of `LogSumExp` are theirs.
+    They share the kernels and fused solves of `LogSumExp`.
     """
 
     parts: tuple[LogSumExp]
@@ -168,7 +155,7 @@ class OverLogSumExp(Composite):
         return self.parts[0]
 
     def loses_digits(self) -> bool:
-        """Whether the precision of the keys is too low for `whole()`, so that evaluations take a higher one."""
+        """Whether the precision of the keys is too low for `whole()`, so that evaluations use a higher one."""
         return False
 
     def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
@@ -176,28 +163,26 @@ class OverLogSumExp(Composite):
         return self.whole(), z
 
     def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Gradients of the tensors of this potential from those of `whole()`."""
+        """Return the gradients of the tensors of this potential from those of `whole()`."""
         return gradients
 
     def written_out(self) -> Self:
-        """The same potential with every product written out, to compare with."""
+        """Return the potential with every product written out, as a reference."""
         clone = self.replace(*self.tensors())
         clone.parts = (self.parts[0].written_out(),)
         return clone
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         whole, read = self._whole_at(z)
         return whole.value(read).to(z.dtype)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         whole, read = self._whole_at(z)
         return whole.mean(read).to(z.dtype)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v, per row."""
         whole, read = self._whole_at(z)
         return whole.covariance_product(read, v.to(read.dtype)).to(z.dtype)

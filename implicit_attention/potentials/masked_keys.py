@@ -1,4 +1,4 @@
-"""Keys with a mask and a bias per query: arguments, layout, what each query reads of them, restriction to rows."""
+"""Potentials over keys with a mask and a bias per query: arguments, layout, the keys that are read, blocks of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self, TypedDict
 
@@ -21,22 +20,23 @@ from ..ops.fold import row_block as row_block
 from ..ops.problem import common as common
 from ..ops.problem import triangle as triangle
 from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan, without_nan_before
+from ._shapes import Bias, Keys, Mask, PerBatch, per_state
 from .base import CovarianceMap, Potential
 
 _P = TypeVar("_P", bound="MaskedKeys")
-# Pairs that are worked on at a time: what stays in the processor's cache costs a fraction of fresh memory.
+# Pairs in one block of work: memory that stays in the processor's cache costs a fraction of fresh memory.
 BLOCK = 2**18
-# Axes of one batch entry; the others have none.
+# How many axes of these attributes belong to one batch entry; the other attributes have none.
 _OWN_AXES = {"keys": 2, "mask": 2, "bias": 2}
 # Scores below half of this are lost in rounding beside a bias of this / eps.
 LOST = 64.0
 
 
 class Masks(TypedDict, total=False):
-    """Which pairs there are: the keyword arguments of every potential whose keys are masked."""
+    """The keyword arguments that every potential over masked keys takes: which pairs count, and by how much more."""
 
-    mask: Bool[Tensor, "..."] | None
-    bias: Float[Tensor, "..."] | None
+    mask: Mask
+    bias: Bias
 
 
 class KeyPotential(Potential):
@@ -47,6 +47,10 @@ class KeyPotential(Potential):
 
     keys: Tensor
     beta: float | Tensor
+    #: Beta, shaped to multiply one number per row.
+    _row_scale: float | Tensor = per_state("beta", axes=1)
+    #: Beta, shaped to multiply scores or states.
+    _scale: float | Tensor = per_state("beta")
 
     def __init__(self, keys: Tensor, beta: float | Tensor) -> None:
         _validate.check_float_tensor("keys", keys, min_ndim=2)
@@ -60,19 +64,6 @@ class KeyPotential(Potential):
             _validate.check_same_kind([("keys", keys), ("beta", beta)])
             _validate.check_together("beta", beta.shape, keys.shape[:-2], "the leading axes of `keys`")
 
-    @property
-    def _row_scale(self) -> float | Tensor:
-        """Beta, shaped to multiply one number per row."""
-        if not isinstance(self.beta, Tensor):
-            return self.beta
-        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None]
-
-    @property
-    def _scale(self) -> float | Tensor:
-        """Beta, shaped to multiply scores or states."""
-        scale = self._row_scale
-        return scale[..., None] if isinstance(scale, Tensor) else scale
-
     def check_state(self, argument: str, z: Tensor) -> None:
         _validate.check_float_tensor(argument, z, min_ndim=2)
         if z.shape[-1] != self.keys.shape[-1]:
@@ -85,8 +76,18 @@ class KeyPotential(Potential):
         required = f"have the keys' dimension {self.keys.shape[-1]} on its last axis"
         return ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}"))
 
+    def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
+        self.check_state("z", z)
+        _validate.check_float_tensor("values", values, min_ndim=2)
+        _validate.check_same_kind([("keys", self.keys), ("values", values)])
+        if values.shape[-2] != self.keys.shape[-2]:
+            required = f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)"
+            raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
+        _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
+        _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0, remedy="0 drops nothing")
+
     def diameter(self) -> Tensor:
-        """The largest distance between two keys of a set, (*batch), or slightly more; blocks, no (M, M, D) tensor."""
+        """The largest distance between two keys of a set, (*batch), or slightly more, without an (M, M, D) tensor."""
         keys = in_double(self.keys)
         # Matrix products tell no distance that is small beside the keys themselves.
         keys = keys - common(keys)
@@ -105,19 +106,12 @@ class MaskedKeys(KeyPotential):
         bias: added to the scores, broadcasts to (*batch, N, M); -inf masks.
     """
 
-    #: The attributes for which `select` is written out.
-    _held: ClassVar[tuple[str, ...]] = ("keys", "beta", "mask", "bias")
+    #: The attributes of the class: closed forms and `select` hold for these, and not for a subclass with more.
+    _attributes: ClassVar[tuple[str, ...]] = ("keys", "beta", "mask", "bias")
     #: The index of the first query where each reads keys up to its own only; None where a mask says all.
     query_offset: int | None = None
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         super().__init__(keys, beta)
         check_masks(mask, bias, keys)
         self.mask = mask
@@ -133,10 +127,10 @@ class MaskedKeys(KeyPotential):
         return row_block(keys.shape[-1], keys.shape[-2], keys.dtype) if keys.device.type == "cpu" else super().row_block
 
     def select(self, index: Tensor) -> Self | None:
-        if not self._has_only(*self._held):
+        if not self._has_only(*self._attributes):
             return None
         if self.query_offset is not None:
-            # A query is known by its place no more.
+            # The selected queries are no longer in a row: a mask replaces the offset.
             place = (self.query_offset + index)[..., None]
             clone = self.replace(*self.tensors())
             clone.mask, clone.query_offset = place >= torch.arange(self.keys.shape[-2], device=index.device), None
@@ -144,7 +138,7 @@ class MaskedKeys(KeyPotential):
         return self if self.mask is None and self.bias is None else restricted(self, index, mask=1, bias=1)
 
     def masked_for(self, rows: int) -> Self:
-        """The same for so many queries, with the mask written that `query_offset` stands for."""
+        """The same potential for `rows` queries, with the mask that `query_offset` stands for written out."""
         if self.query_offset is None:
             return self
         clone = self.replace(*self.tensors())
@@ -155,11 +149,11 @@ class MaskedKeys(KeyPotential):
     # Parts.
 
     def _blocks(self, z: Tensor) -> tuple[int, Iterator[tuple[Self, Tensor]]] | None:
-        """The potential and states z in blocks along an axis; None where all of it is one, or is differentiated."""
+        """Return an axis, and potential and states in blocks along it; None for one block or where gradients matter."""
         *batch, rows, _ = z.shape
         pairs = z.shape[:-1].numel() * self.keys.shape[-2]
-        # Rows whose number is no multiple of `row_block` would have other bits in other company.
-        if pairs <= BLOCK or rows % self.row_block or not self._has_only(*self._held):
+        # A number of rows that is no multiple of `row_block` would change the bits of the results.
+        if pairs <= BLOCK or rows % self.row_block or not self._has_only(*self._attributes):
             return None
         if not (is_plain(z, *self.tensors()) and host_may_look(z)):
             return None
@@ -176,9 +170,9 @@ class MaskedKeys(KeyPotential):
         )
 
     def _narrowed(self, axis: int, start: int, size: int) -> Self:
-        """The same for a part of an axis of the batch, counted from its end, or (0) of the rows."""
+        """Return the potential for a part of a batch axis (< 0, counted from the last), or of the rows (axis 0)."""
         clone = copy.copy(self)
-        for name in self._held:
+        for name in self._attributes:
             tensor = getattr(self, name)
             if isinstance(tensor, Tensor) and (axis < 0 or name in ("mask", "bias")):
                 own = tensor.ndim - _OWN_AXES.get(name, 0) + axis
@@ -189,33 +183,33 @@ class MaskedKeys(KeyPotential):
         return clone
 
     def _read(self, z: Tensor, values: Tensor | None = None, *, fused: bool = False) -> Read:
-        """Return the keys that the mask leaves to states of z's shape; `fused` leaves a triangle to the kernel."""
+        """Return the keys that states of z's shape read; with `fused` the kernel applies a causal triangle itself."""
         if z.shape[-1] != self.keys.shape[-1]:
             raise self._another_width("z", z)
-        held = [self.keys] if values is None else [self.keys, values]
-        fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
-        held = [fold.moved(t) for t in held]
+        sources = [self.keys] if values is None else [self.keys, values]
+        fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in sources))
+        sources = [fold.moved(t) for t in sources]
         pairs, attended = joined(*(None if t is None else fold.moved(t) for t in (self.mask, self.bias)))
         empty = poison = None
         first = self.query_offset
         if first is not None and not fused:
             pairs = attended = fold.moved(triangle(z.shape[-2], self.keys.shape[-2], first, z.device))
             first = None
-        if first is not None and not surely_finite(*held):
-            held, poison = without_nan_before(held, first, z.shape[-2], z.dtype)
+        if first is not None and not surely_finite(*sources):
+            sources, poison = without_nan_before(sources, first, z.shape[-2], z.dtype)
         if attended is not None:
             empty = ~attended.any(-1)
-            if not surely_finite(*held):
-                held, poison = without_nan(held, attended, z.dtype)
-        held = [fold.rows(t) for t in held]
-        return Read(fold, held[0], held[-1], pairs, empty, poison, first)
+            if not surely_finite(*sources):
+                sources, poison = without_nan(sources, attended, z.dtype)
+        sources = [fold.rows(t) for t in sources]
+        return Read(fold, sources[0], sources[-1], pairs, empty, poison, first)
 
     def _products(self, z: Tensor, read: Read) -> Tensor:
-        """The scores s without function, bias and mask."""
+        """Return the scores s without function, bias and mask."""
         return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
 
     def _scores_read(self, z: Tensor, read: Read) -> Tensor:
-        """The scores with bias, zeros where the query does not attend to the key."""
+        """Return the scores with bias, and zeros where the query does not attend to the key."""
         scores, pairs = self._products(z, read), read.pairs
         if pairs is not None and pairs.dtype != torch.bool:
             scores = scores + pairs
@@ -224,11 +218,11 @@ class MaskedKeys(KeyPotential):
     def _covariance_map(
         self, z: Tensor, read: Read, pull: Tensor, change: Callable[[Tensor], Tensor]
     ) -> CovarianceMap | None:
-        """`linearize` of mean = sum_j w_j(s) k_j, given w (zero where a key is not read) and dw/ds, which is symmetric.
+        """Linearize mean = sum_j w_j(s) k_j, from w (`pull`, zero where a key is not read) and the symmetric dw/ds.
 
-        None for a subclass that holds more than its class: its tensors would have no gradients.
+        None for a subclass with further attributes, whose tensors would have no gradients.
         """
-        if not self._has_only(*self._held):
+        if not self._has_only(*self._attributes):
             return None
         fold, keys = read.fold, read.keys
 
@@ -236,23 +230,27 @@ class MaskedKeys(KeyPotential):
             return self._scale * fold.restored(fold.product(change(fold.product(fold.moved(v), keys.mT)), keys))
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            u, scaled, rows = fold.moved(u), fold.moved(self._scale * z), fold.rows
-            changed = change(fold.product(u, keys.mT))
-            by_keys = rows(pull).mT @ rows(u) + rows(changed).mT @ rows(scaled)
-            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
-            if isinstance(self.beta, Tensor):
-                by_beta = (fold.restored(fold.product(changed, keys)) * z).sum((-1, -2))
-                gradients.append(sum_to_shape(by_beta, self.beta.shape))
-            if self.mask is not None:
-                gradients.append(None)
-            if self.bias is not None:
-                gradients.append(sum_to_shape(fold.restored(changed), self.bias.shape))
-            return tuple(gradients)
+            u = fold.moved(u)
+            return self._by_tensors(z, read, u, pull, change(fold.product(u, keys.mT)))
 
         return CovarianceMap(product, pullback)
 
+    def _by_tensors(self, z: Tensor, read: Read, u: Tensor, pull: Tensor, changed: Tensor) -> tuple[Tensor | None, ...]:
+        """The pullback of u to keys, beta, mask and bias, from the weights `pull` and their changes (dw/ds) K u."""
+        fold, rows, scaled = read.fold, read.fold.rows, read.fold.moved(self._scale * z)
+        by_keys = rows(pull).mT @ rows(u) + rows(changed).mT @ rows(scaled)
+        gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
+        if isinstance(self.beta, Tensor):
+            by_beta = (fold.restored(fold.product(changed, read.keys)) * z).sum((-1, -2))
+            gradients.append(sum_to_shape(by_beta, self.beta.shape))
+        if self.mask is not None:
+            gradients.append(None)
+        if self.bias is not None:
+            gradients.append(sum_to_shape(fold.restored(changed), self.bias.shape))
+        return tuple(gradients)
+
     def _keys_read(self) -> Tensor:
-        """The keys in float64 without graph, for bounds: zeros where no query reads one or it is not finite."""
+        """The keys in float64 without graph, for bounds: zeros for a key that no query reads or that is not finite."""
         keys = in_double(self.keys)
         counts = torch.isfinite(keys).all(-1)
         attended = joined(self.mask, self.bias)[1]
@@ -267,17 +265,17 @@ class MaskedKeys(KeyPotential):
 
 
 def in_blocks(evaluate: Callable[[_P, Tensor], Any]) -> Callable[[_P, Tensor], Any]:
-    """A method of states, (*batch, N, D) -> tensors (*batch, N, ...), taken block by block where nothing tracks it."""
+    """Evaluate a method, (*batch, N, D) -> tensors (*batch, N, ...), block by block where no gradient is recorded."""
 
     @functools.wraps(evaluate)
     def in_parts(self: _P, z: Tensor) -> Any:
         if (blocks := self._blocks(z)) is None:
             return evaluate(self, z)
         axis, parts = blocks
-        found = [in_parts(potential, part) for potential, part in parts]
-        if isinstance(found[0], Tensor):
-            return torch.cat(found, axis)
-        return tuple(torch.cat(results, axis) for results in zip(*found, strict=True))
+        results = [in_parts(potential, part) for potential, part in parts]
+        if isinstance(results[0], Tensor):
+            return torch.cat(results, axis)
+        return tuple(torch.cat(pieces, axis) for pieces in zip(*results, strict=True))
 
     return in_parts
 
@@ -285,9 +283,11 @@ def in_blocks(evaluate: Callable[[_P, Tensor], Any]) -> Callable[[_P, Tensor], A
 class Read(NamedTuple):
     """The keys that states read, in the layout of `fold`.
 
-    Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
-    no key, and NaN for the rows that attend to a key that is not finite. With `first`, in place of a mask, row i
-    attends to keys up to first + i.
+    keys, values: the keys, and the values that are read (the keys themselves where there are no others).
+    pairs: mask or bias of the pairs.
+    empty: which rows attend to no key.
+    poison: NaN for the rows that attend to a key that is not finite, else 0.
+    first: in place of a mask, row i attends to keys up to first + i.
     """
 
     fold: Fold
@@ -304,7 +304,7 @@ class Read(NamedTuple):
         return self.pairs if self.pairs is None or self.pairs.dtype == torch.bool else torch.ne(self.pairs, -torch.inf)
 
     def zero_unread(self, pairs: Tensor) -> Tensor:
-        """Numbers of the pairs (..., N, M), zeros where the query does not attend to the key."""
+        """Return numbers of the pairs (..., N, M) with zeros where the query does not attend to the key."""
         attended = self.attended
         return pairs if attended is None else pairs.masked_fill(~attended, 0.0)
 
@@ -316,24 +316,25 @@ class Read(NamedTuple):
         return restricted_to(scores, pairs, self.empty)
 
     def zero_empty(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
-        """`empty` for the queries that attend to no key; `rows` if a query has more than one number."""
+        """Set the results of queries that attend to no key to `empty`; `rows`: a query has more than one number."""
         if self.empty is None:
             return values
         return values.masked_fill(self.empty[..., None] if rows else self.empty, empty)
 
     def finish(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
-        """`zero_empty`, and NaN for the queries that attend to a key which is not finite, as (*batch, N, ...)."""
+        """Apply `zero_empty`, add NaN for queries that attend to a key that is not finite; (*batch, N, ...)."""
         values = self.zero_empty(values, rows=rows, empty=empty)
         if self.poison is not None:
             values = values + (self.poison[..., None] if rows else self.poison)
         return self.fold.restored(values)
 
-    def settled(self) -> tuple[Read, Tensor | None]:
-        """The same for kernels, and which queries (*#batch, #N, 1) must be read as zeros for that.
+    def for_kernels(self) -> tuple[Read, Tensor | None]:
+        """Return what fused kernels read, and the queries (*#batch, #N, 1) that must be replaced by zeros for them.
 
-        Where all biases of a row are so low that scores are lost beside them, only the largest biases matter. The
-        kernels find that answer but not its gradient, as they weigh by exp(score - logsumexp), which rounds in the same
-        way; a row of -inf has none at all. Without scores such a row is attention to its largest biases, now zeros.
+        Where all biases of a row are so low that scores are lost beside them, only the largest biases matter. Kernels
+        compute the right output there but a wrong gradient, because they weigh by exp(score - logsumexp), which rounds
+        in the same way; a row of -inf has no gradient at all. With zero queries such a row attends to its largest
+        biases, which are replaced by zeros.
         """
         if self.pairs is None:
             return self, None
@@ -346,7 +347,7 @@ class Read(NamedTuple):
         return self._replace(pairs=largest.where(low, self.pairs)), self.fold.restored(low)
 
     def centred(self) -> Read:
-        """The same for weights and covariances, which do not change when all keys are shifted, but their rounding."""
+        """Shift all keys to their centre: weights and covariances stay the same, and round less."""
         attended = self.attended
         if attended is not None:
             rows = tuple(range(self.fold.kept, attended.ndim - 1))

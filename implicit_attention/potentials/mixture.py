@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, MultivariateNormal, Normal
+from torch.distributions import Categorical, Independent, MixtureSameFamily, MultivariateNormal, Normal
 
 from .. import _validate
 from .._autograd import host_may_look, transforms_active
 from ._read import joined
+from ._shapes import States
 from .base import Potential
 from .gaussian_mixture import GaussianMixture
 from .log_sum_exp import LogSumExp, as_log_sum_exp
 
 
-def as_distribution(potential: Potential, tilt: Float[Tensor, "*batch N D"] | None = None) -> MixtureSameFamily:
+def as_distribution(potential: Potential, tilt: States | None = None) -> MixtureSameFamily:
     """The law p(v) whose posterior mean is attention, as a mixture that torch samples and evaluates.
 
     `LogSumExp`: p(v) = exp(<tilt, v> - beta (|v|^2/2 - Phi(v)))/Z, with the components N(k_j + tilt/beta, I/beta) and
@@ -85,7 +85,7 @@ def _of_keys(potential: LogSumExp, tilt: Tensor | None) -> MixtureSameFamily:
     beta = torch.as_tensor(potential._scale if by_row else potential._row_scale, dtype=keys.dtype, device=keys.device)
     means = keys[..., None, :, :] if by_row else keys
     if attended is not None:
-        # What a masked key holds, a NaN too, reaches no row that does not attend to it.
+        # A masked key, also one of NaN, reaches no row that does not attend to it.
         means = torch.where(attended[..., None], means, 0.0)
     logits = beta * means.square().sum(-1) / 2
     if tilt is not None:
@@ -98,7 +98,7 @@ def _of_keys(potential: LogSumExp, tilt: Tensor | None) -> MixtureSameFamily:
     batch = torch.broadcast_shapes(logits.shape, means.shape[:-1])  # type: ignore[no-untyped-call]
     means = means.expand(*batch, keys.shape[-1])
     width = beta.rsqrt()[..., None].expand_as(means)
-    return _mixed(logits.expand(batch), Independent(Normal(means, width), 1))
+    return MixtureSameFamily(Categorical(logits=logits.expand(batch)), Independent(Normal(means, width), 1))
 
 
 def _of_gaussians(potential: GaussianMixture, tilt: Tensor | None) -> MixtureSameFamily:
@@ -116,8 +116,4 @@ def _of_gaussians(potential: GaussianMixture, tilt: Tensor | None) -> MixtureSam
         factors = factors if factors.ndim == 2 else factors[..., None, :, :, :]
     batch = means.shape[:-1]
     law = MultivariateNormal(means, scale_tril=factors.expand(*batch, *factors.shape[-2:]))
-    return _mixed(logits.expand(batch), law)
-
-
-def _mixed(logits: Tensor, components: Distribution) -> MixtureSameFamily:
-    return MixtureSameFamily(Categorical(logits=logits), components)
+    return MixtureSameFamily(Categorical(logits=logits.expand(batch)), law)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
+from ._shapes import Keys, PerBatch, PerRow, States
 from .base import CovarianceMap
 from .masked_keys import MaskedKeys, Masks, Read, in_blocks
 
@@ -57,28 +57,21 @@ class NormalisedScores(MaskedKeys):
 
     convex = True
     declares_all = True
-    _held = (*MaskedKeys._held, "eps")
+    _attributes = (*MaskedKeys._attributes, "eps")
     select = MaskedKeys.select
     row_block = MaskedKeys.row_block
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        eps: float = 1e-5,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, eps: float = 1e-5, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
 
     @in_blocks
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._length(*self._normalised(z))
 
     @in_blocks
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_j w_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._pull(*self._normalised(z))
 
@@ -87,9 +80,7 @@ class NormalisedScores(MaskedKeys):
         normalised = self._normalised(z)
         return self._length(*normalised), self._pull(*normalised)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v, per row."""
         read, centred, count, square = self._normalised(z)
         fold, keys = read.fold, read.keys
@@ -115,19 +106,19 @@ class NormalisedScores(MaskedKeys):
     # Parts.
 
     def _normalised(self, z: Tensor) -> tuple[Read, Tensor, int | Tensor, Tensor]:
-        """Return the keys read, centred scores, number of keys and variance with eps, (..., N, 1)."""
+        """Return the keys that are read, centred scores, number of keys and variance with eps, (..., N, 1)."""
         read = self._read(z)
         scores, size = self._scores_read(z, read), self.keys.shape[-2]
         count: int | Tensor = size
         if read.attended is not None:
-            # At least 1, to divide by: a query that reads no key has no scores that are not zero.
+            # At least 1, as a divisor: the scores of a query that reads no key are zeros.
             pairs = read.attended.expand(*read.attended.shape[:-1], size)
             count = pairs.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
         centred = read.zero_unread(scores - scores.sum(-1, keepdim=True) / count)
         return read, centred, count, centred.square().sum(-1, keepdim=True) / count + self.eps
 
     def _length(self, read: Read, centred: Tensor, count: int | Tensor, square: Tensor) -> Tensor:
-        # The length itself is 0 where `_deviation` is 1 to divide by.
+        # The length is 0 where `_deviation` is 1 as a divisor.
         deviation = _deviation(square).masked_fill(square == 0, 0.0)
         return read.finish((count * deviation).squeeze(-1)) / self._row_scale
 
@@ -136,12 +127,12 @@ class NormalisedScores(MaskedKeys):
 
 
 def _deviation(square: Tensor) -> Tensor:
-    """sigma, but 1 where it is 0: nothing but zeros is divided by it there."""
+    """Return sigma, but 1 where it is 0: only zeros are divided by it there."""
     return square.masked_fill(square == 0, 1.0).sqrt()
 
 
 def _change(read: Read, centred: Tensor, count: int | Tensor, square: Tensor, u: Tensor) -> Tensor:
-    """(dw/da) u, which is symmetric."""
+    """Return (dw/da) u; the Jacobian is symmetric."""
     u = read.zero_unread(u)
     along = (centred * u).sum(-1, keepdim=True) / (count * square.masked_fill(square == 0, 1.0))
     return read.zero_unread(u - u.sum(-1, keepdim=True) / count - centred * along) / _deviation(square)

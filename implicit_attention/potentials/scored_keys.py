@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
-from .. import _validate
 from .._autograd import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
 from ..ops.attention import (
     FLASH_KEYS,
@@ -26,76 +24,59 @@ from ..ops.attention import (
 )
 from ..ops.dispatch import by_attention
 from ._read import surely_finite
-from .masked_keys import SMALL_PRODUCT as SMALL_PRODUCT
-from .masked_keys import KeyPotential as KeyPotential
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .masked_keys import MaskedKeys, Read
-from .masked_keys import common as common
-from .masked_keys import in_double as in_double
 
 
 class ScoredKeys(MaskedKeys):
     """Base of Phi(z) = (1/beta) log sum_j exp(c(s_j) + bias_j) with the scores s_j = beta <k_j, z>.
 
-    The softmax p of c(s) + bias are the attention weights. Their function c is `_shaped` (nothing by default). A family
-    defines `mean`, `covariance_product` and what else it has in closed form; everything here holds for it.
-
-    Args:
-        keys: stored patterns, (*batch, M, D).
-        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
-        mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
-        bias: added to the scores, broadcasts to (*batch, N, M); -inf masks.
+    The softmax p of c(s) + bias are the attention weights. The function c is `_shaped` (the identity by default). A
+    family defines `mean`, `covariance_product` and its other closed forms; the methods of this class hold for every
+    family. The arguments are those of `MaskedKeys`.
     """
 
-    _held = (*MaskedKeys._held, "_dense")
+    _attributes = (*MaskedKeys._attributes, "_dense")
     select = MaskedKeys.select
     row_block = MaskedKeys.row_block
 
     def __init_subclass__(cls, **options: Any) -> None:
         if ScoredKeys in cls.__bases__:
-            # These hold for every family, whatever it overrides, but not for subclasses of the family.
+            # These methods hold for every family, whatever it overrides, but not for subclasses of a family.
             for name in ("value", "probabilities", "readout", "readout_with_logsumexp", "select", "row_block"):
                 if name not in vars(cls):
                     setattr(cls, name, vars(ScoredKeys)[name])
         super().__init_subclass__(**options)
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
-        # Whether every product is written out, without torch's fused kernels.
+        # Whether products are written out, without torch's fused kernels.
         self._dense = False
 
     def written_out(self) -> Self:
-        """The same potential with every product written out, to compare with."""
+        """Return the potential with every product written out, as a reference."""
         clone = self.replace(*self.tensors())
         clone._dense = True
         return clone
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         read = self._read(z, fused=True)
         return read.finish(self._scores(z, read).logsumexp(-1)) / self._row_scale
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """The attention weights softmax(c(s) + bias), (*batch, N, M); zeros for a query that attends to no key."""
         read = self._read(z)
         return read.finish(self._scores(z, read).softmax(-1), rows=True)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """Attention of z over the keys, read out in other values than the keys themselves: probabilities(z) V.
 
         Args:
             z: queries or states, (*batch, N, D).
             values: one for each key, (*batch, M, E); leading axes broadcast to those of z, as the keys' do.
-            dropout_p: the part of the attention weights that is set to zero at random, in [0, 1]. It is always
-                applied: the caller knows whether the model is training.
+            dropout_p: the share of the attention weights that is set to zero at random, in [0, 1]. It is always
+                applied: the caller decides whether the model is training.
 
         Returns:
             (*batch, N, E); zeros for a query that attends to no key, NaN for one that attends to a key that is masked
@@ -120,7 +101,7 @@ class ScoredKeys(MaskedKeys):
         if not fused and torch.finfo(z.dtype).bits < 32:
             return self._single().readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
         with exact_precision(z):
-            read, zeros = self._read(z, values, fused=fused).settled()
+            read, zeros = self._read(z, values, fused=fused).for_kernels()
             z = z if zeros is None else z.masked_fill(zeros, 0.0)
             if not fused:
                 weights = F.dropout(self._scores(z, read).softmax(-1), dropout_p)
@@ -130,9 +111,7 @@ class ScoredKeys(MaskedKeys):
             kernel = partial(sdpa, dropout_p=dropout_p) if dropout_p > 0 else differentiable
             return read.finish(self._flash(z, read, kernel)[0], rows=True)
 
-    def readout_with_logsumexp(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"]
-    ) -> tuple[Float[Tensor, "*batch N E"], Float[Tensor, "*batch N"]]:
+    def readout_with_logsumexp(self, z: States, values: Values) -> tuple[ReadOut, PerRow]:
         """`readout`, and log sum_j exp(c(s_j) + bias_j), -inf for a query that attends to no key.
 
         Outputs o_i over different sets of keys with log-sum-exps l_i merge to the output over all of them,
@@ -157,33 +136,23 @@ class ScoredKeys(MaskedKeys):
         """The same in float32."""
         return self.replace(*(t.float() if t.is_floating_point() else t for t in self.tensors()))
 
-    def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
-        self.check_state("z", z)
-        _validate.check_float_tensor("values", values, min_ndim=2)
-        _validate.check_same_kind([("keys", self.keys), ("values", values)])
-        if values.shape[-2] != self.keys.shape[-2]:
-            required = f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)"
-            raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
-        _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
-        _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0, remedy="0 drops nothing")
-
     def _scores(self, z: Tensor, read: Read) -> Tensor:
         return read.restricted(self._shaped(self._products(z, read)))
 
     def _average(self, z: Tensor, read: Read) -> Tensor:
-        """softmax(scores) V, in the layout of `read`."""
+        """Return softmax(scores) V, in the layout of `read`."""
         if self._may_flash(z, read.values):
             return self._flash(z, read, sdpa)[0]
         return read.fold.product(self._scores(z, read).softmax(-1), read.values)
 
     def _attended(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """The same, and the log-sum-exp of the scores, in one evaluation."""
+        """Return softmax(scores) V and the log-sum-exp of the scores, from one evaluation."""
         if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z, read.values):
             run = partial(self._flash, z, read, with_logsumexp)
             causal = read.first is not None
-            found = by_attention("auto", read.keys, run, mask=read.pairs is not None, causal=causal)
-            if found is not None:
-                return found[0], found[1]
+            outputs = by_attention("auto", read.keys, run, mask=read.pairs is not None, causal=causal)
+            if outputs is not None:
+                return outputs[0], outputs[1]
         scores = self._scores(z, read)
         return read.fold.product(scores.softmax(-1), read.values), scores.logsumexp(-1)
 
@@ -194,16 +163,16 @@ class ScoredKeys(MaskedKeys):
         return self._is_softmax() and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
 
     def _is_softmax(self) -> bool:
-        """Whether the weights are what kernels know, and may be left to them."""
+        """Whether the weights are a softmax, which fused kernels compute, and may be left to them."""
         return not self._dense and type(self)._shaped is ScoredKeys._shaped
 
     def _fits_few(self, z: Tensor) -> bool:
-        """Whether a kernel may read out few keys, whose NaN it may lose: where a look tells whether there is any."""
+        """Whether a kernel may read out few keys: it may lose a NaN, so that the host has to look for one."""
         few = self._is_softmax() and z.numel() > 0 and self.keys.shape[-2] < FLASH_KEYS
         return few and torch.finfo(z.dtype).bits >= 32 and host_may_look(z, self.keys)
 
     def _flash_few(self, z: Tensor, read: Read) -> Tensor:
-        """Return the read-out of few keys, NaN for states that are not finite, or beside keys that are not."""
+        """Return the read-out of few keys, NaN for states that are not finite and for states that read such a key."""
         lost = None if surely_finite(z) else ~torch.isfinite(z).all(-1, keepdim=True)
         out = read.finish(
             self._flash(z if lost is None else z.masked_fill(lost, 0.0), read, differentiable)[0], rows=True
@@ -214,7 +183,7 @@ class ScoredKeys(MaskedKeys):
         return out if lost is None else out.masked_fill(lost, torch.nan)
 
     def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
+        """Return the kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
         return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale, read.first)
 
@@ -243,5 +212,5 @@ class ReadsOut(ABC):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        # Not a Protocol: that would find the methods which a subclass has, but which raise as they are withdrawn.
+        # A Protocol would also accept subclasses whose methods are withdrawn and raise.
         return all(hasattr(other, name) for name in ("probabilities", "readout"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._read import check_masks, check_masks_fit, joined, restricted_to
+from ._shapes import Bias, Mask, PerBatch, States, per_state
 from .base import CovarianceMap, Potential
 
 
@@ -51,14 +52,10 @@ class SelfAttention(Potential):
 
     event_ndim = 2
     declares_all = True
+    #: Beta, shaped to multiply states or scores.
+    scale: float | Tensor = per_state("beta")
 
-    def __init__(
-        self,
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         remedy = "parametrise it, for example as an exponential"
         self.beta: float | Tensor = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
         check_masks(mask, bias)
@@ -70,17 +67,15 @@ class SelfAttention(Potential):
         _validate.check_fits_batch("beta", self.beta, argument, z)
         check_masks_fit(self.mask, self.bias, argument, z, z.shape[-2], "(*batch, N, N)")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
+    def value(self, z: States) -> Float[Tensor, "*batch"]:
         """Phi(X), (*batch, N, D) -> (*batch)."""
         return self._value(*self._scores(z))
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """P X + P^T X."""
         return _both_sides(self.probabilities(z), z)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(X) V = (P' + P'^T) X + (P + P^T) V, where P' is how P changes along V."""
         return self._curvature(self.probabilities(z), z, v)
 
@@ -88,7 +83,7 @@ class SelfAttention(Potential):
         scores, empty = self._scores(z)
         return self._value(scores, empty), _both_sides(_weights(scores, empty), z)
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N N"]:
+    def probabilities(self, z: States) -> Float[Tensor, "*batch N N"]:
         """P(X): row i says how token i attends to all tokens; zeros where it may attend to none."""
         return _weights(*self._scores(z))
 
@@ -113,15 +108,8 @@ class SelfAttention(Potential):
 
     # Parts.
 
-    @property
-    def scale(self) -> float | Tensor:
-        """Beta, shaped to multiply states or scores."""
-        if not isinstance(self.beta, Tensor):
-            return self.beta
-        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None, None]
-
     def by_tensors(self, z: Tensor, by_scores: Tensor) -> tuple[Tensor | None, ...]:
-        """(d mean/dt)^T u for each of `tensors()`, from (d mean/d scores)^T u."""
+        """Return (d mean/dt)^T u for each of `tensors()`, from (d mean/d scores)^T u."""
         gradients: list[Tensor | None] = []
         if isinstance(self.beta, Tensor):
             gradients.append(sum_to_shape((by_scores * (z @ z.mT)).sum((-1, -2)), self.beta.shape))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
+from ._shapes import Keys, PerBatch, States
 from .log_sum_exp import LogSumExp
 from .masked_keys import Masks, Read
 from .scored_keys import ScoredKeys
@@ -53,21 +53,15 @@ class SoftcapLogSumExp(ScoredKeys):
 
     declares_all = True
     bounded_below = LogSumExp.bounded_below
-    _held = (*ScoredKeys._held, "cap")
+    _attributes = (*ScoredKeys._attributes, "cap")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        cap: float,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, cap: float, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         # Torch's kernels do not cap scores.
         self._dense = True
         self.cap: float = _validate.check_number("cap", cap, low=0.0, open_low=True)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """Sum_j p_j c'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._evaluated(z)[1]
 
@@ -81,9 +75,7 @@ class SoftcapLogSumExp(ScoredKeys):
         value = read.finish(scores.logsumexp(-1)) / self._row_scale
         return value, read.finish(read.fold.product(pull, read.keys), rows=True)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v, per row."""
         read = self._read(z)
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
@@ -99,6 +91,6 @@ class SoftcapLogSumExp(ScoredKeys):
         return self.cap * (scores / self.cap).tanh()
 
     def _squashed(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """tanh(s / cap), and the capped scores with bias and mask."""
+        """Return tanh(s / cap), and the capped scores with bias and mask."""
         squashed = (self._products(z, read) / self.cap).tanh()
         return squashed, read.restricted(self.cap * squashed)

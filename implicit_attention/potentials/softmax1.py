@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from .. import _validate
+from ._shapes import Bias, Keys, Mask, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp
 
 
@@ -18,8 +17,8 @@ class Softmax1(OverLogSumExp):
     \nabla\Phi(z) = \sum_j p_j\, k_j, \qquad p_j = \frac{e^{s_j}}{1 + \sum_i e^{s_i}}
     ```
 
-    The weights sum to less than 1: the rest attends to nothing.
-    It is computed as that: fused solves and kernels are those of `LogSumExp` with one key more.
+    The weights sum to less than 1: the rest attends to nothing. `LogSumExp` with one key more computes it, with its
+    fused solves and kernels.
 
     Args:
         keys: (*batch, M, D), as in `LogSumExp`.
@@ -49,33 +48,20 @@ class Softmax1(OverLogSumExp):
 
     declares_all = True
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
-        # Validate the arguments as given, so that errors name what the user passed.
-        given = LogSumExp(keys, beta, mask=mask, bias=bias)
-        count = keys.shape[-2]
-        super().__init__(
-            LogSumExp(
-                F.pad(keys, (0, 0, 0, 1)),
-                given.beta,
-                mask=None if mask is None else F.pad(mask.expand(*mask.shape[:-1], count), (0, 1), value=True),
-                bias=None if bias is None else F.pad(bias.expand(*bias.shape[:-1], count), (0, 1)),
-            )
-        )
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
+        # Validated before a key is added, so that errors name the shapes that the user passed.
+        beta = LogSumExp(keys, beta, mask=mask, bias=bias).beta
+        if mask is not None:
+            mask = F.pad(mask.expand(*mask.shape[:-1], keys.shape[-2]), (0, 1), value=True)
+        if bias is not None:
+            bias = F.pad(bias.expand(*bias.shape[:-1], keys.shape[-2]), (0, 1))
+        super().__init__(LogSumExp(F.pad(keys, (0, 0, 0, 1)), beta, mask=mask, bias=bias))
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
-        """p, (*batch, N, M), whose rows sum to less than 1."""
+    def probabilities(self, z: States) -> Weights:
+        """The weights p, (*batch, N, M), whose rows sum to less than 1."""
         return self.parts[0].probabilities(z)[..., :-1]
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; see `LogSumExp.readout`."""
         _validate.check_float_tensor("values", values, min_ndim=2)
         keys = self.parts[0].keys

@@ -134,7 +134,7 @@ class SignUnits(SphereUnits):
     dim: int | None = field(default=1, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Without the check of a dimension that was given."""
+        """No check: the dimension is 1."""
 
     def cumulant(self, t: Tensor) -> Tensor:
         return _log_cosh(at_least_single(t)).to(t.dtype)
@@ -178,7 +178,7 @@ class SignUnits(SphereUnits):
 
 
 def _log_cosh(x: Tensor) -> Tensor:
-    # Each form is right where it is used, and sees a harmless number elsewhere: NaN times zero would be NaN.
+    # Elsewhere each form gets a harmless number: a NaN there times a zero gradient would be NaN.
     near = x.abs() < 1
     small, large = torch.where(near, x, 0.0), torch.where(near, 1.0, x).abs()
     far = large + torch.log1p(torch.exp(-2 * large)) - math.log(2)

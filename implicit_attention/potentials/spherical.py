@@ -1,4 +1,4 @@
-"""Spins of fixed length in a field: what their laws answer, and approximations by one square root."""
+"""Spins of fixed length in a field: the interface of their laws, and approximations by one square root."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import at_least_single
+from ._shapes import PerBatch
 from .unit import Sites, Vectors
 
-Beta: TypeAlias = float | Float[Tensor, "*#batch"]
+Beta: TypeAlias = PerBatch
 
 
 class Site(NamedTuple):
@@ -33,7 +33,7 @@ class Site(NamedTuple):
         """kappa^2 = (beta R |f|)^2."""
         scale = self.beta * self.radius
         t = scale * scale * self.field.square().sum(-1)
-        # Beyond the largest number t is unknown, and a gain of 1/inf would give m = 0.
+        # Where t overflows it is unknown; a gain of 1/inf would give m = 0.
         return torch.where(t.isinf(), torch.nan, t)
 
     @property
@@ -160,10 +160,10 @@ class SphericalLaw:
         m = self._vectors("magnetization", magnetization, radius) / radius
         return self._at(m.shape[-1])._entropy(m).to(magnetization.dtype)
 
-    # The same in the precision of the computation, without checks.
+    # The same functions in the precision of the computation, without checks.
 
     def _at(self, dim: int) -> SphericalLaw:
-        """The law that has the formulas for this dimension."""
+        """Return the law with the formulas for this dimension."""
         return self
 
     def _value(self, site: Site) -> Tensor:
@@ -230,7 +230,7 @@ class _AlgebraicResponse(SphericalLaw):
         return (a + (a**2 + (1 - q) * (b**2 - a**2)).sqrt()) / (1 - q)
 
     def scaled_entropy(self, q: Tensor, dim: int) -> Tensor:
-        # L(1 - q) - (a + b) - a log(...) with L = inverse_gain, every difference of near numbers taken out.
+        # L(1 - q) - (a + b) - a log(...) with L = inverse_gain, rewritten without differences of near numbers.
         a, b = self.coefficients(dim)
         root = (a**2 + (1 - q) * (b**2 - a**2)).sqrt()
         return -q * (b**2 - a**2) / (root + b) - a * torch.log1p(q * (root + a) / ((root + b) * (1 - q)))
@@ -298,7 +298,7 @@ class LargeDResponse(_AlgebraicResponse):
         other = "use SphereUnits or AmosResponse, which take any"
         required = "have more than 2 dimensions for LargeDResponse, whose radius^2 is D/2 - 1"
         _validate.require(dim > 2, argument, required, f"D = {dim}", other)
-        # Radii come as roots that may have been rounded to float32.
+        # A radius is a root that may have been rounded to float32.
         required = f"be sqrt(D/2 - 1) = {math.sqrt(dim / 2 - 1):.6g} for LargeDResponse at D = {dim}"
         _validate.require(math.isclose(radius**2, dim / 2 - 1, rel_tol=1e-6), "radius", required, radius, other)
 
@@ -312,13 +312,13 @@ def _rows(beta: float | Tensor, vectors: Tensor, name: str) -> float | Tensor:
 
 
 def _square(m: Tensor) -> Tensor:
-    """|m|^2 in units of R, NaN where no field gives it."""
+    """Return |m|^2 in units of R^2, NaN where no field gives it."""
     q = m.square().sum(-1)
     return torch.where(q < 1, q, torch.nan)
 
 
 def covariance_times(terms: tuple[Tensor, Tensor], field: Tensor, v: Tensor) -> Tensor:
-    """(tau I + slope f f^T) v."""
+    """Return (tau I + slope f f^T) v."""
     tau, slope = terms
     along = slope * (field * v).sum(-1)
     return tau[..., None] * v + along[..., None] * field

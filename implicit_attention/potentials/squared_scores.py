@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 
 from einops import einsum
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from ._rays import Ray, finite, quadratic_ray, spectral_norm
-from ._read import check_masks
-from .masked_keys import in_double
-from .scored_keys import SMALL_PRODUCT, KeyPotential
+from ._read import check_masks, check_per_key
+from ._shapes import Keys, PerBatch, PerRow, States
+from .masked_keys import SMALL_PRODUCT, KeyPotential, in_double
 
 
 class SquaredScores(KeyPotential):
@@ -48,48 +47,31 @@ class SquaredScores(KeyPotential):
     convex = True
     declares_all = True
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Tensor | None = None, bias: Tensor | None = None) -> None:
         super().__init__(keys, beta)
-        _validate.require(
-            bias is None, "bias", "be None for SquaredScores", "a tensor", "use LogSumExp for additive biases"
-        )
+        remedy = "use LogSumExp for additive biases"
+        _validate.require(bias is None, "bias", "be None for SquaredScores", "a tensor", remedy)
         check_masks(mask, None, keys)
         if mask is not None:
-            _validate.require(
-                mask.ndim == 1 or mask.shape[-2] == 1,
-                "mask",
-                "be the same for all queries, shape (*batch, 1, M)",
-                f"shape {tuple(mask.shape)}",
-                "use one SquaredScores per group of queries",
-            )
-            shape = mask.shape[:-2] if mask.ndim > 1 else mask.shape[:0]
+            shape = check_per_key("mask", mask, "use one SquaredScores per group of queries")
             _validate.check_broadcast("mask", shape, keys.shape[:-2], "the leading axes of `keys`")
         self.mask = mask
 
     @property
     def row_block(self) -> int:  # type: ignore[override]
-        # As many as make no product so small that torch multiplies it by itself, with other bits.
+        # Torch multiplies smaller products by itself, with other bits.
         count, dim = self.keys.shape[-2:]
         return -(-max(SMALL_PRODUCT // max(count * dim, 1), 1) // 32) * 32
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._row_scale * self._project(z).square().sum(-1) / 2
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """beta K^T K z, per row."""
         return self._scale * einsum(self._project(z), self._counted(), "... n m, ... m d -> ... n d")
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """beta K^T K v, whatever z."""
         return self.mean(v)
 
@@ -109,7 +91,7 @@ class SquaredScores(KeyPotential):
         return self.beta * spectral_norm(self._counted()).square()
 
     def _counted(self) -> Tensor:
-        """The keys, those that do not count as zeros."""
+        """Return the keys, with zeros in place of those that do not count."""
         if self.mask is None:
             return self.keys
         return self.keys.where((self.mask if self.mask.ndim == 1 else self.mask.squeeze(-2))[..., None], 0.0)

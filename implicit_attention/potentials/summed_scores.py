@@ -6,13 +6,13 @@ import math
 from functools import partial
 from typing import Protocol
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._rays import Ray, faster_ray, quadratic_ray
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import CovarianceMap
 from .laws import units_ray
 from .masked_keys import MaskedKeys, Masks, Read, in_blocks
@@ -36,12 +36,12 @@ class SummedScores(MaskedKeys):
     _largest_curvature: float = math.inf
 
     @in_blocks
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._sum(*self._scored(z))
 
     @in_blocks
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_j g'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._pull(*self._scored(z))
 
@@ -50,9 +50,7 @@ class SummedScores(MaskedKeys):
         scored = self._scored(z)
         return self._sum(*scored), self._pull(*scored)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """beta sum_j g''(s_j) k_j <k_j, v>, per row."""
         read, scores, beta = self._scored(z)
         fold, keys = read.fold, read.keys
@@ -74,7 +72,7 @@ class SummedScores(MaskedKeys):
 
     @property
     def _read_together(self) -> bool:
-        """Whether every query reads the same keys, as far as shapes tell."""
+        """Whether the shapes say that every query reads the same keys."""
         return all(pairs is None or pairs.ndim == 1 or pairs.shape[-2] == 1 for pairs in (self.mask, self.bias))
 
     def lipschitz(self) -> Tensor | None:
@@ -99,7 +97,7 @@ class SummedScores(MaskedKeys):
     # Parts.
 
     def _scored(self, z: Tensor) -> tuple[Read, Tensor, float | Tensor]:
-        """Return the keys that are read, and the scores and beta in their layout."""
+        """Return the keys that are read, and scores and beta in their layout."""
         read, beta = self._read(z), self._scale
         return read, self._scores_read(z, read), read.fold.moved(beta) if isinstance(beta, Tensor) else beta
 
@@ -156,16 +154,9 @@ class Polynomial(SummedScores):
     """
 
     declares_all = True
-    _held = (*SummedScores._held, "degree")
+    _attributes = (*SummedScores._attributes, "degree")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        degree: int = 2,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, degree: int = 2, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         self.degree: int = _validate.check_integer("degree", degree, low=2, remedy="degree 1 pulls all alike")
 
@@ -253,26 +244,16 @@ class Exponential(SummedScores):
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores.exp()
 
-    def _slope(self, scores: Tensor, beta: float | Tensor) -> Tensor:
-        return scores.exp()
-
-    def _curvature(self, scores: Tensor, beta: float | Tensor) -> Tensor:
-        return scores.exp()
+    _slope = _curvature = _summand
 
 
 class UnitScores(SummedScores):
     """The potential that `units_potential` makes: g is the cumulant K of a law."""
 
     declares_all = True
-    _held = (*SummedScores._held, "units")
+    _attributes = (*SummedScores._attributes, "units")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        units: Units,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, units: Units, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         self.units = units
 
@@ -298,14 +279,7 @@ class UnitScores(SummedScores):
 
 
 class _Factory(Protocol):
-    def __call__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> UnitScores: ...
+    def __call__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> UnitScores: ...
 
 
 def units_potential(units: Units) -> _Factory:
@@ -319,17 +293,17 @@ def units_potential(units: Units) -> _Factory:
         units: the law, for example `BernoulliUnits(0.5)`.
 
     Returns:
-        What layers take as `potential`, to be called with keys (*batch, M, D), beta > 0 (a float or a tensor that
-        broadcasts to *batch), and by name a boolean mask or a bias that broadcast to (*batch, N, M). A masked key, or
-        one of bias -inf, adds nothing; a low finite bias does not mask, as K may be anything there.
+        A function that layers take as `potential`. Its arguments are keys (*batch, M, D), beta > 0 (a float or a tensor
+        that broadcasts to *batch), and by name a boolean mask or a bias that broadcast to (*batch, N, M). A masked key,
+        or one of bias -inf, adds nothing; a low finite bias does not mask, as K may have any value there.
 
     A row with a score outside the domain of K (`ExponentialUnits`, `LaplaceUnits`) has value and mean NaN; no other row
     is changed. The anchored energy is bounded below for laws of linear growth, and for others while
     (1 - anchor) beta max K'' lambda < 1 with lambda the largest eigenvalue of sum_j k_j k_j^T.
 
     Raises:
-        TypeError, ValueError: units that are no `Units`, or `SphereUnits()` without a dimension; by what is returned,
-            as `LogSumExp`.
+        TypeError, ValueError: units that are no `Units`, or `SphereUnits()` without a dimension; from the returned
+            function, as `LogSumExp`.
 
     Gradients: with respect to z, keys, beta and bias, to any order.
 

@@ -6,17 +6,16 @@ import math
 
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from .._declared import restricted
 from ._rays import Ray
+from ._shapes import States
 from .base import Composite, CovarianceMap, Potential
 
 
 class Tilted(Composite):
-    """Phi(z + tilt) - Phi(tilt): the log-partition function of the law that the tilt makes of the law of Phi.
+    """Phi(z + tilt) - Phi(tilt): the log-partition function of the law of Phi after the tilt.
 
     Its mean at 0 is mean(tilt), and its value there is 0. For a log-sum-exp the tilt is a bias beta <k_j, tilt> of
     every key, less its normaliser.
@@ -32,7 +31,7 @@ class Tilted(Composite):
 
     Reference: Efron (2022), Exponential Families in Theory and Practice, section 1.2.
 
-    Not for reading values out by attention weights: use `LogSumExp` with the bias.
+    Not for reading values out by attention weights: use `LogSumExp` with a bias.
 
     Examples:
         >>> import torch
@@ -45,6 +44,7 @@ class Tilted(Composite):
     """
 
     declares_all = True
+    _by_row = ("tilt",)
 
     def __init__(self, potential: Potential, tilt: Float[Tensor, "*#batch D"]) -> None:
         _validate.check_float_tensor("tilt", tilt, min_ndim=1)
@@ -56,17 +56,15 @@ class Tilted(Composite):
         _validate.check_same_kind([("tilt", self.tilt), (argument, z)])
         _validate.check_broadcast("tilt", self.tilt.shape, z.shape, f"the shape of `{argument}`")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def value(self, z: States) -> Float[Tensor, "*lead"]:
         """Phi(z + tilt) - Phi(tilt), one number per problem."""
         return self.parts[0].value(z + self.tilt) - self.parts[0].value(self.tilt.expand_as(z))
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """mean(z + tilt) of the potential, (*batch, N, D) -> (*batch, N, D)."""
         return self.parts[0].mean(z + self.tilt)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z + tilt) v."""
         return self.parts[0].covariance_product(z + self.tilt, v)
 
@@ -84,19 +82,9 @@ class Tilted(Composite):
 
         return CovarianceMap(cov.product, pullback)
 
-    def select(self, index: Tensor) -> Self | None:
-        part = self.parts[0].select(index)
-        if part is None or self.event_ndim != 1 or not self._has_only("parts", "tilt"):
-            return None
-        clone = restricted(self, index, tilt=1)
-        clone.parts = (part,)
-        return clone
-
     def bounded_below(self, scale: float) -> bool | None:
-        # Far out |z|^2/2 - scale Phi(z + tilt) is |y|^2/2 - scale Phi(y) less a linear term: a little of |y|^2/2.
-        return (
-            True if self.parts[0].bounded_below(math.inf) or self.parts[0].bounded_below(scale * (1 + 1e-6)) else None
-        )
+        # With y = z + tilt it is |y|^2/2 - scale Phi(y) less a linear term, which takes a little of |y|^2/2.
+        return self.parts[0].bounded_below(math.inf) or self.parts[0].bounded_below(scale * (1 + 1e-6)) or None
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
         return self.parts[0].falling_ray(scale)

@@ -7,18 +7,19 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
 from .._autograd import is_plain, sum_to_shape, transforms_active
-from ._query_side import QuerySide
+from ._query_side import QuerySide, concatenated
 from ._read import check_masks, check_masks_fit, restricted_to
+from ._shapes import Mask, States, per_state
 from .base import CovarianceMap, Potential
 from .self_attention import softmax_tangent
 
-#: Up to so many tokens all pairs are held at once; of more, tiles of query rows with as many pairs.
+#: Up to so many tokens all pairs are in memory at once; more tokens are split into tiles of query rows.
 DENSE_TOKENS = 512
 
 
@@ -32,7 +33,7 @@ class TokenAttention(Potential):
     With q_h = g W_query_h^T, k_h = g W_key_h^T and P_h the softmax of the scores over B,
     mean(g) = sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h: a token is moved by the tokens that it attends to, and by
     those that attend to it. -Phi is the attention energy of the Energy Transformer. There are no values. Of more than
-    512 tokens no (H, N, N) tensor is held, neither for an evaluation nor (outside of torch.func) for its gradient.
+    512 tokens no (H, N, N) tensor is stored, neither for an evaluation nor (outside of torch.func) for its gradient.
 
     Args:
         w_query: (H, Y, D), for H heads of width Y.
@@ -65,6 +66,8 @@ class TokenAttention(Potential):
 
     event_ndim = 2
     declares_all = True
+    #: Beta, shaped to multiply scores or the queries of all heads.
+    _scale: float | Tensor = per_state("beta")
 
     def __init__(
         self,
@@ -72,18 +75,14 @@ class TokenAttention(Potential):
         w_key: Float[Tensor, "H Y D"],
         beta: float | Float[Tensor, "#H"],
         *,
-        mask: Bool[Tensor, "..."] | None = None,
+        mask: Mask = None,
         exclude_self: bool = False,
     ) -> None:
         for name, weight in (("w_query", w_query), ("w_key", w_key)):
             _validate.check_float_tensor(name, weight)
             _validate.require(weight.ndim == 3, name, "have three axes, (H, Y, D)", f"shape {tuple(weight.shape)}")
-        _validate.require(
-            w_key.shape == w_query.shape,
-            "w_key",
-            f"have the shape {tuple(w_query.shape)} of `w_query`",
-            tuple(w_key.shape),
-        )
+        required = f"have the shape {tuple(w_query.shape)} of `w_query`"
+        _validate.require(w_key.shape == w_query.shape, "w_key", required, tuple(w_key.shape))
         _validate.check_same_kind([("w_query", w_query), ("w_key", w_key)])
         remedy = "parametrise it, for example as an exponential"
         self.w_query, self.w_key = w_query, w_key
@@ -97,32 +96,34 @@ class TokenAttention(Potential):
             raise TypeError(_validate.message("exclude_self", "be True or False", repr(exclude_self)))
         self.exclude_self = exclude_self
 
-    def check_state(self, argument: str, z: Tensor) -> None:
-        _validate.check_float_tensor(argument, z, min_ndim=2)
+    def _check_width(self, argument: str, z: Tensor) -> None:
+        """Raise unless tokens have the width of the weights."""
         width = self.w_query.shape[-1]
         required = f"have the width {width} of `w_query` on its last axis"
         _validate.require(z.shape[-1] == width, argument, required, f"shape {tuple(z.shape)}")
         _validate.check_same_kind([(argument, z), ("w_query", self.w_query)])
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        _validate.check_float_tensor(argument, z, min_ndim=2)
+        self._check_width(argument, z)
         check_masks_fit(self.mask, None, argument, z, z.shape[-2], "(*batch, N, N)")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
+    def value(self, z: States) -> Float[Tensor, "*batch"]:
         """Phi(g), (*batch, N, D) -> (*batch)."""
         return TokenPairs(self, z).value()
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h."""
         return TokenPairs(self, z).mean()
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(g) v."""
         return TokenPairs(self, z).curvature(v)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         return TokenPairs(self, z).evaluate()
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N N"]:
+    def probabilities(self, z: States) -> Float[Tensor, "*batch H N N"]:
         """P(g): row C of a head says how token C attends to all tokens; zeros where it may attend to none."""
         return TokenPairs(self, z).probabilities()
 
@@ -138,30 +139,20 @@ class TokenAttention(Potential):
 
         return CovarianceMap(pairs.curvature, pullback)
 
-    def query_pull(
-        self, z: Float[Tensor, "*batch N D"], keys: Float[Tensor, "*batch H M Y"] | None = None
-    ) -> Float[Tensor, "*batch N D"]:
-        """sum_h (P_h k_h) W_query_h, the query side of `mean` alone, over given keys and those of z, causally.
+    def query_pull(self, z: States, keys: Float[Tensor, "*batch H M Y"] | None = None) -> States:
+        """sum_h (P_h k_h) W_query_h, the query side of `mean` alone, over `keys` and those of z, causally.
 
         keys: of M earlier tokens, to which all of z attend. Token C of z attends to the tokens of z up to itself (with
-        `exclude_self` before itself). The mask is then of the pairs (*batch, N, M + N). Of many tokens no (H, N, N)
-        tensor is held, neither here nor for a backward pass outside of torch.func.
+        `exclude_self` before itself). The mask is then of the pairs (*batch, N, M + N). For many tokens no (H, N, N)
+        tensor is stored, neither for the pull nor for a backward pass outside of torch.func.
         """
         return QuerySide(self, z, keys).pull()
 
     # The heads.
 
-    def keys_of(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
+    def keys_of(self, z: States) -> Float[Tensor, "*batch H N Y"]:
         """k_h = g W_key_h^T."""
         return self._heads(z, self.w_key)
-
-    @property
-    def _scale(self) -> float | Tensor:
-        """Beta, shaped to multiply scores or the queries of all heads."""
-        if not isinstance(self.beta, Tensor):
-            return self.beta
-        scale: Tensor = _validate.inside(self.beta, low=0.0, open_low=True)[..., None, None]
-        return scale
 
     def _heads(self, z: Tensor, weight: Tensor) -> Tensor:
         """z W_h^T, (*batch, H, N, Y)."""
@@ -174,21 +165,21 @@ class TokenAttention(Potential):
 
 
 class TokenPairs:
-    """Queries and keys of the tokens z (*batch, N, D), and what their pairs give.
+    """Queries and keys of the tokens z (*batch, N, D), and the potential and its derivatives over their pairs.
 
-    Not differentiated, nothing is kept but queries, keys, and up to `DENSE_TOKENS` tokens the weights P. Recorded, the
+    Queries and keys are kept, and for up to `DENSE_TOKENS` tokens the weights P. Where gradients are recorded, the
     weights of more tokens are computed again in a backward pass.
     """
 
     def __init__(self, attention: TokenAttention, z: Tensor) -> None:
         self.attention, self.z = attention, z
         self.q, self.k = attention._heads(z, attention.w_query), attention._heads(z, attention.w_key)
-        self._held: Tensor | None = None
+        self._cached: Tensor | None = None
 
     def value(self) -> Tensor:
         """Phi (*batch)."""
         parts = [self._recorded(self._weights)(rows)[1] for rows in self._tiles()]
-        return self._summed(_joined(parts, -1))
+        return self._summed(concatenated(parts, -1))
 
     def mean(self) -> Tensor:
         """The gradient of Phi (*batch, N, D)."""
@@ -198,11 +189,11 @@ class TokenPairs:
         """Phi (*batch) and its gradient (*batch, N, D)."""
         parts = [self._recorded(self._attended)(rows) for rows in self._tiles()]
         logsumexp, by_query, by_key = zip(*parts, strict=True)
-        return self._summed(_joined(logsumexp, -1)), self._pull(by_query, by_key)
+        return self._summed(concatenated(logsumexp, -1)), self._pull(by_query, by_key)
 
     def probabilities(self) -> Tensor:
         """P, (*batch, H, N, N)."""
-        return _joined([self._softmax(*self._scores(rows)) for rows in self._tiles()], -2)
+        return concatenated([self._softmax(*self._scores(rows)) for rows in self._tiles()], -2)
 
     def curvature(self, v: Tensor) -> Tensor:
         """Hess Phi v."""
@@ -232,7 +223,7 @@ class TokenPairs:
             read.append(p @ self.k)
             read_back.append(p.mT @ q)
         return (
-            self._by_weight(_joined(by_q, -2), _joined(read, -2), u),
+            self._by_weight(concatenated(by_q, -2), concatenated(read, -2), u),
             self._by_weight(_total(by_k), _total(read_back), u),
             sum_to_shape(_total(by_beta), attention.w_query.shape[:1]),
         )
@@ -245,14 +236,14 @@ class TokenPairs:
         return (slice(start, min(start + size, count)) for start in range(0, max(count, 1), max(size, 1)))
 
     def _recorded(self, function: Callable[[slice], Any]) -> Callable[[slice], Any]:
-        """The function, computed again in a backward pass where it has more than one tile."""
+        """Return the function, which a backward pass computes again where there is more than one tile."""
         if self.q.shape[-2] <= DENSE_TOKENS or self._plain or transforms_active():
             return function
         return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     @property
     def _plain(self) -> bool:
-        """Whether nothing of it can be differentiated."""
+        """Whether no gradient is recorded."""
         beta = self.attention.beta
         return is_plain(self.q, self.k, *([beta] if isinstance(beta, Tensor) else []))
 
@@ -271,7 +262,7 @@ class TokenPairs:
         return restricted_to((attention._scale * self.q[..., rows, :]) @ self.k.mT, allowed, empty), empty
 
     def _weights(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """P of these rows, and the logarithms of the sums that it was divided by."""
+        """Return P of these rows, and the logarithms of its normalisers."""
         scores, empty = self._scores(rows)
         if not self._plain or not scores.shape[-1]:
             total = scores.logsumexp(-1)
@@ -285,33 +276,33 @@ class TokenPairs:
         return p, total if empty is None else total.masked_fill(empty, 0.0)
 
     def _softmax(self, scores: Tensor, empty: Tensor | None) -> Tensor:
-        """P, in the place of the scores where nothing is recorded."""
+        """Return P, which overwrites the scores where no gradient is recorded."""
         p = torch.softmax(scores, -1, out=scores) if self._plain else scores.softmax(-1)
         return p if empty is None else p.masked_fill(empty[..., None], 0.0)
 
     def _probabilities(self, rows: slice) -> Tensor:
-        """P of these rows; kept where they are all."""
-        if self._held is not None:
-            return self._held
+        """P of these rows; cached where one tile has all rows."""
+        if self._cached is not None:
+            return self._cached
         p = self._softmax(*self._scores(rows))
         if self.q.shape[-2] <= DENSE_TOKENS:
-            self._held = p
+            self._cached = p
         return p
 
     def _attended(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """log sum exp of these rows, P k, and what they add to P^T q."""
+        """Return the log-sum-exp of these rows, P k, and their part of P^T q."""
         p, total = self._weights(rows)
         return total, p @ self.k, p.mT @ self.q[..., rows, :]
 
     def _read(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """P k of these rows, and what they add to P^T q."""
+        """Return P k of these rows, and their part of P^T q."""
         p = self._softmax(*self._scores(rows))
         return p @ self.k, p.mT @ self.q[..., rows, :]
 
     def _pull(self, by_query: Sequence[Tensor], by_key: Sequence[Tensor]) -> Tensor:
-        """sum_h of what tiles give to the queries of their rows and to all keys, through the weights."""
+        """Sum over the heads: the tiles' pull on their queries and on all keys, through the weights."""
         attention = self.attention
-        pulled = attention._joined(_joined(by_query, -2), attention.w_query)
+        pulled = attention._joined(concatenated(by_query, -2), attention.w_query)
         return pulled + attention._joined(_total(by_key), attention.w_key)
 
     def _summed(self, logsumexp: Tensor) -> Tensor:
@@ -323,10 +314,6 @@ class TokenPairs:
         """left^T z + right^T u, summed over the batch, (H, Y, D)."""
         total = left.mT @ self.z.unsqueeze(-3) + right.mT @ u.unsqueeze(-3)
         return sum_to_shape(total, self.attention.w_query.shape)
-
-
-def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=axis)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

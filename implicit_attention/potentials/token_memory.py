@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from ._rays import Ray
+from ._shapes import States
 from .base import Composite, CovarianceMap, Potential
 
 
@@ -46,7 +47,7 @@ class TokenMemory(Composite):
         _validate.require(potential.event_ndim == 1, "potential", required, f"event_ndim {potential.event_ndim}")
         super().__init__(potential)
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
+    def value(self, z: States) -> Float[Tensor, "*batch"]:
         """Phi(g), (*batch, N, D) -> (*batch)."""
         return self.parts[0].value(z).sum(-1)
 

@@ -100,7 +100,7 @@ class Units:
         with exact_precision(t):
             wide = at_least_single(t)
             known = self._can_draw(wide)
-            # No law is asked for a tilt that it does not have: torch's samplers raise for NaN.
+            # Tilts without a law are replaced before: torch's samplers raise for NaN.
             return self._draw(wide.where(known, 0.0), generator).where(known, torch.nan).to(t.dtype)
 
     def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -108,7 +108,7 @@ class Units:
         raise NotImplementedError(f"{type(self).__name__} must define _draw(t, generator) to be sampled")
 
     def _can_draw(self, t: Tensor) -> Tensor:
-        """Return where the tilted law exists."""
+        """Return for which tilts the law exists."""
         return self.cumulant(t).isfinite()
 
 
