@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single, is_batched, uncompiled
+from .._autograd import is_batched, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..errors import ConvergenceError
-from ..fixed_point_map import PerSample, Shared
 from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..solvers.exported import check_no_evidence, is_budget
-from .block_call import BlockCall
-from .block_map import BlockMap, Draws, DrawsNumbers, Frame, StateLayout, check_leaf
+from .block_call import BlockCall, BlockMap, Draws
+from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .remembering import Remembering
 
 if TYPE_CHECKING:
     from .calls import StateCall
 
-Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 Steps: TypeAlias = int | range | None
 
 #: What a block is solved by where no solver is named.
@@ -133,13 +130,15 @@ class Equilibrium(Remembering):
         self.block = block
         self.event_ndim = None if event_ndim is None else _validate.check_integer("event_ndim", event_ndim, low=0)
         if isinstance(start, str):
-            _check_word(start)
-        self.start = start if isinstance(start, str) else _Held(start)
+            check_word(start)
+        self.start = start if isinstance(start, str) else StoredStart(start)
         self.steps = _checked_steps(steps)
         self.options = SolveOptions(
             solver=DEFAULT_SOLVER if solver is None else solver, adjoint=adjoint, on_failure=on_failure
         )
-        self._forget()
+        #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
+        self._checked: set[tuple[bool, str]] = set()
+        self._drawing: set[bool] = set()
 
     def forward(
         self,
@@ -182,70 +181,68 @@ class Equilibrium(Remembering):
                 steps = budget.max_steps
         if isinstance(steps, int) and not self.training and not return_solution:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
-            return self._found(x, args, start, steps, options)[0]
+            return self._answer(x, args, start, steps, options)[0]
         return self._on_host(x, args, start, steps, options, return_solution)
 
     @uncompiled
     def _on_host(
-        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, asked: bool
+        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, measured: bool
     ) -> Any:
-        steps = _drawn(steps) if isinstance(steps, range) else steps
-        state, solution = self._found(x, args, start, steps, options, measured=asked)
-        return (state, solution) if asked else state
+        if isinstance(steps, range):
+            # By torch's generator, so that a checkpoint draws the same number again.
+            steps = steps[int(torch.randint(len(steps), ()))]
+        answer = self._answer(x, args, start, steps, options, measured)
+        return answer if measured else answer[0]
 
-    def _found(
+    def _answer(
         self,
         x: Any,
         args: tuple[Any, ...],
         start: Start | None,
         steps: int | None,
         options: SolveOptions,
-        *,
         measured: bool = False,
     ) -> tuple[Any, Solution | Record]:
-        initial = self._initial(x, start)
+        """The state and its evidence, which the layer keeps."""
+        initial = initial_state(self.start if start is None else start, x, self.event_ndim)
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
             # As the state is wide, so is what enters the map: autocast chooses the precision inside of it.
             autocast = torch.get_autocast_dtype(kind)
-            initial, x, args = (pytree.tree_map(_widened, t) for t in (initial, x, args))
+            initial, x, args = (pytree.tree_map(widened, t) for t in (initial, x, args))
             layout = StateLayout.of(initial, self.event_ndim)
         frame, inputs = Frame.of(x, args, layout)
         mode = self.training
-        while True:
-            draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
-            call = BlockCall(
-                BlockMap(self.block, layout, frame, autocast, draws),
-                initial,
-                inputs,
-                options,
-                self._asked,
-                self._on_failure(options),
-            )
-            try:
-                state, solution = call.solved() if steps is None else call.looped(steps, measured)
-                break
-            except DrawsNumbers:
-                self._draws.add(mode)
-                draws.restart()
-            except (RuntimeError, TypeError, AttributeError, ValueError) as error:
-                # What torch raises of sizes comes in words of the map.
-                raised = error.__cause__ or error
-                if isinstance(raised, ValueError):
-                    raise
-                given, own = (_told(state) for state in (initial, self._initial(x, None)))
-                if start is None or isinstance(start, str) or isinstance(error, ConvergenceError) or given == own:
-                    raise
-                failed = f"{type(self.block).__name__} takes, which raised {type(raised).__name__}"
-                required = f"be a state that {failed} (its own start has the structure {own})"
-                raise ValueError(_validate.message("start", required, given)) from error
+        draws = Draws(layout.device, known=mode in self._drawing)
+        function = BlockMap(self.block, layout, frame, autocast, draws)
+        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked)
+        try:
+            state, solution = call.solved() if steps is None else call.looped(steps, measured)
+        except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+            self._check_start(error, start, initial, x)
+            raise
         draws.finish()
+        if steps is None and draws.repeated:
+            self._drawing.add(mode)
         if isinstance(solution, Record):
             self._remember(solution)
         else:
             self._remember(None if is_batched(solution.status) else solution.report)
         return state, solution
+
+    def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:
+        """Raise an error about a `start` of this call where the block failed on its structure."""
+        # An error of torch about sizes comes in words of the map.
+        cause = error.__cause__ or error
+        named = isinstance(cause, ValueError) or isinstance(error, ConvergenceError)
+        if named or start is None or isinstance(start, str):
+            return
+        received, own = (structure(state) for state in (initial, initial_state(self.start, x, self.event_ndim)))
+        if received != own:
+            failed = f"{type(self.block).__name__} takes, which raised {type(cause).__name__}"
+            required = f"be a state that {failed} (its own start has the structure {own})"
+            raise ValueError(_validate.message("start", required, received)) from error
 
     def segments(
         self,
@@ -291,35 +288,12 @@ class Equilibrium(Remembering):
         for _ in range(count):
             state = self(x, *args, steps=steps, start=state, **options)
             yield state
-            carry: Any = functools.partial(_carried, noise=noise)
-            state = pytree.tree_map(carry, state)
-
-    # Parts of the forward.
-
-    def _initial(self, x: Any, given: Start | None) -> Any:
-        """The state to start from."""
-        start = self.start if given is None else given
-        if not isinstance(start, str):
-            return _for_samples(start() if isinstance(start, _Held) else start, x, self.event_ndim)
-        _check_word(start)
-        for leaf in pytree.tree_leaves(x):
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                received = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
-                required = f"be a tensor, or a tuple or dict of tensors, with start={start!r}"
-                remedy = "pass the state to start from as `start`"
-                raise TypeError(_validate.message("x", f"{required}, of a floating-point dtype", received, remedy))
-        made: Any = {"zeros": torch.zeros_like, "input": torch.clone, "random": torch.randn_like}[start]
-        return pytree.tree_map(made, x)
+            state = pytree.tree_map(lambda z: z.detach() + noise * torch.randn_like(z) if noise else z.detach(), state)
 
     # Housekeeping.
 
-    def _forget(self) -> None:
-        #: Modes (training or not) in which the block was asked for undeclared tensors, and was found to draw numbers.
-        self._asked: set[tuple[bool, str]] = set()
-        self._draws: set[bool] = set()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_asked": set(), "_draws": set()}
+        return {**super().__getstate__(), "_checked": set(), "_drawing": set()}
 
     def extra_repr(self) -> str:
         solver = self.options.solver
@@ -328,63 +302,6 @@ class Equilibrium(Remembering):
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
         return ", ".join(shown)
-
-
-class _Held(nn.Module):
-    """A state to start from, as buffers or parameters of the layer."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        leaves, spec = pytree.tree_flatten(state)
-        # The structure with a number for each tensor: a `TreeSpec` cannot be copied without a warning.
-        self.numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
-        for i, leaf in enumerate(leaves):
-            check_leaf("start", leaf)
-            if isinstance(leaf, nn.Parameter):
-                self.register_parameter(str(i), leaf)
-            else:
-                self.register_buffer(str(i), leaf.detach().clone())
-
-    def forward(self) -> Any:
-        return pytree.tree_map(lambda i: getattr(self, str(i)), self.numbered)
-
-
-def _told(state: Any) -> str:
-    """The structure of a state with the shapes of its tensors."""
-    return str(pytree.tree_map(lambda leaf: tuple(getattr(leaf, "shape", ())), state))
-
-
-def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
-    """A state for each sample of x, of one of all samples or of one: the axes of its first tensor tell."""
-    first, like = (next(iter(pytree.tree_leaves(tree)), None) for tree in (state, x))
-    if not isinstance(first, Tensor) or not isinstance(like, Tensor):
-        return state
-    event_ndim = max(like.ndim - 1, 0) if event_ndim is None else event_ndim
-    if first.ndim != event_ndim or like.ndim <= event_ndim:
-        return state
-    lead, event = like.shape[: like.ndim - event_ndim], like.shape[like.ndim - event_ndim :]
-
-    def expanded(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        own = leaf.shape
-        if leaf.ndim == event_ndim:
-            own = torch.Size(b if a == 1 else a for a, b in zip(own, event, strict=True))
-        return leaf.expand(*lead, *own)
-
-    return pytree.tree_map(expanded, state)
-
-
-def _widened(leaf: Any) -> Any:
-    """A tensor, wrapped or not, in float32 where it has half precision."""
-    if isinstance(leaf, PerSample | Shared):
-        return type(leaf)(pytree.tree_map(at_least_single, leaf.value))
-    return at_least_single(leaf)
-
-
-def _carried(z: Tensor, noise: float) -> Tensor:
-    """Return the start of the next segment."""
-    return z.detach() + noise * torch.randn_like(z) if noise else z.detach()
 
 
 def _check_block(block: Any) -> None:
@@ -402,10 +319,6 @@ def _check_block(block: Any) -> None:
         raise TypeError(_validate.message("block", "take a state and an input, block(z, x)", received, remedy))
 
 
-def _check_word(start: str) -> None:
-    _validate.check_choice("start", start, ("zeros", "input", "random"))
-
-
 def _checked_steps(steps: Any) -> Steps:
     if steps is None:
         return None
@@ -415,8 +328,3 @@ def _checked_steps(steps: Any) -> Steps:
         return steps
     count: int = _validate.check_integer("steps", steps, low=0, remedy="None solves")
     return count
-
-
-def _drawn(steps: range) -> int:
-    """One of the numbers, by torch's generator, so that a checkpoint draws the same one again."""
-    return steps[int(torch.randint(len(steps), ()))]
