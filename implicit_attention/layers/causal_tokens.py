@@ -166,7 +166,7 @@ class Lost(NamedTuple):
         """x, (*batch, N, dim), with NaN at these tokens; what heads were merged to, whose weights must read none."""
         return x.masked_fill(self.tokens.any(-2)[..., None], torch.nan)
 
-    def told(self, report: SolveReport, on_failure: Any, what: str, event: int = 0) -> SolveReport:
+    def report(self, report: SolveReport, on_failure: Any, what: str, event: int = 0) -> SolveReport:
         """The report in which problems with such tokens are NONFINITE, once that was raised or warned of.
 
         event: number of axes of `tokens` that belong to one problem, beside that of the tokens.

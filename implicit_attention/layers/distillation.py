@@ -153,7 +153,7 @@ def distill_correction(
 @torch.no_grad()
 def _reactions(layer: MeanFieldAttention, method: Approximation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """m, (heads, S, D) for all S sites of all samples, the reactions there, and which of them count, (heads, S)."""
-    field = at_least_single(layer._field(x, None)[0])
+    field = at_least_single(layer._read(x, None)[0])
     axis = -5 if layer.kind == "blocks" else -3
     found = []
     for own, part in zip(layer.couplings(x).unbind(axis), field.unbind(-3), strict=True):

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, host_may_look, transforms_active, uncompiled
 from .._solve import solve
-from .._types import OnFailure
-from ..adjoints import Adjoint, Unrolled
-from ..attention.masks import check_key_mask, for_heads, pairs_that_read
+from ..adjoints import Unrolled
+from ..attention.masks import for_heads, pairs_that_read
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
-from ..options import SolveOptions
 from ..problem import TokenOrder
 from ..solution import SolveReport
-from ..solvers import Anderson, Picard, Solver
+from ..solvers import Anderson, Picard
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import FreeCouplings, SoftmaxCouplings
 from .mean_field_map import (
@@ -33,7 +32,7 @@ from .mean_field_map import (
     watch,
     within,
 )
-from .token_mixing import TokenMixing
+from .token_mixing import TokenMixing, TokenOptions
 
 if TYPE_CHECKING:
     from .calls import plain
@@ -82,7 +81,6 @@ class MeanFieldAttention(TokenMixing):
     Args:
         dim: width of input and output.
         heads: number of heads.
-        head_dim: width D of a head, default dim / heads.
         mixing: "softmax": attention over the other sites, fixed by the input; "free": a number for each pair of
             `sites`; "blocks": a (D, D) matrix for each pair; "mixer": in the place of J z a perceptron over `sites`; or
             a function or module z -> z', (*batch, heads, N, head_dim) both.
@@ -90,17 +88,14 @@ class MeanFieldAttention(TokenMixing):
             or a function or module z -> f(z) of these shapes.
         contraction: largest Lipschitz constant, in (0, 1).
         symmetric: make J_ij = J_ji^T by the mean of both orders. None: where correction="exact", which needs it.
-        causal: a token reads itself and the tokens before it, and no bit of it depends on those behind it. (Without
-            it, it does not read itself.)
         sites: number of tokens, for mixings that have weights for each.
         expansion: hidden width of perceptrons over their outer width, default 4.
-        steps: None solves. A number makes as many plain steps from x, differentiated through.
-        bare: no projections and one head: raw inputs.
-        solver: default `Anderson(history=2, rtol=1e-5)`.
-        adjoint: default `Implicit()`.
-        on_failure: for samples without an answer, "raise", "warn" or "ignore".
-        device: of the parameters.
-        dtype: of the parameters.
+        **options: `head_dim`, the width D of a head, default dim / heads. `causal`: a token reads itself and the tokens
+            before it, and no bit of it depends on later ones. (Without it, it does not read itself.) `steps`: None
+            solves; a number makes as many plain steps from x, differentiated through. `bare`: no projections and one
+            head, over raw inputs. `solver`, default `Anderson(history=2, rtol=1e-5)`. `adjoint`, default `Implicit()`.
+            `on_failure`, for samples without an answer: "raise", "warn" or "ignore". `device` and `dtype` of the
+            parameters.
 
     Attributes:
         mixing, correction: their modules, or what was given ("exact" and None as they are).
@@ -131,30 +126,22 @@ class MeanFieldAttention(TokenMixing):
         dim: int,
         heads: int,
         *,
-        head_dim: int | None = None,
         mixing: Mixing = "softmax",
         correction: Correction = None,
         contraction: float = 0.9,
         symmetric: bool | None = None,
-        causal: bool = False,
         sites: int | None = None,
         expansion: int | None = None,
-        steps: int | None = None,
-        bare: bool = False,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        on_failure: OnFailure = "warn",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TokenOptions],
     ) -> None:
-        super().__init__(dim, heads, head_dim, causal=causal, bare=bare)
+        super().__init__(dim, heads, **options)
         self.contraction = _validate.check_number("contraction", contraction, low=0.0, high=1.0, open_low=True)
         _validate.require(self.contraction < 1, "contraction", "be < 1", contraction, "at 1 there may be no solution")
         self.symmetric = correction == "exact" if symmetric is None else bool(symmetric)
         #: The limits of the slopes of mixing and f; that of "exact" depends on the couplings.
         self.limit = self.contraction if correction in (None, "exact") else self.contraction / 2
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        check_choices(mixing, correction, symmetric, self.symmetric, causal, sites, expansion)
+        made: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        check_choices(mixing, correction, symmetric, self.symmetric, self.causal, sites, expansion)
         expansion = 4 if expansion is None else _validate.check_integer("expansion", expansion, low=1)
         self.sites = None if sites is None else _validate.check_integer("sites", sites, low=1)
         self.kind = {"softmax": "numbers", "free": "numbers"}.get(mixing, mixing) if isinstance(mixing, str) else None
@@ -163,11 +150,6 @@ class MeanFieldAttention(TokenMixing):
         if correction == "learned":
             hidden = expansion * self.head_dim
             self.correction = Perceptron(heads, self.head_dim, hidden, limit=self.limit, zero=True, **made)
-        self.steps = None if steps is None else _validate.check_integer("steps", steps, low=1, remedy="None solves")
-        self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
-        for option in ("solver", "adjoint") if steps is not None else ():
-            given = getattr(self.options, option)
-            _validate.require(given is None, option, "be None beside steps, which are plain ones", given)
         self._watched = False
         self._make_projections(made)
 
@@ -194,11 +176,10 @@ class MeanFieldAttention(TokenMixing):
         Returns:
             (*batch, N, dim).
         """
-        field, live, lost = self._field(x, key_mask)
+        field, live, lost = self._read(x, key_mask)
         order = None
         if self.causal:
-            pairs = None if mask is None else self._pairs(field, mask, key_mask)
-            order = TokenOrder(pairs)
+            order = TokenOrder(None if mask is None else self._pairs(field, mask, key_mask))
         weights = self._weights(field, mask, key_mask)
         if lost is not None and isinstance(self.mixing, SoftmaxCouplings):
             # Scores may overflow. Once more without such tokens: in gradients of couplings, too, 0 * NaN is NaN.
@@ -206,7 +187,7 @@ class MeanFieldAttention(TokenMixing):
             if host_may_look(strong) and bool(strong.any()):
                 field, lost = field.masked_fill(strong[..., None], 0.0), lost | strong
                 weights = self._weights(field, mask, key_mask)
-        value, report, nothing = _solved(self, field, live, *weights, initial, order, lost)
+        value, report, nothing = self._solved(field, live, *weights, initial, order, lost)
         self._remember(report)
         output = self._output(value.to(field.dtype), nothing)
         value = value if nothing is None else nothing.fill(value, torch.nan)
@@ -232,7 +213,7 @@ class MeanFieldAttention(TokenMixing):
         """
         required, remedy = "be 'softmax', 'free' or 'blocks' to have couplings", "make the layer with one of these"
         _validate.require(self.kind in ("numbers", "blocks"), "mixing", required, self._mixing_name(), remedy)
-        return self._couplings(self._field(x, key_mask)[0], mask, key_mask)
+        return self._couplings(self._read(x, key_mask)[0], mask, key_mask)
 
     @torch.no_grad()
     def contraction_bound(self) -> Tensor:
@@ -259,27 +240,15 @@ class MeanFieldAttention(TokenMixing):
 
     # Parts of the forward.
 
-    def _field(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x projected, (*batch, heads, N, D), and which sites exist, (*batch, 1, N, 1); of a causal layer also which
-        tokens, (*batch, heads, N), were not finite and are 0 there."""
+    def _read(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x projected, which sites exist, (*batch, 1, N, 1), and of a causal layer which tokens are not finite."""
         self._check_tokens(x)
         required = f"have as many tokens as sites={self.sites}, which have weights of their own"
         remedy = "make the layer for that length, or use mixing='softmax'"
         fits = self.sites in (None, x.shape[-2])
         _validate.require(fits, "x", required, f"{x.shape[-2]} tokens", remedy)
-        live = None
-        if key_mask is not None:
-            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
-            # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
-            x = x.masked_fill(~key_mask[..., None], 0.0)
-            live = key_mask.expand(x.shape[:-1])[..., None, :, None]
-        lost = None
-        if self.causal:
-            x, lost = without_nonfinite(x)
-        field = self._in_heads(x)
-        if lost is not None:
-            field, strong = without_nonfinite(field)
-            lost = lost[..., None, :] | strong
+        field, lost = self._finite_field(self._live(x, key_mask))
+        live = None if key_mask is None else key_mask.expand(x.shape[:-1])[..., None, :, None]
         return field, live, lost
 
     @property
@@ -326,6 +295,48 @@ class MeanFieldAttention(TokenMixing):
             correction, corrected_by = "learned", Shared(correction.weights())
         return mixing, mixed_by, correction, corrected_by
 
+    @uncompiled
+    def _solved(
+        self,
+        field: Tensor,
+        live: Tensor | None,
+        mixing: Any,
+        mixed_by: Any,
+        correction: Any,
+        corrected_by: Any,
+        initial: Tensor | None,
+        order: TokenOrder | None,
+        own: Tensor | None,
+    ) -> tuple[Tensor, SolveReport, Lost | None]:
+        """The fixed point, its report, and the tokens without an answer; `own` are those that are not finite."""
+        start = field = at_least_single(field)
+        if initial is not None:
+            _validate.check_float_tensor("initial", initial)
+            required = f"have the shape (*batch, heads, N, head_dim) = {tuple(field.shape)}"
+            _validate.require(initial.shape == field.shape, "initial", required, f"shape {tuple(initial.shape)}")
+            start = initial.to(field)
+            start = start if live is None else start.masked_fill(~live, 0.0)
+            start = start if order is None else without_nonfinite(start)[0]
+        sites = None if live is None else PerSample(live)
+        problem = FixedPointMap(
+            next_state, PerSample(field), sites, mixing, mixed_by, correction, corrected_by, event_ndim=3
+        )
+        problem.token_order = order
+        solver, adjoint, on_failure = self.options.solver, self.options.adjoint, self._on_failure(self.options)
+        if self.steps is not None:
+            solver, adjoint = Picard(rtol=0.0, atol=0.0, max_steps=self.steps), Unrolled()
+        elif solver is None:
+            solver = DEFAULT_SOLVER if order is None else CAUSAL_SOLVER
+        solution = solve(problem, start.detach(), solver=solver, adjoint=adjoint, on_failure=on_failure)
+        if (callable(mixing) or callable(correction)) and not self._watched and not transforms_active():
+            self._watched = True
+            watch(problem, solution.value.detach(), self.contraction)
+        if order is None or own is None:
+            return solution.value, solution.report, None
+        lost = lost_tokens(order, None if live is None else live[..., 0], own.any(-2, keepdim=True))
+        report = solution.report if lost is None else lost.report(solution.report, on_failure, type(self).__name__, 1)
+        return solution.value, report, lost
+
     # Housekeeping.
 
     def _mixing(self, mixing: Any, expansion: int, made: dict[str, Any]) -> Any:
@@ -345,63 +356,13 @@ class MeanFieldAttention(TokenMixing):
     def _mixing_name(self) -> str:
         return "mixing='mixer'" if self.kind == "mixer" else "a function of one's own"
 
-    def extra_repr(self) -> str:
-        parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
-        parts += [f"correction={self.correction!r}"] * (not isinstance(self.correction, nn.Module))
+    def _shown(self) -> list[str]:
+        parts = [f"correction={self.correction!r}"] * (not isinstance(self.correction, nn.Module))
         where = "max_i |z_i|" if isinstance(self.mixing, SoftmaxCouplings) else "|z|"
         given = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not _known(m)]
         unknown = f"Lipschitz constant unknown, for the given {' and '.join(given)}"
-        parts.append(unknown if given else f"Lipschitz constant <= {self.contraction:g} in {where}")
-        return ", ".join(parts + [name for name in ("symmetric", "causal", "bare") if getattr(self, name)])
+        return [*parts, unknown if given else f"Lipschitz constant <= {self.contraction:g} in {where}"]
 
 
 def _known(module: Any) -> bool:
     return isinstance(module, Perceptron | SoftmaxCouplings | FreeCouplings | BlockCouplings)
-
-
-@uncompiled
-def _solved(
-    layer: MeanFieldAttention,
-    field: Tensor,
-    live: Tensor | None,
-    mixing: Any,
-    mixed_by: Any,
-    correction: Any,
-    corrected_by: Any,
-    initial: Tensor | None,
-    order: TokenOrder | None,
-    own: Tensor | None,
-) -> tuple[Tensor, SolveReport, Lost | None]:
-    field = at_least_single(field)
-    if initial is None:
-        start = field
-    else:
-        _validate.check_float_tensor("initial", initial)
-        required = f"have the shape (*batch, heads, N, head_dim) = {tuple(field.shape)}"
-        _validate.require(initial.shape == field.shape, "initial", required, f"shape {tuple(initial.shape)}")
-        start = initial.to(field)
-        start = start if live is None else start.masked_fill(~live, 0.0)
-        start = start if order is None else without_nonfinite(start)[0]
-    sites = None if live is None else PerSample(live)
-    problem = FixedPointMap(
-        next_state, PerSample(field), sites, mixing, mixed_by, correction, corrected_by, event_ndim=3
-    )
-    problem.token_order = order
-    solver, adjoint, on_failure = layer.options.solver, layer.options.adjoint, layer._on_failure(layer.options)
-    if layer.steps is not None:
-        solver, adjoint = Picard(rtol=0.0, atol=0.0, max_steps=layer.steps), Unrolled()
-    solution = solve(
-        problem,
-        start.detach(),
-        solver=(DEFAULT_SOLVER if order is None else CAUSAL_SOLVER) if solver is None else solver,
-        adjoint=adjoint,
-        on_failure=on_failure,
-    )
-    if (callable(mixing) or callable(correction)) and not layer._watched and not transforms_active():
-        layer._watched = True
-        watch(problem, solution.value.detach(), layer.contraction)
-    if order is None or own is None:
-        return solution.value, solution.report, None
-    lost = lost_tokens(order, None if live is None else live[..., 0], own.any(-2, keepdim=True))
-    report = solution.report if lost is None else lost.told(solution.report, on_failure, type(layer).__name__, 1)
-    return solution.value, report, lost

@@ -15,7 +15,6 @@ from .._autograd import at_least_single, uncompiled
 from .._reporting import tell
 from .._types import OnFailure
 from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import check_key_mask
 from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
@@ -204,9 +203,7 @@ class SpinTransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """x, what the spins read, which tokens they have, and which tokens there are that no field gives."""
         self.spins._check_tokens(x)
-        if key_mask is not None:
-            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
-            x = x.masked_fill(~key_mask[..., None], 0.0)
+        x = self.spins._live(x, key_mask)
         if self.norm is not None:
             return x, self.norm(x), key_mask, None
         parts = at_least_single(split_heads(x, self.spins.heads))
