@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
@@ -40,6 +41,20 @@ class PlainCall(Protocol[P]):
 def plain(forward: Callable[Concatenate[Any, P], Any]) -> PlainCall[P]:
     """The call of a layer with this `forward`; assigned to another name first, as `nn.Module`'s type would erase P."""
     raise NotImplementedError
+
+
+class Place(TypedDict, total=False):
+    """The place and precision of the parameters of a module."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Masks(TypedDict, total=False):
+    """Which tokens read which, and which tokens exist."""
+
+    mask: Tensor | None
+    key_mask: Tensor | None
 
 
 class StepKeywords(TypedDict, total=False):

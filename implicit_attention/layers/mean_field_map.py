@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, jvp_by_vjp
 from ..linear import spectral_radius
 from ..potentials import SaddlePointResponse
 from ..problem import Problem
+from .calls import Place
 from .contractive import bounded, norm_bound
 
 #: The largest slope of GELU, rounded up.
@@ -31,6 +33,7 @@ class BlockCouplings(nn.Module):
         sites: N.
         head_dim: D.
         scale: standard deviation at the start.
+        **place: device and dtype of the parameters.
 
     Not for many sites: it has (N D)^2 numbers per head.
 
@@ -42,19 +45,9 @@ class BlockCouplings(nn.Module):
         torch.Size([2, 3, 3, 4, 4])
     """
 
-    def __init__(
-        self,
-        heads: int,
-        sites: int,
-        head_dim: int,
-        *,
-        scale: float,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, heads: int, sites: int, head_dim: int, *, scale: float, **place: Unpack[Place]) -> None:
         super().__init__()
-        shape = (heads, sites, sites, head_dim, head_dim)
-        self.weight = nn.Parameter(scale * torch.randn(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(scale * torch.randn(heads, sites, sites, head_dim, head_dim, **place))
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
         couplings: Tensor = self.weight.masked_fill(~pairs[..., None, None], 0.0)
@@ -73,6 +66,7 @@ class Perceptron(nn.Module):
         hidden: width between them.
         limit: of the Lipschitz constant; W_2 is scaled where the product of the norms would be larger.
         zero: start as the zero function, W_2 = 0; else at about half of the limit.
+        **place: device and dtype of the parameters.
 
     Not for layers whose slope need not be bounded: use `nn.Linear` and an activation.
 
@@ -85,21 +79,13 @@ class Perceptron(nn.Module):
     """
 
     def __init__(
-        self,
-        heads: int,
-        width: int,
-        hidden: int,
-        *,
-        limit: float,
-        zero: bool,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, heads: int, width: int, hidden: int, *, limit: float, zero: bool, **place: Unpack[Place]
     ) -> None:
         super().__init__()
         self.limit = limit
-        drawn = [torch.randn(heads, *shape, device=device, dtype=dtype) for shape in ((width, hidden), (hidden, width))]
+        drawn = [torch.randn(heads, *shape, **place) for shape in ((width, hidden), (hidden, width))]
         self.first = nn.Parameter(width**-0.5 * drawn[0])
-        self.bias = nn.Parameter(torch.zeros(heads, 1, hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(heads, 1, hidden, **place))
         # The norm of a random matrix is about its scale times the sum of the roots of its sides.
         norms = (1 + math.sqrt(hidden / width)) * (math.sqrt(hidden) + math.sqrt(width))
         self.second = nn.Parameter((0.0 if zero else limit / (2 * GELU_SLOPE * norms)) * drawn[1])
@@ -239,11 +225,9 @@ def next_state(
 def _checked(name: str, function: Any, z: Tensor) -> Tensor:
     result: Any = function(z)
     required = f"return the shape of z, (*batch, heads, N, head_dim) = {tuple(z.shape)}"
-    if not isinstance(result, Tensor):
-        raise TypeError(_validate.message(name, required, type(result).__name__))
-    made: Tensor = result
-    _validate.require(made.shape == z.shape, name, required, f"shape {tuple(made.shape)}")
-    return made
+    _validate.check_instance(name, result, Tensor, required)
+    _validate.require(result.shape == z.shape, name, required, f"shape {tuple(result.shape)}")
+    return result  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -179,8 +179,8 @@ class SpinAttention(TokenMixing):
         self._remember(answer.report)
         if cache is not None and contents is not None:
             state = answer.state.masked_fill(~answer.magnetization.isfinite(), torch.nan)
-            state = state if cache.held is None else torch.cat([cache.held.values, state], dim=-2)
-            contents = contents._replace(values=state)
+            earlier = None if cache.held is None else cache.held.values
+            contents = contents._replace(values=state if earlier is None else torch.cat([earlier, state], dim=-2))
             cache.commit(contents, answer.magnetization, answer.report.num_evals[..., None])
         output = self._output(m.to(x.dtype), nothing)
         results = [output]
@@ -305,8 +305,9 @@ class SpinAttention(TokenMixing):
                 couplings = again(field)
             couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
             system = system.at(field, couplings[..., before:] if before else couplings, system.beta)
-        if cache is not None and cache.held is not None and isinstance(self.method, DynamicalMethod):
-            system = self.method.beside(system, couplings[..., :before], cache.held.values)
+        earlier = None if cache is None or cache.held is None else cache.held.values
+        if earlier is not None and isinstance(self.method, DynamicalMethod):
+            system = self.method.beside(system, couplings[..., :before], earlier)
         system.token_order = order
         on_failure: Any = self._on_failure(self.options)
         m, answer = magnetization(system, self.method, initial=initial, on_failure=on_failure, return_answer=True)
@@ -342,16 +343,18 @@ class SpinAttention(TokenMixing):
             _validate.require(is_state, "steps", f"be None for {name}, whose steps are not of m", self.steps, remedy)
             required, remedy = "be None for derivative='total'", "use derivative='explicit'"
             _validate.require(self.derivative == "explicit", "steps", required, self.steps, remedy)
-            horizon = Picard(rtol=0.0, atol=0.0, max_steps=self.steps)
-            return dataclasses.replace(method, solver=horizon, adjoint=Unrolled(), rtol=None)
-        changes = {name: getattr(self.options, name) for name in ("solver", "adjoint")}
-        changes = {name: value for name, value in changes.items() if value is not None}
-        if changes and not isinstance(method, FixedPointApproximation):
-            required = f"be None for {name}, which has no solver to replace"
-            raise ValueError(_validate.message(next(iter(changes)), required, "one"))
-        if "solver" in changes:
-            changes["rtol"] = None
-        return dataclasses.replace(method, **changes) if changes else method
+            solver = Picard(rtol=0.0, atol=0.0, max_steps=self.steps)
+            changes: dict[str, Any] = {"solver": solver, "adjoint": Unrolled(), "rtol": None}
+        else:
+            changes = {name: getattr(self.options, name) for name in ("solver", "adjoint")}
+            changes = {name: value for name, value in changes.items() if value is not None}
+            if changes and not isinstance(method, FixedPointApproximation):
+                required = f"be None for {name}, which has no solver to replace"
+                raise ValueError(_validate.message(next(iter(changes)), required, "one"))
+            if "solver" in changes:
+                changes["rtol"] = None
+        answering: Approximation = dataclasses.replace(method, **changes) if changes else method
+        return answering
 
     def _shown(self) -> list[str]:
         return [f"method={self.method!r}"] + [f"derivative={self.derivative!r}"] * (self.derivative != "explicit")

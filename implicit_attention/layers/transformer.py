@@ -17,7 +17,8 @@ from ..attention.masks import check_causal, mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
 from ..solvers import Solver
 from .attention import ImplicitAttention
-from .block import Equilibrium, Start, Steps
+from .block import Equilibrium
+from .block_state import Start
 from .projections import Rotary
 from .sharding import check_whole
 
