@@ -147,8 +147,8 @@ class Equilibrium(Remembering):
         steps: Steps = None,
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
-        start: Start | None = None,
         on_failure: OnFailure | None = None,
+        start: Start | None = None,
         return_solution: bool = False,
     ) -> Any:
         """The state that the block settles in, or the one after some steps.

@@ -57,14 +57,19 @@ class Masks(TypedDict, total=False):
     key_mask: Tensor | None
 
 
-class StepKeywords(TypedDict, total=False):
-    """Options of one call of `Equilibrium`."""
+class TieKeywords(TypedDict, total=False):
+    """Options of an `Equilibrium`, and of one call of it, beside its start."""
 
     steps: int | range | None
     solver: Solver | None
     adjoint: Adjoint | None
-    start: Any
     on_failure: Any
+
+
+class StepKeywords(TieKeywords, total=False):
+    """Options of an `Equilibrium`, and of one call of it."""
+
+    start: Any
 
 
 class StateCall(Protocol):

@@ -53,16 +53,9 @@ class Distillation:
     left_out: float
 
     def __repr__(self) -> str:
-        shown = {
-            "R^2": self.r2,
-            "before": self.r2_before,
-            "zero": self.r2_zero,
-            "linear": self.r2_linear,
-            "train": self.r2_train,
-            "|z - m|/|m|": self.error,
-            "|z - m|/|m| before": self.error_before,
-        }
-        return f"Distillation({', '.join(f'{name} {float(value.mean()):.3g}' for name, value in shown.items())})"
+        names = ("R^2", "before", "zero", "linear", "train", "|z - m|/|m|", "|z - m|/|m| before")
+        means = (float(value.mean()) for value in vars(self).values() if isinstance(value, Tensor))
+        return f"Distillation({', '.join(f'{name} {mean:.3g}' for name, mean in zip(names, means, strict=True))})"
 
 
 def distill_correction(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, uncompiled
@@ -18,6 +18,7 @@ from ..attention.heads import merge_heads, split_heads
 from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
+from .calls import Masks
 from .spin import SpinAttention
 
 if TYPE_CHECKING:
@@ -190,13 +191,8 @@ class SpinTransformerBlock(nn.Module):
         if lost is None:
             return parts
         nowhere = lost.unsqueeze(-2)
-        named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-        return Decomposition(
-            **{
-                name: part.masked_fill(nowhere if name == "gain" else nowhere[..., None], torch.nan)
-                for name, part in named.items()
-            }
-        )
+        masks = {name: nowhere if name == "gain" else nowhere[..., None] for name in vars(parts)}
+        return Decomposition(**{name: part.masked_fill(masks[name], torch.nan) for name, part in vars(parts).items()})
 
     def _read(
         self, x: Tensor, key_mask: Tensor | None, on_failure: OnFailure
@@ -255,22 +251,15 @@ class SpinTransformer(nn.Module):
         self.blocks = nn.ModuleList(SpinTransformerBlock(dim, heads, **copy.deepcopy(options)) for _ in range(count))
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        initial: list[Tensor] | None = None,
-        return_state: bool = False,
+        self, x: Tensor, *, initial: list[Tensor] | None = None, return_state: bool = False, **masks: Unpack[Masks]
     ) -> Any:
         """The tokens behind the last block.
 
         Args:
             x: (*batch, N, dim).
-            mask: for all blocks, as in `SpinAttention`.
-            key_mask: for all blocks, as in `SpinAttention`.
             initial: magnetizations that the solves start from, one tensor for each block.
             return_state: return the list of these as well.
+            **masks: `mask` and `key_mask`, for all blocks, as in `SpinAttention`.
 
         Returns:
             (*batch, N, dim), or a tuple (tokens, states).
@@ -284,7 +273,7 @@ class SpinTransformer(nn.Module):
             starts = list(initial)
         states = []
         for block, start in zip(self.blocks, starts, strict=True):
-            x, state = block(x, mask=mask, key_mask=key_mask, initial=start, return_state=True)
+            x, state = block(x, initial=start, return_state=True, **masks)
             states.append(state)
         return (x, states) if return_state else x
 
@@ -293,27 +282,21 @@ class SpinTransformer(nn.Module):
         __call__ = _call
 
     def decompose(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        on_failure: OnFailure | None = None,
+        self, x: Tensor, *, on_failure: OnFailure | None = None, **masks: Unpack[Masks]
     ) -> list[Decomposition]:
         """`SpinTransformerBlock.decompose` of every block, at the tokens that reach it.
 
         Args:
             x: (*batch, N, dim), the input of the first block.
-            mask: as in `forward`.
-            key_mask: as in `forward`.
             on_failure: as in `SpinTransformerBlock.decompose`.
+            **masks: `mask` and `key_mask`, as in `forward`.
         """
-        found: list[Decomposition] = []
+        parts: list[Decomposition] = []
         for block in self.blocks:
             assert isinstance(block, SpinTransformerBlock)
-            found.append(block.decompose(x, mask=mask, key_mask=key_mask, on_failure=on_failure))
-            x = block(x, mask=mask, key_mask=key_mask)
-        return found
+            parts.append(block.decompose(x, on_failure=on_failure, **masks))
+            x = block(x, **masks)
+        return parts
 
 
 class _InverseResponse(SpinAttention):

@@ -6,12 +6,11 @@ import functools
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import OnFailure
-from ..adjoints import Adjoint
-from ..solvers import Solver
-from .block import Equilibrium, Steps
+from .block import Equilibrium
+from .calls import TieKeywords
 
 
 class Composed(nn.Module):
@@ -80,10 +79,7 @@ def tie(
     *,
     keep: int | tuple[int, int] = 0,
     dim: int | None = None,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    steps: Steps = None,
-    on_failure: OnFailure = "warn",
+    **options: Unpack[TieKeywords],
 ) -> Equilibrium:
     """Make consecutive layers of a model the block of an equilibrium, in place: the weights are those that it has.
 
@@ -101,10 +97,7 @@ def tie(
         keep: how many layers at the beginning and at the end stay as they are, outside: one number for both ends, or
             (at the beginning, at the end).
         dim: width of the hidden states; found out for models of transformers and of torch.
-        solver: as of `Equilibrium`.
-        adjoint: as of `Equilibrium`.
-        steps: as of `Equilibrium`.
-        on_failure: as of `Equilibrium`.
+        **options: `solver`, `adjoint`, `steps` and `on_failure`, as of `Equilibrium`.
 
     Returns:
         The `Equilibrium`, which the model now holds: its `last_solve` says how the last call went, its `steps` may be
@@ -136,15 +129,7 @@ def tie(
     first, last = _kept(keep, len(listed))
     tied = list(listed)[first : len(listed) - last]
     _check_alike(tied)
-    equilibrium = Equilibrium(
-        Composed(tied, _width(model, tied[0], dim)),
-        event_ndim=2,
-        start="input",
-        solver=solver,
-        adjoint=adjoint,
-        steps=steps,
-        on_failure=on_failure,
-    )
+    equilibrium = Equilibrium(Composed(tied, _width(model, tied[0], dim)), event_ndim=2, start="input", **options)
     equilibrium.train(tied[0].training)
     outside = [*list(listed)[:first], TiedLayers(equilibrium), *list(listed)[len(listed) - last :]]
     setattr(parent, name, nn.ModuleList(outside))

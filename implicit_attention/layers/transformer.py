@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import OnFailure
-from ..adjoints import Adjoint
 from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_causal, mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
-from ..solvers import Solver
 from .attention import ImplicitAttention
 from .block import Equilibrium
-from .block_state import Start
+from .calls import StepKeywords
 from .projections import Rotary
 from .sharding import check_whole
 
@@ -141,14 +139,10 @@ class EquilibriumTransformer(Equilibrium):
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
         dropout: of what attention and feed-forward part add; its mask is held for a whole call.
-        start: as of `Equilibrium`.
-        solver: as of `Equilibrium`.
-        adjoint: as of `Equilibrium`.
-        steps: as of `Equilibrium`.
-        on_failure: as of `Equilibrium`.
+        **options: `start`, `solver`, `adjoint`, `steps` and `on_failure`, as of `Equilibrium`.
 
     Attributes:
-        block: what is iterated.
+        block: the module of one step.
         last_solve: the `SolveReport` of the last call, one entry a sample.
 
     Raises:
@@ -184,11 +178,7 @@ class EquilibriumTransformer(Equilibrium):
         rotary: Rotary | None = None,
         mlp_ratio: float = 2.0,
         dropout: float = 0.0,
-        start: Start = "zeros",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        steps: Steps = None,
-        on_failure: OnFailure = "warn",
+        **options: Unpack[StepKeywords],
     ) -> None:
         for name, value in (("dim", dim), ("heads", heads), ("depth", depth)):
             _validate.check_integer(name, value, low=1)
@@ -202,15 +192,7 @@ class EquilibriumTransformer(Equilibrium):
         attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
         inner = max(int(ratio * dim), 1)
         layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
-        super().__init__(
-            TransformerBlock(dim, layers, norm, injection),
-            event_ndim=2,
-            start=start,
-            solver=solver,
-            adjoint=adjoint,
-            steps=steps,
-            on_failure=on_failure,
-        )
+        super().__init__(TransformerBlock(dim, layers, norm, injection), event_ndim=2, **options)
         self.dim, self.heads, self.causal = dim, heads, causal
         # Torch's kernels know the causal triangle themselves.
         self._draws_triangle = causal and attention != "softmax"
