@@ -57,13 +57,15 @@ class BlockCall:
         layout, options = self.map.layout, self.options
         problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
         packed = layout.pack(self.initial)
+        # Products in half precision carry no more.
+        in_half = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else None
         if not torch.compiler.is_exporting():
             problem.check_axes(packed)
         solution = solve(
             problem,
             packed,
-            solver=options.effective_solver if solver is None else solver,
-            adjoint=self._adjoint() if adjoint is None else adjoint,
+            solver=solver or options.effective_solver,
+            adjoint=adjoint or options.effective_adjoint or in_half,
             on_failure=self.on_failure,
         )
         state = layout.unpack(solution.value)
@@ -72,11 +74,6 @@ class BlockCall:
         if layout.dtype in HALF:
             state = pytree.tree_map(lambda t: t.to(layout.dtype), state)
         return state, solution
-
-    def _adjoint(self) -> Adjoint | None:
-        adjoint = self.options.effective_adjoint
-        # Products in half precision carry no more.
-        return Implicit(GMRES(rtol=HALF_RTOL)) if adjoint is None and self.map.autocast in HALF else adjoint
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         """The state after plain steps, by a bare loop: what a loop written by hand costs."""

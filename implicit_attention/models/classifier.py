@@ -51,16 +51,13 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, image_model: ImageEnergyTransformer, classes: int, hidden: int | None = None) -> None:
         super().__init__()
-        given: object = image_model
-        if not isinstance(given, ImageEnergyTransformer):
-            required = "be an ImageEnergyTransformer"
-            raise TypeError(_validate.message("image_model", required, type(given).__name__))
+        _validate.check_instance("image_model", image_model, ImageEnergyTransformer, "be an ImageEnergyTransformer")
         _validate.check_integer("classes", classes, low=1)
         self.embedding, self.block = image_model.embedding, image_model.block
         dim, like = self.embedding.dim, self.embedding.encoder.weight
         hidden = dim if hidden is None else _validate.check_integer("hidden", hidden, low=1)
-        made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.head = nn.Sequential(nn.Linear(dim, hidden, **made), nn.ReLU(), nn.Linear(hidden, classes, **made))
+        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self.head = nn.Sequential(nn.Linear(dim, hidden, **place), nn.ReLU(), nn.Linear(hidden, classes, **place))
 
     def forward(self, images: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
         """The logits of images.

@@ -36,9 +36,8 @@ class NodeClassifier(nn.Module):
         memories: number of stored patterns.
         positions: number of Laplacian eigenvectors that are read beside the features, k; see `laplacian_positions`.
             In training their signs, which mean nothing, are drawn anew in each call from torch's own generator.
-        device: of the parameters.
-        dtype: of the parameters.
-        **block: the other arguments of `EnergyTransformer`: mode, steps, solver, ...
+        **block: the other arguments of `EnergyTransformer`: mode, steps, solver, ...; `device` and `dtype` are those of
+            all parameters.
 
     Attributes:
         encoder, position_encoder (k > 0), block, head: the parts; the block has `last_solve`.
@@ -72,19 +71,17 @@ class NodeClassifier(nn.Module):
         memories: int,
         *,
         positions: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **block: Any,
     ) -> None:
         super().__init__()
         self.features: int = _validate.check_integer("features", features, low=1)
         _validate.check_integer("classes", classes, low=1)
         self.positions: int = _validate.check_integer("positions", positions, low=0)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.block = EnergyTransformer(dim, heads, head_dim, memories, **made, **block)
-        self.encoder = nn.Linear(self.features, dim, **made)
-        self.position_encoder = nn.Linear(self.positions, dim, bias=False, **made) if positions else None
-        self.head = nn.Linear(dim, classes, **made)
+        place: dict[str, Any] = {name: block.get(name) for name in ("device", "dtype")}
+        self.block = EnergyTransformer(dim, heads, head_dim, memories, **block)
+        self.encoder = nn.Linear(self.features, dim, **place)
+        self.position_encoder = nn.Linear(self.positions, dim, bias=False, **place) if positions else None
+        self.head = nn.Linear(dim, classes, **place)
 
     def forward(
         self,
