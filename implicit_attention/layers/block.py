@@ -28,42 +28,42 @@ if TYPE_CHECKING:
 
 Steps: TypeAlias = int | range | None
 
-#: What a block is solved by where no solver is named.
+#: The solver of a block without a solver of its own.
 DEFAULT_SOLVER = Picard(rtol=1e-3, max_steps=200)
 
 
 class Equilibrium(Remembering):
-    """A layer around any module: the state z = block(z, x, *args), found by iterating from a start, per sample.
+    """A layer around any module: the state z = block(z, x, *args), iterated from a start, per sample.
 
     One weight-tied block does the work of a stack whose depth is chosen per sample, by a solver that says whether the
-    answer has settled. What the block returns is the next state: of the shape, dtype and device of the state before.
+    answer has settled. The block returns the next state, with the shape, dtype and device of the state before.
 
     Samples: all axes of the state but the first are one sample, (B, *event): rows (B, D), sequences (B, N, D), images
-    (B, C, H, W). A state without an axis of samples, or with several, says so by `event_ndim`; the first solve with
+    (B, C, H, W). For a state without an axis of samples, or with several, pass `event_ndim`; the first solve with
     several then tries whether each leaves the others alone, and raises if not. Each sample is solved on its own, and
-    leaves the work when it is done. For that it must be known which tensors have an entry for each sample: those whose
-    first axes are the ones that number samples, and all that are wrapped in `PerSample`; others are shared, and all
-    that are wrapped in `Shared`. Only of a floating-point argument, with as many samples as the first axis of the event
-    is long, the axes do not tell: it is shared unless it is wrapped. A tensor that is taken for the wrong kind costs
-    work, as no sample leaves then, and changes no value.
+    leaves the work when it is done. For that the layer must know which tensors have an entry for each sample: those
+    whose first axes number the samples, and all that are wrapped in `PerSample`; the others, and all that are wrapped
+    in `Shared`, are shared. The axes leave one case open, a floating-point argument where the first axis of the event
+    is as long as there are samples: it is shared unless it is wrapped. A tensor of the wrong kind costs work, as no
+    sample leaves then, and changes no value.
 
-    Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). A state
-    of another shape or structure is given as `start`.
+    Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). Pass a
+    state of another shape or structure as `start`.
 
-    Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop that a block is trained as, to its end. An accelerated
-    one, `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the one that was
-    trained: measured on mazes, the longer its history, the fewer answers are right.
+    Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop of training, run to its end. An accelerated one,
+    `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the trained one: on mazes,
+    the longer its history, the fewer answers were right.
 
     Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it.
-    `steps=range(a, b)` makes a number of steps that is drawn at each call in training mode, and solves in evaluation
-    mode. A gradient through a solve is the adjoint's, exact where the solve has converged.
+    `steps=range(a, b)` makes a number of steps that each call draws in training mode, and solves in evaluation mode. A
+    gradient through a solve is the adjoint's, exact where the solve has converged.
 
     Random numbers: a block that draws some (dropout) is one function within a call: all its evaluations, in the
     backward pass too, draw the same ones, and the next call draws others. Numbers that do not come from torch's default
-    generators cannot be held.
+    generators cannot be repeated.
 
     Args:
-        block: module with forward(z, x, *args) -> z. It is kept as `.block`.
+        block: module with forward(z, x, *args) -> z; the attribute `block`.
         event_ndim: number of trailing axes of the state (of its first tensor) that form one sample; None is all but the
             first.
         start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from: a
@@ -154,7 +154,7 @@ class Equilibrium(Remembering):
         """The state that the block settles in, or the one after some steps.
 
         Args:
-            x: what the block is given at every evaluation: a tensor, or a tuple or dict of tensors.
+            x: the input of the block at every evaluation: a tensor, or a tuple or dict of tensors.
             *args: further arguments of the block: tensors such as masks, numbers, None.
             steps: as for the layer, for this call. A call that names a `solver` and no steps solves.
             solver: replaces the layer's for this call.
@@ -208,7 +208,7 @@ class Equilibrium(Remembering):
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
-            # As the state is wide, so is what enters the map: autocast chooses the precision inside of it.
+            # Arguments are as wide as the state: autocast chooses the precision inside the map.
             autocast = torch.get_autocast_dtype(kind)
             initial, x, args = (pytree.tree_map(widened, t) for t in (initial, x, args))
             layout = StateLayout.of(initial, self.event_ndim)
@@ -309,7 +309,7 @@ def _check_block(block: Any) -> None:
     _validate.check_instance("block", block, nn.Module, "be an nn.Module", remedy)
     try:
         taken = inspect.signature(block.forward)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # a forward that is not written in Python
         return
     kinds = [parameter.kind for parameter in taken.parameters.values()]
     count = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

@@ -28,7 +28,7 @@ from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
 
-#: What the adjoint is solved to where autocast makes its products in half precision.
+#: The tolerance of the adjoint where autocast makes its products in half precision.
 HALF_RTOL = 1e-2
 
 
@@ -41,7 +41,7 @@ class BlockCall:
         initial: the state where it starts.
         inputs: the tensors among its arguments.
         options: how it is solved.
-        on_failure: what the layer does about failures.
+        on_failure: the treatment of failures by the layer.
         checked: the modes of the block in which `BlockProblem` passed its checks.
     """
 
@@ -53,7 +53,7 @@ class BlockCall:
     checked: set[tuple[bool, str]]
 
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
-        """The fixed point, or what `solver` and `adjoint` make in its place."""
+        """The fixed point by the solver and adjoint of the layer, or by these."""
         layout, options = self.map.layout, self.options
         problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
         packed = layout.pack(self.initial)
@@ -76,7 +76,7 @@ class BlockCall:
         return state, solution
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
-        """The state after plain steps, by a bare loop: what a loop written by hand costs."""
+        """The state after plain steps, by a bare loop at the cost of a loop written by hand."""
         state, layout = self.initial, self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
@@ -87,7 +87,7 @@ class BlockCall:
         detached = pytree.tree_map(lambda z: z.detach(), state)
         finite = layout.finite(detached)
         if not torch.compiler.is_compiling() and not is_batched(finite) and not bool(finite.all()):
-            # Their gradient, 0 * NaN, must not reach what all samples share.
+            # Their gradient, 0 * NaN, must not reach the tensors that all samples share.
             return self.solved(Picard(rtol=0, atol=0, max_steps=steps, damping=damping), Unrolled())
         unknown = finite.new_full(finite.shape, torch.nan, dtype=torch.float32)
         residual = self._residual(detached) if measured else unknown
@@ -103,7 +103,7 @@ class BlockCall:
         return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=layout.pack(state))
 
     def _arguments(self) -> Any:
-        return self.map.frame.filled(tuple(given.value for given in self.inputs))
+        return self.map.frame.filled(tuple(wrapped.value for wrapped in self.inputs))
 
     @torch.no_grad()
     def _residual(self, state: Any) -> Tensor:
@@ -173,20 +173,20 @@ class BlockMap(nn.Module):
             return self.layout.check_output(self.__name__, result, state, cast=cast)
         own = pytree.tree_map_only(Tensor, lambda t: t, (state, arguments))
         first = not self.evaluated
-        given = pytree.tree_map_only(Tensor, counted_copy, own) if first else own
+        passed = pytree.tree_map_only(Tensor, counted_copy, own) if first else own
         pairs = [
-            (what, old, new, writes_to(new))
-            for what, olds, news in zip(("state", "arguments"), own, given, strict=True)
+            (name, old, new, writes_to(new))
+            for name, olds, news in zip(("state", "arguments"), own, passed, strict=True)
             for old, new in zip(pytree.tree_leaves(olds), pytree.tree_leaves(news), strict=True)
             if isinstance(new, Tensor)
         ]
-        result = self.draws.evaluate(self.block, given[0], *given[1])
-        for what, old, new, before in pairs:
-            # What is written past torch (by numpy, through `.data`) is not counted.
+        result = self.draws.evaluate(self.block, passed[0], *passed[1])
+        for name, old, new, before in pairs:
+            # Torch does not count writes past it (by numpy, through `.data`).
             visible = first and new.device.type == "cpu" and not transforms_active()
             if writes_to(new) != before or (visible and not same(new, old)):
-                required, received = f"leave its {what} as they are", f"a block that works on its {what} in place"
-                if what == "state":
+                required, received = f"leave its {name} as they are", f"a block that works on its {name} in place"
+                if name == "state":
                     required, received = "leave its state as it is", "a map that works on it in place"
                 remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
                 raise ValueError(_validate.message(self.__name__, required, received, remedy))
@@ -246,7 +246,7 @@ class BlockProblem(FixedPointMap):
         self.checked.add(key)
 
     def check_undeclared(self, z: Tensor) -> None:
-        # What the block closes over may have come to require grad since.
+        # A tensor that the block closes over may require grad since.
         key = (self.mode, self._read_by())
         if key not in self.checked or transforms_active():
             super().check_undeclared(z)

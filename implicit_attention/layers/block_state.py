@@ -38,7 +38,7 @@ class StateLayout(NamedTuple):
 
     @classmethod
     def of(cls, state: Any, event_ndim: int | None) -> StateLayout:
-        """The layout of a state, or an error that says why it is none."""
+        """The layout of a state, or an error about the object that is no state."""
         leaves, spec = pytree.tree_flatten(state)
         if not leaves:
             raise ValueError(_validate.message("start", "hold at least one tensor", repr(state)))
@@ -53,10 +53,10 @@ class StateLayout(NamedTuple):
         _validate.require(first.ndim >= event_ndim, "start", required, f"shape {tuple(first.shape)}")
         lead = first.shape[: first.ndim - event_ndim]
         for leaf in leaves[1:]:
-            for what in ("dtype", "device"):
-                fits = getattr(leaf, what) == getattr(first, what)
-                required = f"have tensors of one {what} ({getattr(first, what)})"
-                _validate.require(fits, "start", required, getattr(leaf, what), "convert them with .to()")
+            for kind in ("dtype", "device"):
+                fits = getattr(leaf, kind) == getattr(first, kind)
+                required = f"have tensors of one {kind} ({getattr(first, kind)})"
+                _validate.require(fits, "start", required, getattr(leaf, kind), "convert them with .to()")
             required = f"have tensors whose first axes are {tuple(lead)}, one entry a sample"
             _validate.require(leaf.shape[: len(lead)] == lead, "start", required, f"shape {tuple(leaf.shape)}")
         return cls(spec, tuple(leaf.shape[len(lead) :] for leaf in leaves), lead, first.dtype, first.device)
@@ -80,7 +80,7 @@ class StateLayout(NamedTuple):
         return torch.cat([_flat(t, event) for t, event in zip(leaves, self.events, strict=True)], dim=-1)
 
     def unpack(self, z: Tensor) -> Any:
-        """The state that `pack` made a tensor of; z may have fewer samples."""
+        """The inverse of `pack`; z may have fewer samples."""
         if self.single:
             return z
         parts = torch.split(z, [math.prod(event) for event in self.events], dim=-1)
@@ -103,15 +103,15 @@ class StateLayout(NamedTuple):
             if not isinstance(leaf, Tensor):
                 received = f"a {type(leaf).__name__} in the place of a tensor"
                 raise TypeError(_validate.message(name, required, received, remedy))
-            for what in ("shape", "device", "dtype"):
-                new, expected = getattr(leaf, what), getattr(old, what)
+            for kind in ("shape", "device", "dtype"):
+                new, expected = getattr(leaf, kind), getattr(old, kind)
                 if new == expected:
                     continue
-                if what == "dtype" and cast and leaf.is_floating_point():
+                if kind == "dtype" and cast and leaf.is_floating_point():
                     changed = True
                     continue
-                remedy = "convert what it returns with .to()" if what == "dtype" else ""
-                required = f"return the {what} of its state ({expected})"
+                remedy = "convert what it returns with .to()" if kind == "dtype" else ""
+                required = f"return the {kind} of its state ({expected})"
                 raise ValueError(_validate.message(name, required, new, remedy))
         if changed:
             leaves = [leaf.to(old.dtype) for leaf, old in zip(leaves, olds, strict=True)]
@@ -260,7 +260,7 @@ def _wrappers(leaf: Any) -> Any:
 
 
 def _kind(tensor: Tensor, layout: StateLayout, is_x: bool) -> type[PerSample] | type[Shared]:
-    """Whether a tensor without a wrapper has an entry for each sample: its first axes tell."""
+    """The kind of a tensor without a wrapper by its first axes."""
     lead, event = layout.lead, layout.events[0]
     if not lead or tensor.shape[: len(lead)] != lead:
         return Shared

@@ -1,7 +1,7 @@
-"""Return types of the layers' calls, for type checkers and editors: a tensor, unless more is asked for.
+"""Types of the layers' options and calls, for type checkers and editors: a call returns a tensor by default.
 
-`nn.Module` says of every call that it returns anything. A layer declares its `__call__` by `plain`, for type checkers
-alone: at run time it is that of `nn.Module`, with its hooks.
+The call of `nn.Module` has the return type `Any`. A layer declares its `__call__` by `plain`, for type checkers alone:
+at run time it is that of `nn.Module`, with its hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 class PlainCall(Protocol[P]):
-    """The call of a layer: of the arguments of its `forward` P, and a tensor where none of them asks for more."""
+    """The call of a layer with the arguments P of its `forward`: it returns a tensor, unless one requests more."""
 
     @overload
     def __call__(self, *args: Any, return_solution: bool, **options: Any) -> Any: ...

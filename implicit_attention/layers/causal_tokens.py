@@ -1,4 +1,4 @@
-"""Causal tokens: solved one after the other, each given those before it, or at once, each stopping on its own."""
+"""Causal tokens, solved one after the other given their predecessors, or at once, where each stops on its own."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def solve_in_order(
 ) -> InOrder:
     """The fixed point of a causal problem, token by token: N problems of one token, given the keys of those before it.
 
-    No later token is looked at, so that the bits of a token do not depend on any, and tokens may be added later: with
-    the `keys` of this answer in the next problem. Where the fixed point is unique it is that of `solve(problem, ...)`;
-    where a token has several, either may find another.
+    The bits of a token depend on no later token, and tokens may be added later, with the `keys` of this answer in the
+    next problem. A unique fixed point is that of `solve(problem, ...)`; of several, the two functions may find
+    different ones.
 
     Args:
         problem: a `CausalTokens`.
@@ -146,7 +146,7 @@ class Lost(NamedTuple):
         """x, (*batch, N, dim), the output of merged heads, with NaN at these tokens."""
         return x.masked_fill(self.tokens.any(-2)[..., None], torch.nan)
 
-    def report(self, report: SolveReport, on_failure: Any, what: str, event: int = 0) -> SolveReport:
+    def report(self, report: SolveReport, on_failure: Any, layer: str, event: int = 0) -> SolveReport:
         """The report in which problems with such tokens are NONFINITE, after an error or a warning about them.
 
         event: number of axes of `tokens` that belong to one problem, beside that of the tokens.
@@ -158,12 +158,12 @@ class Lost(NamedTuple):
         only = record._replace(status=status.masked_fill(~failed, int(Status.CONVERGED)))
         if not backward_running():
             remedies = {Status.NONFINITE: "look for NaN and infinities; tokens before the first of them are answered"}
-            report_failures(on_failure, what, only, remedies, site=site)
+            report_failures(on_failure, layer, only, remedies, site=site)
         return SolveReport(record, report.adjoint, report.remedies)
 
 
 def without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x, (..., D), with 0 in the place of tokens that are not finite, and which these are, (...).
+    """x, (..., D), with 0 in the place of tokens that are not finite, and these tokens, (...).
 
     0 * NaN is NaN: in products and in gradients of weights such a token would spoil those before it.
     """

@@ -27,7 +27,7 @@ class Couplings(nn.Module):
     `pairs`, boolean, broadcasts to J: True = site i reads site j. J is zero elsewhere. Where `pairwise` is False it is
     `forward(field, sites)` -> `LowRank`, and `sites`, boolean or None, says which sites exist.
 
-    Not for a function at hand: any callable h -> J may be given to the layer as it is.
+    Not for a function at hand: the layer takes any callable h -> J as it is.
 
     Examples:
         >>> import torch
@@ -148,7 +148,7 @@ class SymmetricCouplings(Couplings):
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
         pairs = pairs & pairs.mT
         q = _projected(field, self.weight, self.rotary)
-        # Of both orders the same bits, whatever the kernel's order of sums.
+        # Both orders get the same bits, whatever the kernel's order of sums.
         scores = mean_of_orders(self.scale * q @ q.mT)
         log_z = torch.logsumexp(scores.masked_fill(~_normalised_over(pairs), -torch.inf), -1) / 2
         return torch.exp((scores - (log_z[..., :, None] + log_z[..., None, :])).masked_fill(~pairs, -torch.inf))
@@ -353,5 +353,5 @@ def _projected(field: Tensor, weight: Tensor, rotary: Rotary | None, first: int 
 
 
 def _normalised_over(pairs: Tensor) -> Tensor:
-    """Return `pairs`, with all pairs of a site that reads no other, whose weights are then set to 0."""
+    """`pairs`, with all pairs of a site that reads no site: its weights are set to 0 later."""
     return pairs | ~pairs.any(-1, keepdim=True)

@@ -81,7 +81,7 @@ class EnergyLayerNorm(nn.Module):
 
 
 def check_tokens(x: Any, width: int, like: Tensor) -> None:
-    """Tokens (..., N, width) in the precision and on the device of a layer's parameter."""
+    """Raise unless x are tokens (..., N, width) in the precision and on the device of a layer's parameter."""
     _validate.check_float_tensor("x", x, min_ndim=2)
     _validate.require(x.shape[-1] == width, "x", f"have width {width} on its last axis", f"shape {tuple(x.shape)}")
     fits = at_least_single(x).dtype == at_least_single(like).dtype

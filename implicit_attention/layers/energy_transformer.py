@@ -53,7 +53,7 @@ class EnergyTransformer(Remembering):
       (`PublishedDynamics`). There the energy is -Phi(g), and x would grow for ever.
 
     attention = sum_h (1/beta_h) sum_C log sum_B exp(beta_h <k_hB, q_hC>) with q_h = g w_query_h^T, k_h = g w_key_h^T;
-    rectified memory = (memory_beta/2) sum_C sum_m relu(<xi_m, g_C>)^2. There are no values: what comes out are the
+    rectified memory = (memory_beta/2) sum_C sum_m relu(<xi_m, g_C>)^2. There are no values: the output is the
     tokens x. Positions, residual streams and the layer norm of the output, `layer.norm(x)`, are the caller's.
 
     Args:
@@ -160,19 +160,19 @@ class EnergyTransformer(Remembering):
             required, remedy = "be <= 1 for causal steps", "make more and shorter steps"
             _validate.require(self.step_size <= 1, "step_size", required, self.step_size, remedy)
         self.options = self._checked(SolveOptions().override(**options))
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm = EnergyLayerNorm(dim, **made)
-        self.w_query = nn.Parameter(torch.empty(heads, head_dim, dim, **made))
-        self.w_key = nn.Parameter(torch.empty(heads, head_dim, dim, **made))
-        self.memories = nn.Parameter(torch.empty(count, dim, **made))
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm = EnergyLayerNorm(dim, **place)
+        self.w_query = nn.Parameter(torch.empty(heads, head_dim, dim, **place))
+        self.w_key = nn.Parameter(torch.empty(heads, head_dim, dim, **place))
+        self.memories = nn.Parameter(torch.empty(count, dim, **place))
         for weight, std in ((self.w_query, 0.002), (self.w_key, 0.002), (self.memories, 0.02)):
             nn.init.normal_(weight, std=std)
         usual = self.head_dim**-0.5
         if isinstance(beta, Tensor):
             self.beta: nn.Module = Fixed(per_head(beta, self.heads).to(self.w_query))
         else:
-            self.beta = anchor_or_beta("beta", usual if beta is None else beta, LearnedBeta((heads,), usual, **made))
-        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+            self.beta = anchor_or_beta("beta", usual if beta is None else beta, LearnedBeta((heads,), usual, **place))
+        # Identifies the caches of this layer. A copy of the layer has its own, copied together with its caches.
         self._identity = object()
 
     @classmethod
@@ -188,7 +188,7 @@ class EnergyTransformer(Remembering):
             weights: arrays or tensors by name, or the path of a .npz (read without pickles) or .safetensors file.
                 Layout "npz": Wq, Wk (H, Y, D), Xi (D, M), LNORM_gamma (), LNORM_bias (D,). Layout "tutorial": Wq, Wk
                 (H, D, Y), Xi (M, D), gamma (), delta (D,). The arrays of an image model may stand beside them.
-            layout: None tells it by names and shapes, and refuses D = Y, which both fit.
+            layout: None derives it from names and shapes, and refuses D = Y, which both fit.
             **options: of the layer, beside its sizes. The default dtype is that of the weights.
 
         Raises:
@@ -244,7 +244,7 @@ class EnergyTransformer(Remembering):
             x: (*batch, N, dim), or (N, dim).
             mask: boolean, (N, N) or (*batch, N, N): True = the token of the row attends to that of the column. A token
                 that attends to none adds nothing to the attention.
-            key_mask: which tokens exist, boolean, (*batch, N). The others change nothing and are returned as given.
+            key_mask: which tokens exist, boolean, (*batch, N). The others change nothing and are returned as they are.
             order: of a causal equilibrium, "together", or "tokens": one after the other, with a report of each.
             cache: of a causal equilibrium, from `new_cache`; the tokens of x follow those in it, and are added.
             return_energies: return (x, energies) with the energy of every sample, detached: (steps + 1, *batch) in

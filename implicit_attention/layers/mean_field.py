@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None
 
-#: What the map is solved by where no solver is named. Measured on 64 tokens of 4 heads: of softmax couplings, whose
-#: uniform part decays by `contraction` a step, 6 evaluations in the place of 63 plain ones; of others as many or fewer.
-#: For the same reason the adjoint is the default, too: GMRES takes a fifth of the Neumann series' time there.
+#: The default solver. Measured on 64 tokens of 4 heads: with softmax couplings, whose uniform part decays by
+#: `contraction` a step, it takes 6 evaluations in the place of 63 plain ones; with others as many or fewer. For the
+#: same reason the adjoint is the default one: GMRES takes a fifth of the Neumann series' time.
 DEFAULT_SOLVER = Anderson(history=2, rtol=1e-5)
 #: The same for causal layers, whose tokens move and stop each on its own.
 CAUSAL_SOLVER = Anderson(history=1, rtol=1e-5, plain_steps=8)
@@ -58,8 +58,8 @@ class MeanFieldAttention(TokenMixing):
     Per head, x being the tokens projected. Without a correction it is (I - J)^{-1} x, for symmetric J the exact mean of
     Gaussian spins (variance 1, beta = 1, field x): their Onsager term V_i z_i cancels against their own answer, so that
     f = 0 whatever V. Other spins answer a field by z = g(theta), and feel the reaction r_i of the others to their own
-    mean: z_i = g(x_i + sum_j J_ij z_j - r_i), this fixed point with f(z_i) = g^{-1}(z_i) - z_i + r_i. That f is what a
-    correction stands for: the one with which the layer returns the magnetizations of the spins.
+    mean: z_i = g(x_i + sum_j J_ij z_j - r_i), this fixed point with f(z_i) = g^{-1}(z_i) - z_i + r_i. A correction
+    stands for that f, with which the layer returns the magnetizations of the spins.
 
     "exact" is f for spins of length sqrt(D) in many dimensions, D = head_dim, with TAP's reaction, r of second order:
 
@@ -67,7 +67,7 @@ class MeanFieldAttention(TokenMixing):
 
     (|J_ij|_F^2/D for J_ij^2 of matrices). The answer is off from `SaddlePoint()` by O(J^3), and from `TAP()` by O(1/D).
 
-    What is guaranteed: the map has a Lipschitz constant of at most `contraction` for all weights, inputs and masks, so
+    Guarantee: the map has a Lipschitz constant of at most `contraction` for all weights, inputs and masks, so
     that there is one fixed point and plain steps reach it. Couplings are scaled down where they have to be:
 
     - "softmax": J is A times the limit, in the norm max_i |z_i|_2, where |A| = 1 (its Euclidean norm may be sqrt(N));
@@ -75,8 +75,8 @@ class MeanFieldAttention(TokenMixing):
     - with "learned" or a function for a correction, mixing and f have half of `contraction` each; with "exact" the norm
       of J plus 3 max_i sum_j J_ij^2, which bounds the slope of r (g has slopes up to 1), is at most `contraction`.
 
-    Of a function of one's own nothing is known: at the first call the spectral radius of the map at its solution is
-    estimated, with a warning where it is above `contraction`.
+    For a function of the user's there is no bound: the first call estimates the spectral radius of the map at its
+    solution, and warns where it is above `contraction`.
 
     Args:
         dim: width of input and output.
@@ -98,7 +98,7 @@ class MeanFieldAttention(TokenMixing):
             parameters.
 
     Attributes:
-        mixing, correction: their modules, or what was given ("exact" and None as they are).
+        mixing, correction: their modules or functions ("exact" and None as they are).
         last_solve: the `SolveReport` of the last call, one problem per sample.
 
     Raises:
@@ -140,18 +140,18 @@ class MeanFieldAttention(TokenMixing):
         self.symmetric = correction == "exact" if symmetric is None else bool(symmetric)
         #: The limits of the slopes of mixing and f; that of "exact" depends on the couplings.
         self.limit = self.contraction if correction in (None, "exact") else self.contraction / 2
-        made: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        place: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         check_choices(mixing, correction, symmetric, self.symmetric, self.causal, sites, expansion)
         expansion = 4 if expansion is None else _validate.check_integer("expansion", expansion, low=1)
         self.sites = None if sites is None else _validate.check_integer("sites", sites, low=1)
         self.kind = {"softmax": "numbers", "free": "numbers"}.get(mixing, mixing) if isinstance(mixing, str) else None
-        self.mixing: Any = self._mixing(mixing, expansion, made)
+        self.mixing: Any = self._mixing(mixing, expansion, place)
         self.correction: Any = correction
         if correction == "learned":
             hidden = expansion * self.head_dim
-            self.correction = Perceptron(heads, self.head_dim, hidden, limit=self.limit, zero=True, **made)
+            self.correction = Perceptron(heads, self.head_dim, hidden, limit=self.limit, zero=True, **place)
         self._watched = False
-        self._make_projections(made)
+        self._make_projections(place)
 
     def forward(
         self,
@@ -167,7 +167,7 @@ class MeanFieldAttention(TokenMixing):
         Args:
             x: (*batch, N, dim).
             mask: which tokens a token may read, boolean, (N, N) or (*batch, N, N): True = i may read j. Symmetric, for
-                symmetric couplings. Not for a mixer or a function, which read what they read.
+                symmetric couplings. Not for a mixer or a function, which a mask cannot limit.
             key_mask: which tokens exist, boolean, (*batch, N). The others are 0 in z, change nothing, and their output
                 is 0.
             initial: where the solve starts, (*batch, heads, N, head_dim), such as a state of the call before; else x.
@@ -182,7 +182,7 @@ class MeanFieldAttention(TokenMixing):
             order = TokenOrder(None if mask is None else self._pairs(field, mask, key_mask))
         weights = self._weights(field, mask, key_mask)
         if lost is not None and isinstance(self.mixing, SoftmaxCouplings):
-            # Scores may overflow. Once more without such tokens: in gradients of couplings, too, 0 * NaN is NaN.
+            # Scores may overflow. Computed again without such tokens: also in gradients of couplings 0 * NaN is NaN.
             strong = ~weights[1].value.detach().sum(-1).isfinite()
             if host_may_look(strong) and bool(strong.any()):
                 field, lost = field.masked_fill(strong[..., None], 0.0), lost | strong
@@ -219,11 +219,11 @@ class MeanFieldAttention(TokenMixing):
     def contraction_bound(self) -> Tensor:
         """A Lipschitz constant of the map, (heads), for every input without `mask`, in the norm that the class names.
 
-        It is at most `contraction`, also under a mask; inf where a function was given, of which nothing is known.
+        It is at most `contraction`, also under a mask; inf for a function of the user's.
         """
-        given = self.kind is None or (callable(self.correction) and not isinstance(self.correction, Perceptron))
+        unknown = self.kind is None or (callable(self.correction) and not isinstance(self.correction, Perceptron))
         like: Tensor = at_least_single(next(self.parameters(), torch.zeros(())))
-        if given:
+        if unknown:
             return like.new_full((self.heads,), torch.inf)
         reaction = self.correction == "exact"
         if isinstance(self.mixing, SoftmaxCouplings):
@@ -256,7 +256,7 @@ class MeanFieldAttention(TokenMixing):
         return self.kind == "blocks"
 
     def _pairs(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        # Of other couplings nothing is lost: what stands at a missing site is 0.
+        # Other couplings may stay as they are: the state of a missing site is 0.
         softmax = isinstance(self.mixing, SoftmaxCouplings)
         sites = for_heads(key_mask) if key_mask is not None and softmax else None
         symmetric = "symmetric couplings" if self.symmetric else ""
@@ -264,16 +264,15 @@ class MeanFieldAttention(TokenMixing):
 
     def _couplings(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         softmax, pairs = isinstance(self.mixing, SoftmaxCouplings), self._pairs(field, mask, key_mask)
-        made: Tensor = at_least_single(self.mixing(field, pairs))
+        couplings: Tensor = at_least_single(self.mixing(field, pairs))
         if softmax and not self.symmetric:
-            made = self.limit * made
-            return made
+            return couplings * self.limit
         if self.symmetric and not softmax:
-            made = (made + mirrored(made, block=self._block)) / 2
-        return within(made, self.limit, block=self._block, rows=softmax, reaction=self.correction == "exact")
+            couplings = (couplings + mirrored(couplings, block=self._block)) / 2
+        return within(couplings, self.limit, block=self._block, rows=softmax, reaction=self.correction == "exact")
 
     def _weights(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
-        """Compute the map's inputs beside state and field once: mixing, its tensors, correction, its tensors."""
+        """The inputs of the map beside state and field: mixing, its tensors, correction, its tensors."""
         mixing: Any = self.kind or self.mixing
         correction: Any = self.correction
         mixed_by = corrected_by = None
@@ -339,18 +338,18 @@ class MeanFieldAttention(TokenMixing):
 
     # Housekeeping.
 
-    def _mixing(self, mixing: Any, expansion: int, made: dict[str, Any]) -> Any:
-        # Random couplings start at half of what is allowed.
+    def _mixing(self, mixing: Any, expansion: int, place: dict[str, Any]) -> Any:
+        # Random couplings start at half of the limit.
         scale, sites = self.limit / 4, self.sites or 0
         if mixing == "softmax":
-            return SoftmaxCouplings(self.heads, self.head_dim, mean_of_orders=self.symmetric, **made)
+            return SoftmaxCouplings(self.heads, self.head_dim, mean_of_orders=self.symmetric, **place)
         if mixing == "free":
-            return FreeCouplings(self.heads, sites, scale=scale * sites**-0.5, **made)
+            return FreeCouplings(self.heads, sites, scale=scale * sites**-0.5, **place)
         if mixing == "blocks":
             scale = scale * (sites * self.head_dim) ** -0.5
-            return BlockCouplings(self.heads, sites, self.head_dim, scale=scale, **made)
+            return BlockCouplings(self.heads, sites, self.head_dim, scale=scale, **place)
         if mixing == "mixer":
-            return Perceptron(self.heads, sites, expansion * sites, limit=self.limit, zero=False, **made)
+            return Perceptron(self.heads, sites, expansion * sites, limit=self.limit, zero=False, **place)
         return mixing
 
     def _mixing_name(self) -> str:
@@ -359,9 +358,9 @@ class MeanFieldAttention(TokenMixing):
     def _shown(self) -> list[str]:
         parts = [f"correction={self.correction!r}"] * (not isinstance(self.correction, nn.Module))
         where = "max_i |z_i|" if isinstance(self.mixing, SoftmaxCouplings) else "|z|"
-        given = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not _known(m)]
-        unknown = f"Lipschitz constant unknown, for the given {' and '.join(given)}"
-        return [*parts, unknown if given else f"Lipschitz constant <= {self.contraction:g} in {where}"]
+        own = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not _known(m)]
+        unknown = f"Lipschitz constant unknown, for the given {' and '.join(own)}"
+        return [*parts, unknown if own else f"Lipschitz constant <= {self.contraction:g} in {where}"]
 
 
 def _known(module: Any) -> bool:

@@ -91,7 +91,7 @@ class Perceptron(nn.Module):
         self.second = nn.Parameter((0.0 if zero else limit / (2 * GELU_SLOPE * norms)) * drawn[1])
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W_1, b and W_2, as they enter the function: the limit holds for these."""
+        """W_1, b and W_2 of the function, which obey the limit."""
         first, bias, second = (at_least_single(t) for t in (self.first, self.bias, self.second))
         return first, bias, second * (self.limit / self._product(first, second).clamp(min=self.limit))[:, None, None]
 
@@ -189,7 +189,7 @@ def next_state(
     correction: str | Callable[..., Tensor] | None,
     corrected_by: Any,
 ) -> Tensor:
-    """The map, (*batch, heads, N, D) -> the same; it is zero at sites that do not exist, which are zero in z and x.
+    """The map, (*batch, heads, N, D) -> the same; missing sites are zero in z, in x and in the result.
 
     Args:
         z: state.
@@ -198,13 +198,13 @@ def next_state(
         mixing: "numbers", "blocks" or "mixer", with the tensors `mixed_by`; or a function of z.
         mixed_by: couplings, or the weights of a perceptron.
         correction: None, "exact" (with K) or "learned" (with the weights of a perceptron); or a function of z.
-        corrected_by: those.
+        corrected_by: the tensors of the correction.
     """
     others: Tensor
     if mixing == "numbers":
         others = mixed_by @ z
     elif mixing == "blocks":
-        # Sample by sample, whose bits then depend on no other: a product of all at once would be less work.
+        # Sample by sample, so that the bits of one depend on no other: a product of all at once would be less work.
         others = (mixed_by @ z.flatten(-2)[..., None]).reshape(z.shape)
     elif mixing == "mixer":
         others = perceptron(z.mT, *mixed_by).mT
@@ -212,7 +212,7 @@ def next_state(
         others = _checked("mixing", mixing, z)
     result = x + others
     if correction == "exact":
-        # The fixed point of x + J z - f(z), f(z) = response^{-1}(z) - z + r(z), solved for what the response inverts.
+        # The fixed point of x + J z - f(z), f(z) = response^{-1}(z) - z + r(z), solved for the response's argument.
         radius = math.sqrt(z.shape[-1])
         result = SaddlePointResponse().magnetization(result - reaction(z, corrected_by, live), 1.0, radius)
     elif correction == "learned":
@@ -232,7 +232,7 @@ def _checked(name: str, function: Any, z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def watch(problem: Problem, z: Tensor, contraction: float) -> None:
-    """Warn where the map has a larger spectral radius at z than `contraction`, which no Lipschitz constant is below."""
+    """Warn where the spectral radius of the map at z, which bounds its slope from below, exceeds `contraction`."""
 
     def product(v: Tensor) -> Tensor:
         return jvp_by_vjp(problem.fixed_point_map, (z,), (v.reshape(z.shape),)).flatten(-3)
@@ -250,17 +250,17 @@ def watch(problem: Problem, z: Tensor, contraction: float) -> None:
 
 
 def check_choices(
-    mixing: Any, correction: Any, asked: Any, symmetric: bool, causal: bool, sites: Any, expansion: Any
+    mixing: Any, correction: Any, requested: Any, symmetric: bool, causal: bool, sites: Any, expansion: Any
 ) -> None:
-    """Raise unless the options of a `MeanFieldAttention` go together; `asked` is its argument `symmetric`."""
-    for name, given, words in (
+    """Raise unless the options of a `MeanFieldAttention` go together; `requested` is its argument `symmetric`."""
+    for name, choice, words in (
         ("mixing", mixing, ("softmax", "free", "blocks", "mixer")),
         ("correction", correction, (None, "exact", "learned")),
     ):
-        known = given in words if given is None or isinstance(given, str) else callable(given)
+        known = choice in words if choice is None or isinstance(choice, str) else callable(choice)
         if not known:
             required = f"be {', '.join(map(repr, words))} or a function of z"
-            raise TypeError(_validate.message(name, required, repr(given)))
+            raise TypeError(_validate.message(name, required, repr(choice)))
     matrix = mixing in ("softmax", "free", "blocks")
     own = "a function of one's own" if callable(mixing) else f"mixing={mixing!r}"
     if mixing in ("free", "blocks", "mixer"):
@@ -271,13 +271,13 @@ def check_choices(
     if not matrix:
         required, remedy = f"be False for {own}, which is no matrix of pairs", "use 'softmax', 'free' or 'blocks'"
         _validate.require(not causal, "causal", required, causal, remedy)
-        _validate.require(not asked, "symmetric", required, asked, remedy)
+        _validate.require(not requested, "symmetric", required, requested, remedy)
         required = f"be no 'exact' one for {own}, which has no couplings"
         _validate.require(correction != "exact", "correction", required, repr(correction), "use 'learned'")
     required = "be False for symmetric couplings, by which a token is read by those that it reads"
     _validate.require(not (causal and symmetric), "causal", required, causal)
     required = "be True or None for correction='exact', the reaction to symmetric couplings"
-    _validate.require(correction != "exact" or symmetric, "symmetric", required, asked)
+    _validate.require(correction != "exact" or symmetric, "symmetric", required, requested)
     used = mixing == "mixer" or correction == "learned"
     required = "be None unless mixing='mixer' or correction='learned'"
     _validate.require(used or expansion is None, "expansion", required, expansion)

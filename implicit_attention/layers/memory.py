@@ -49,8 +49,8 @@ class MemoryLookup(Remembering):
         anchor: in [0, 1] or "learned" (from .5, inside (0, 1)). Default 0, pure recall: the query is only where a solve
             starts, and gets no gradient from it; with learned patterns "learned".
         potential: makes the potential of the patterns in place of the similarity's, (patterns, beta) -> Potential; it
-            needs a `beta` that is given. Of patterns that are spread over processes each stores its own, or none, in a
-            memory with `functools.partial(ShardedLogSumExp, group=group)`, and all ask it together.
+            needs a `beta`. For patterns that are spread over processes each process stores its own, or none, in a
+            memory with `functools.partial(ShardedLogSumExp, group=group)`, and all call it together.
         device: of patterns and targets.
         dtype: of patterns and targets.
         **options: how equilibria are found and differentiated, see `SolveOptions`.
@@ -123,9 +123,9 @@ class MemoryLookup(Remembering):
             self.patterns = nn.Parameter(torch.randn(size, dim, **place))
             self.targets = nn.Parameter(torch.randn(size, width, **place) / math.sqrt(size))
         else:
-            for name, given in (("size", size), ("target_dim", target_dim)):
+            for name, number in (("size", size), ("target_dim", target_dim)):
                 remedy = "store(patterns, targets) brings them, or pass learned=True"
-                _validate.require(given is None, name, "be None for a memory that is not learned", given, remedy)
+                _validate.require(number is None, name, "be None for a memory that is not learned", number, remedy)
             self.register_buffer("patterns", torch.zeros(0, dim, **place))
             self.register_buffer("targets", None)
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((), **place))
@@ -135,20 +135,20 @@ class MemoryLookup(Remembering):
         else:
             self.beta = anchor_or_beta("beta", beta, LearnedBeta((), dim**-0.5, **place))
 
-    # Also in inference mode normal tensors are stored, which later gradients may pass through.
+    # Normal tensors are stored in inference mode, too, as later gradients may pass through them.
     @torch.inference_mode(False)
     @torch.no_grad()
     @in_own_precision
     def store(self, patterns: Tensor, targets: Tensor | None = None) -> None:
         """Add patterns (M, dim) with their targets (M, target_dim); learned ones are set to them instead.
 
-        Copies are stored: no gradient reaches what was given. Learned patterns and targets get their own gradients,
+        Copies are stored: no gradient reaches the arguments. Learned patterns and targets get their own gradients,
         others are constants.
 
         Args:
             patterns: (M, dim); of a learned memory all of them, M = size.
-            targets: (M, target_dim), for all patterns that a memory holds or for none. Learned targets that are as wide
-                as the patterns are set to the patterns by default.
+            targets: (M, target_dim), for all patterns of a memory or for none. Learned targets that are as wide as the
+                patterns are set to the patterns by default.
         """
         _validate.check_float_tensor("patterns", patterns, min_ndim=2)
         rows = len(self.patterns) if self.learned else max(len(patterns), 1)
@@ -196,7 +196,7 @@ class MemoryLookup(Remembering):
         return targets
 
     def clear(self) -> None:
-        """Forget all stored patterns and targets, and the temperature that was found for them."""
+        """Forget all stored patterns and targets, and their temperature."""
         _validate.require(not self.learned, "learned", "be False to clear a memory", True)
         self.patterns, self.targets = self.patterns.new_zeros(0, self.dim), None
         if self.auto:
@@ -213,15 +213,15 @@ class MemoryLookup(Remembering):
     ) -> Any:
         """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
 
-        Of queries with unknown entries the solve starts at the known ones and what patterns that are near there say of
-        the others, sum_j p_j k_j with p = softmax(-beta |P (query - k_j)|^2/2), where P projects on the known entries.
-        Then z is `query` on known entries and softmax(beta s(z, k)) K on the others, whatever the anchor. With
-        clamp=False that start takes the place of the query: known entries that are noisy settle, too.
+        For queries with unknown entries the solve starts at the known ones and at a mean of the patterns that are near
+        there, sum_j p_j k_j with p = softmax(-beta |P (query - k_j)|^2/2), where P projects on the known entries. Then
+        z is `query` on known entries and softmax(beta s(z, k)) K on the others, whatever the anchor. With clamp=False
+        that start takes the place of the query: known entries that are noisy settle, too.
 
         Args:
             queries: (*batch, N, dim).
             known: boolean, broadcasts to the queries; True = the entry is known. Others are not read, and may be NaN.
-                A query of which nothing is known starts at the mean of the patterns.
+                A query without known entries starts at the mean of the patterns.
             clamp: whether known entries stay as they are.
             return_solution: return (z, Solution).
             **options: replace the memory's for this call, see `SolveOptions`.
@@ -346,7 +346,7 @@ class MemoryLookup(Remembering):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # A temperature may be below what half precision can hold.
+        # A temperature may be too small for half precision.
         before = self.found_beta if self.auto else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None and self.found_beta.dtype in HALF:

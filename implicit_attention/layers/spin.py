@@ -1,4 +1,4 @@
-"""`SpinAttention`: tokens are the field of a spin system, and what comes out are its magnetizations."""
+"""`SpinAttention`: the tokens are the field of a spin system, and the output is its magnetizations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class SpinAttention(TokenMixing):
-    """Magnetizations of a spin system as a layer: the tokens are its field, and couplings may be made of them.
+    """Magnetizations of a spin system as a layer: the tokens are its field, and may determine its couplings.
 
     Per head, with the field h = norm(W_v x) and couplings J, which may depend on h:
     m = <s> of spins with E(s) = -1/2 sum_ij J_ij s_i.s_j - sum_i h_i.s_i at beta, by `method`; output = W_o m.
@@ -57,7 +57,7 @@ class SpinAttention(TokenMixing):
             field.
         method: of the spins; None is `MeanField` for symmetric couplings and `KineticPlefka`, synchronous dynamics, for
             others, both by `AmosResponse` (the exact law where head_dim is 1) to a relative residual of 1e-4.
-        derivative: "explicit": <s_i> at given couplings; "total": m = -dF/dh, in which couplings answer the field, too.
+        derivative: "explicit": <s_i> at fixed couplings; "total": m = -dF/dh, in which couplings answer the field, too.
         beta: inverse temperature, "learned" (per head, from .5, where normalised couplings contract) or a number > 0.
         field_norm: "rms" makes all fields of length R, so that tokens do not just align; None leaves them.
         rotary: None, or `Rotary()` to turn queries and keys by their positions.
@@ -112,15 +112,15 @@ class SpinAttention(TokenMixing):
         if rotary is not None:
             _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
         self.derivative = derivative
-        made: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        place: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         self.couplings = chosen(
-            couplings, method, heads, self.head_dim, causal=self.causal, rotary=rotary, sites=sites, **made
+            couplings, method, heads, self.head_dim, causal=self.causal, rotary=rotary, sites=sites, **place
         )
         self.method = self._method(method, not self.causal and bool(self.couplings.symmetric))
-        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **made))
-        self.norm = nn.RMSNorm(self.head_dim, **made) if field_norm == "rms" and not self.bare else None
-        self._make_projections(made)
-        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **place))
+        self.norm = nn.RMSNorm(self.head_dim, **place) if field_norm == "rms" and not self.bare else None
+        self._make_projections(place)
+        # Identifies the caches of this layer. A copy of the layer has its own, copied together with its caches.
         self._identity = object()
 
     def forward(
@@ -144,12 +144,12 @@ class SpinAttention(TokenMixing):
                 cache, of all tokens or of the new ones.
             initial: magnetizations that the solve starts from, (*batch, heads, N, head_dim), such as a state of the
                 call before.
-            cache: from `new_cache`; the tokens of x are added to it, and read all that it holds.
+            cache: from `new_cache`; the tokens of x are added to it, and read all tokens in it.
             return_state: return <s_i> as well, (*batch, heads, N, head_dim), detached.
             return_answer: return the `Answer` as well, last, with the report of the solve.
 
         Returns:
-            (*batch, N, dim), or a tuple (output, state, answer) without the parts that were not asked for.
+            (*batch, N, dim), or a tuple (output, state, answer) of the parts that were requested.
         """
         self._check_tokens(x)
         if cache is not None:
@@ -195,9 +195,9 @@ class SpinAttention(TokenMixing):
         __call__ = _call
 
     def new_cache(self, *, warm_start: bool = False) -> KeyValueCache:
-        """An empty cache for decoding: what is read of the tokens so far, and the state that they settled in.
+        """An empty cache for decoding: the keys of the tokens so far, and their states.
 
-        Token by token, or some at a time, gives what one call of all tokens does, to the tolerance of the solves.
+        Calls with one token or some at a time answer as one call with all tokens, to the tolerance of the solves.
 
         Args:
             warm_start: start every token's solve at the magnetization of the token before.
@@ -206,9 +206,9 @@ class SpinAttention(TokenMixing):
             ValueError: for a layer that is not causal, whose couplings are not "softmax", or that makes `steps`.
         """
         _validate.require(self.causal, "causal", "be True for a cache", self.causal, "make the layer with causal=True")
-        made = isinstance(self.couplings, SoftmaxCouplings)
-        required, received = "be 'softmax' for a cache, which holds keys", type(self.couplings).__name__
-        _validate.require(made, "couplings", required, received, "call the layer on all tokens")
+        fits, received = isinstance(self.couplings, SoftmaxCouplings), type(self.couplings).__name__
+        required = "be 'softmax' for a cache, which holds keys"
+        _validate.require(fits, "couplings", required, received, "call the layer on all tokens")
         required = "be None for a cache, which holds the state that tokens settle in"
         _validate.require(self.steps is None, "steps", required, self.steps, "call the layer on all tokens")
         return KeyValueCache(self._identity, warm_start=warm_start)
@@ -222,7 +222,7 @@ class SpinAttention(TokenMixing):
             key_mask: as in `forward`.
 
         Returns:
-            A `SpinSystem` of batch (*batch, heads). Its `magnetization` is <s_i> and, beside it, what J(h) adds.
+            A `SpinSystem` of batch (*batch, heads). Its `magnetization` is <s_i> plus the contribution of J(h).
         """
         self._check_tokens(x)
         x = self._live(x, key_mask)
@@ -248,16 +248,16 @@ class SpinAttention(TokenMixing):
             return sites, sites
         symmetric = f"{type(self.method).__name__}, whose spins act on each other" if self.method.symmetric else ""
         remedy = "use method=KineticPlefka() or GaussianClosure()"
-        # What a given function says of a site itself counts.
+        # A function of the user's may couple a site to itself.
         own = isinstance(self.couplings, GivenCouplings)
         pairs = pairs_that_read(x, mask, sites, causal=self.causal, own=own, symmetric=symmetric, remedy=remedy)
         return pairs, sites
 
     def _couplings(self, field: Tensor, pairs: Tensor | None, derivative: str) -> Any:
-        """J at this field, or, where the derivative goes through it, the function."""
+        """J at this field, or the function for a derivative through it."""
 
         def coupled(wide: Tensor) -> Tensor | LowRank:
-            # In the precision of the layer, as it has its weights.
+            # In the precision of the layer's weights.
             couplings: Tensor | LowRank = self.couplings(self._seen(wide.to(field.dtype)), pairs)
             return couplings if isinstance(couplings, LowRank) else at_least_single(couplings)
 
@@ -301,7 +301,7 @@ class SpinAttention(TokenMixing):
         if lost is not None:
             field = lost.fill(field)
             if host_may_look(lost.tokens):
-                # Once more without them, as there are some: in gradients of couplings, too, 0 * NaN is NaN.
+                # Computed again without them: also in gradients of couplings 0 * NaN is NaN.
                 couplings = again(field)
             couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
             system = system.at(field, couplings[..., before:] if before else couplings, system.beta)
@@ -329,8 +329,8 @@ class SpinAttention(TokenMixing):
         name = type(method).__name__
         # A function of the user's shows at every call whether its couplings are symmetric.
         if method.symmetric and not symmetric and not isinstance(self.couplings, GivenCouplings):
-            what = "causal=True" if self.causal else f"couplings={type(self.couplings).__name__}"
-            required = f"answer asymmetric couplings, which {what} makes"
+            cause = "causal=True" if self.causal else f"couplings={type(self.couplings).__name__}"
+            required = f"answer asymmetric couplings, which {cause} makes"
             remedy = "use KineticPlefka() or GaussianClosure(), or couplings='symmetric'"
             raise ValueError(_validate.message("method", required, f"{name}, which needs J_ij = J_ji", remedy))
         if self.derivative == "total":

@@ -53,7 +53,7 @@ class TiedLayers(nn.Module):
         for name in ("output_attentions", "output_hidden_states"):
             remedy = "ask the layers that are kept outside"
             _validate.require(not options.get(name), name, "be False in a model with tied layers", True, remedy)
-        return self.equilibrium(hidden, args, options)  # type: ignore[no-any-return]
+        return self.equilibrium(hidden, args, options)
 
     def __getattr__(self, name: str) -> Any:
         # Models read settings of their layers, such as the kind of a layer's attention.

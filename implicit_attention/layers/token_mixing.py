@@ -63,11 +63,11 @@ class TokenMixing(Remembering):
             required = "be None beside steps, which are plain ones"
             _validate.require(getattr(self.options, option) is None, option, required, "one", "leave it out")
 
-    def _make_projections(self, made: dict[str, Any]) -> None:
+    def _make_projections(self, place: dict[str, Any]) -> None:
         self.in_proj = self.out_proj = None
         if not self.bare:
-            self.in_proj = nn.Linear(self.dim, self.heads * self.head_dim, False, **made)
-            self.out_proj = nn.Linear(self.heads * self.head_dim, self.dim, False, **made)
+            self.in_proj = nn.Linear(self.dim, self.heads * self.head_dim, False, **place)
+            self.out_proj = nn.Linear(self.heads * self.head_dim, self.dim, False, **place)
 
     def _check_tokens(self, x: Tensor) -> None:
         _validate.check_float_tensor("x", x, min_ndim=2)
@@ -90,7 +90,7 @@ class TokenMixing(Remembering):
         return split_heads(x, self.heads)
 
     def _finite_field(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The field; of a causal layer also which tokens, (*batch, heads, N), were not finite and are 0 there."""
+        """The field; of a causal layer also the tokens, (*batch, heads, N), that are not finite, and are 0 in it."""
         if not self.causal:
             return self._field(x), None
         x, lost = without_nonfinite(x)

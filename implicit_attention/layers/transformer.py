@@ -88,7 +88,7 @@ class TransformerLayer(nn.Module):
             h = self.attention_norm(h + self.dropout(self.attention(h, mask=mask)))
             return self.mlp_norm(h + self.dropout(self.mlp(h)))  # type: ignore[no-any-return]
         h = h + self.dropout(self.attention(self.attention_norm(h), mask=mask))
-        return h + self.dropout(self.mlp(self.mlp_norm(h)))
+        return h + self.dropout(self.mlp(self.mlp_norm(h)))  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class ImageClassifier(nn.Module):
     """Logits of an image from its CLS token: patches -> tokens -> block -> layer norm -> Linear -> ReLU -> Linear.
 
-    It shares the embedding and the block with `image_model`: there is no copy, and training one trains the other. That
-    is how a model that learned to fill in patches goes on to labels. `copy.deepcopy(image_model)` keeps them apart. The
-    MASK token and the decoder are no part of it.
+    It shares the embedding and the block with `image_model`, without a copy: training one trains the other, so that a
+    model that learned to fill in patches goes on to labels. `copy.deepcopy(image_model)` keeps them apart. The MASK
+    token and the decoder are no part of it.
 
     Args:
         image_model: the `ImageEnergyTransformer`, trained or new.

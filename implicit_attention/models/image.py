@@ -93,7 +93,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, patches: Tensor, masked: Tensor | None = None, mask_token: Tensor | None = None) -> Tensor:
         """The tokens (*batch, 1 + P, dim); those of masked patches are `mask_token` and its position."""
         if masked is not None:
-            # 0 * NaN is NaN: what stands in a masked patch must not reach the encoder's gradient either.
+            # 0 * NaN is NaN: a number in a masked patch must not reach the encoder's gradient either.
             patches = patches.masked_fill(masked[..., None], 0.0)
         tokens = self.encoder(patches)
         if masked is not None:
@@ -193,14 +193,14 @@ class ImageEnergyTransformer(nn.Module):
 
         Args:
             images: (*batch, C, H, W).
-            masked: boolean, (*batch, P), or what broadcasts to it, such as (P,): True = the MASK token stands for the
-                patch, whose pixels are not read.
+            masked: boolean, broadcasts to (*batch, P): True = the MASK token stands for the patch, whose pixels are not
+                read.
             return_energies: return (patches, energies), see `EnergyTransformer`.
             return_solution: return the `Solution` of the tokens as well, last.
             **options: replace the block's for this call, see `SolveOptions`.
 
         Returns:
-            Patches (*batch, P, C * patch_size^2), or a tuple with what was asked for.
+            Patches (*batch, P, C * patch_size^2), or a tuple with the requested parts.
         """
         patches = self.patches(images)
         tokens = self.embedding(patches, checked_patches("masked", masked, patches), self.mask_token)
@@ -324,17 +324,17 @@ def scatter_mask(
     kept: int = 10,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which patches are masked, and which are scored: as many of every image, at random places of its own.
+    """The masked and the scored patches: as many in every image, at random places of its own.
 
     `replaced` patches are masked and scored; `kept` others are scored though the model sees them, so that it learns to
-    keep what it sees. The defaults are those published, of 196 patches.
+    keep visible patches. The defaults are the published numbers for 196 patches.
 
     Args:
         batch: number of images, >= 0.
         patches: number of patches of an image.
         replaced: number of patches that the MASK token stands for, >= 0.
         kept: number of patches that are scored as well, >= 0.
-        generator: draws the places; on its device the masks are made. None is torch's own, of the CPU.
+        generator: draws the places, on its device. None is torch's own generator of the CPU.
 
     Returns:
         masked, scored: boolean, (batch, patches).
