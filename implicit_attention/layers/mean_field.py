@@ -139,7 +139,7 @@ class MeanFieldAttention(TokenMixing):
         _validate.require(self.contraction < 1, "contraction", "be < 1", contraction, "at 1 there may be no solution")
         self.symmetric = correction == "exact" if symmetric is None else bool(symmetric)
         #: The limits of the slopes of mixing and f; that of "exact" depends on the couplings.
-        self.limit = self.contraction if correction in (None, "exact") else self.contraction / 2
+        self.limit: float = self.contraction if correction in (None, "exact") else self.contraction / 2
         place: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         check_choices(mixing, correction, symmetric, self.symmetric, self.causal, sites, expansion)
         expansion = 4 if expansion is None else _validate.check_integer("expansion", expansion, low=1)
