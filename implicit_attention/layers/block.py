@@ -21,10 +21,8 @@ from ..solvers import Picard, Solver
 from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall, BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
+from .calls import StateCall
 from .remembering import Remembering
-
-if TYPE_CHECKING:
-    from .calls import StateCall
 
 Steps: TypeAlias = int | range | None
 

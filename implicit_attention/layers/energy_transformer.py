@@ -26,15 +26,13 @@ from ..problem import Problem
 from ..solution import Solution
 from ..solvers.exported import check_no_evidence
 from .cache import KeyValueCache
+from .calls import plain
 from .causal_tokens import Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
 from .energy_layer_norm import EnergyLayerNorm, check_tokens
 from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta, per_head
 from .published_steps import CausalSteps, PublishedSteps, published_solver, report_rise
 from .reference_weights import Layout, read_reference
 from .remembering import Remembering
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 Mode: TypeAlias = Literal["equilibrium", "published"]
 Memory: TypeAlias = Literal["rectified", "softmax"] | PotentialFactory

@@ -18,6 +18,7 @@ from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..problem import TokenOrder
 from ..solution import SolveReport
 from ..solvers import Anderson, Picard
+from .calls import plain
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import FreeCouplings, SoftmaxCouplings
 from .mean_field_map import (
@@ -33,9 +34,6 @@ from .mean_field_map import (
     within,
 )
 from .token_mixing import TokenMixing, TokenOptions
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None

@@ -19,12 +19,10 @@ from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import DistanceLogSumExp, LogSumExp
 from ..potentials._clamped import Clamped, filled
+from .calls import plain
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
 from .temperature import separating_beta
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 
 class MemoryLookup(Remembering):

@@ -32,13 +32,11 @@ from ..spins import (
 )
 from ..spins._nonfinite import nonfinite_sites
 from .cache import CachedKeys, KeyValueCache, check_cache
+from .calls import plain
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .token_mixing import TokenMixing, TokenOptions
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 
 class SpinAttention(TokenMixing):

@@ -18,11 +18,8 @@ from ..attention.heads import merge_heads, split_heads
 from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
-from .calls import Masks
+from .calls import Masks, plain
 from .spin import SpinAttention
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 
 class SpinTransformerBlock(nn.Module):

@@ -16,12 +16,9 @@ from ..attention.masks import check_causal, mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
 from .attention import ImplicitAttention
 from .block import Equilibrium
-from .calls import StepKeywords
+from .calls import PlainCall, StepKeywords
 from .projections import Rotary
 from .sharding import check_whole
-
-if TYPE_CHECKING:
-    from .calls import PlainCall
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
+from ..layers.calls import plain
 from ..options import SolveKeywords
 from .image import ImageEnergyTransformer
-
-if TYPE_CHECKING:
-    from ..layers.calls import plain
 
 
 class ImageClassifier(nn.Module):

@@ -12,10 +12,8 @@ from typing_extensions import Unpack
 from .. import _validate
 from .._autograd import host_may_look_at_constant
 from ..layers import EnergyTransformer
+from ..layers.calls import plain
 from ..options import SolveKeywords
-
-if TYPE_CHECKING:
-    from ..layers.calls import plain
 
 
 class NodeClassifier(nn.Module):

@@ -14,12 +14,9 @@ from typing_extensions import Self, Unpack
 from .. import _validate
 from .._autograd import at_least_single, host_may_look
 from ..layers import EnergyTransformer
-from ..layers.calls import Place
+from ..layers.calls import Place, plain
 from ..layers.reference_weights import IMAGE_ARRAYS, Layout, read_reference
 from ..options import SolveKeywords
-
-if TYPE_CHECKING:
-    from ..layers.calls import plain
 
 
 class PatchEmbedding(nn.Module):
