@@ -353,12 +353,12 @@ class MeanFieldAttention(TokenMixing):
     def _mixing_name(self) -> str:
         return "mixing='mixer'" if self.kind == "mixer" else "a function of one's own"
 
-    def _shown(self) -> list[str]:
+    def extra_repr(self) -> str:
         parts = [f"correction={self.correction!r}"] * (not isinstance(self.correction, nn.Module))
         where = "max_i |z_i|" if isinstance(self.mixing, SoftmaxCouplings) else "|z|"
         own = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not _known(m)]
         unknown = f"Lipschitz constant unknown, for the given {' and '.join(own)}"
-        return [*parts, unknown if own else f"Lipschitz constant <= {self.contraction:g} in {where}"]
+        return self._text(*parts, unknown if own else f"Lipschitz constant <= {self.contraction:g} in {where}")
 
 
 def _known(module: Any) -> bool:

@@ -55,14 +55,13 @@ def read_reference(
         (torch.Size([2, 3, 5]), torch.Size([7, 5]))
     """
     _validate.check_choice("layout", layout, ("npz", "tutorial", None))
-    if not isinstance(weights, Mapping | str | os.PathLike):
-        raise TypeError(_validate.message("weights", "be a mapping or a path", type(weights).__name__))
+    _validate.check_instance("weights", weights, (Mapping, str, os.PathLike), "be a mapping or a path")
     arrays = weights if isinstance(weights, Mapping) else _loaded(Path(weights))
     named = _named(arrays)
     tensors = {name: _tensor(name, array) for name, array in arrays.items()}
-    gamma, delta = (tensors.pop(name) for name in _NORM[named])
-    w_query, w_key, memories = (tensors.pop(name) for name in ("Wq", "Wk", "Xi"))
-    shapes = _shapes_of({"Wq": w_query, "Wk": w_key, "Xi": memories, _NORM[named][0]: gamma, _NORM[named][1]: delta})
+    block = {name: tensors.pop(name) for name in ("Wq", "Wk", "Xi", *_NORM[named])}
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in block.items())
+    w_query, w_key, memories, gamma, delta = block.values()
     one = w_query.ndim == 3 and memories.ndim == 2 and delta.ndim == 1 and gamma.numel() == 1
     contradicts = f"have shapes that fit together: {_SHAPES[named]}"
     _validate.require(one and w_key.shape == w_query.shape, "weights", contradicts, shapes)
@@ -84,7 +83,7 @@ def read_reference(
     required = f"have shapes of the layout {layout!r}, as the names say: {_SHAPES[layout]}"
     _validate.require(not swapped, "weights", required, f"shapes of {other!r}, {shapes}", remedy)
     _validate.require(fits[layout], "weights", contradicts, shapes)
-    _validate.check_same_kind([("Wq", w_query), ("Wk", w_key), ("Xi", memories), (_NORM[named][1], delta)])
+    _validate.check_same_kind((name, tensor) for name, tensor in block.items() if tensor is not gamma)
     gamma = gamma.reshape(()).to(w_query.dtype)
     _validate.check_number(_NORM[named][0], gamma.item(), low=0.0, open_low=True)
     if layout == "npz":
@@ -140,7 +139,3 @@ def _tensor(name: str, array: Any) -> Tensor:
         tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=True))
     _validate.check_float_tensor(name, tensor)
     return tensor
-
-
-def _shapes_of(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -153,27 +152,19 @@ class SpinAttention(TokenMixing):
         if cache is not None:
             check_cache(cache, self._identity, tuple(x.shape[:-2]))
         x = self._live(x, key_mask, 0 if cache is None else cache.length)
-        order, contents = None, None
+        order = contents = pairs = None
         if self.causal:
             order = TokenOrder(None if mask is None else self._pairs(x, mask, key_mask)[0])
         field, lost = self._finite_field(x)
         if cache is None:
             pairs, sites = self._pairs(x, mask, key_mask)
             couplings = self._couplings(field, pairs, self.derivative)
-
-            def again(field: Tensor) -> Any:
-                return self._couplings(field, pairs, self.derivative)
-
         else:
             _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
             couplings, sites, contents = self._cached_couplings(field, key_mask, cache)
             initial = cache.start(field) if initial is None else initial
-
-            def again(field: Tensor) -> Any:
-                return couplings
-
         field = at_least_single(field)
-        m, answer, nothing = self._answer(couplings, field, sites, initial, cache, order, lost, again)
+        m, answer, nothing = self._answer(couplings, pairs, field, sites, initial, cache, order, lost)
         self._remember(answer.report)
         if cache is not None and contents is not None:
             state = answer.state.masked_fill(~answer.magnetization.isfinite(), torch.nan)
@@ -280,13 +271,13 @@ class SpinAttention(TokenMixing):
     def _answer(
         self,
         couplings: Any,
+        pairs: Tensor | None,
         field: Tensor,
         sites: Tensor | None,
         initial: Tensor | None,
         cache: KeyValueCache | None,
         order: TokenOrder | None,
         own: Tensor | None,
-        again: Callable[[Tensor], Tensor],
     ) -> Any:
         """The magnetizations, their `Answer`, and the tokens without one; `own` are those that are not finite."""
         lost: Lost | None = None
@@ -298,9 +289,9 @@ class SpinAttention(TokenMixing):
             initial = None if initial is None else without_nonfinite(initial)[0]
         if lost is not None:
             field = lost.fill(field)
-            if host_may_look(lost.tokens):
+            if cache is None and host_may_look(lost.tokens):
                 # Computed again without them: also in gradients of couplings 0 * NaN is NaN.
-                couplings = again(field)
+                couplings = self._couplings(field, pairs, self.derivative)
             couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
             system = system.at(field, couplings[..., before:] if before else couplings, system.beta)
         earlier = None if cache is None or cache.held is None else cache.held.values
@@ -354,8 +345,9 @@ class SpinAttention(TokenMixing):
         answering: Approximation = dataclasses.replace(method, **changes) if changes else method
         return answering
 
-    def _shown(self) -> list[str]:
-        return [f"method={self.method!r}"] + [f"derivative={self.derivative!r}"] * (self.derivative != "explicit")
+    def extra_repr(self) -> str:
+        derivative = [f"derivative={self.derivative!r}"] * (self.derivative != "explicit")
+        return self._text(f"method={self.method!r}", *derivative)
 
 
 @torch.no_grad()

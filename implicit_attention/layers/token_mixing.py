@@ -103,10 +103,7 @@ class TokenMixing(Remembering):
         output = output if self.out_proj is None else self.out_proj(output)
         return output if lost is None else lost.in_output(output)
 
-    def extra_repr(self) -> str:
+    def _text(self, *parts: str) -> str:
+        """The sizes, these parts and the flags of the layer, for `extra_repr`."""
         flags = [name for name in ("symmetric", "causal", "bare") if getattr(self, name, False)]
-        return ", ".join([f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}", *self._shown(), *flags])
-
-    def _shown(self) -> list[str]:
-        """Further options for the text of the layer."""
-        raise NotImplementedError
+        return ", ".join([f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}", *parts, *flags])

@@ -159,7 +159,9 @@ def load_checkpoint(
         passed = [name for name, value in (("scheduler", scheduler), ("generators", generators or None)) if value]
         _validate.require(not passed, "optimizer", f"be given with `{'` and `'.join(passed)}`, to resume", None)
     else:
-        _check_state("scheduler", scheduler is not None, saved["scheduler"] is not None)
+        required = "be None, as none was saved" if saved["scheduler"] is None else "be given, as one was saved"
+        fits, received = (scheduler is None) == (saved["scheduler"] is None), "one" if scheduler is not None else None
+        _validate.require(fits, "scheduler", required, received)
         required = f"have the names that were saved, {sorted(saved['generators'])}"
         _validate.require(set(generators) == set(saved["generators"]), "generators", required, sorted(generators))
         _check_kinds(saved, _kinds(model, optimizer, scheduler), optimizer)
@@ -239,11 +241,6 @@ def _check_fits(saved: dict[str, Any], model: nn.Module, path: Path) -> None:
 
 def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _check_state(name: str, passed: bool, was_saved: bool) -> None:
-    required = "be given, as one was saved" if was_saved else "be None, as none was saved"
-    _validate.require(passed == was_saved, name, required, "one" if passed else None)
 
 
 def _kinds(model: nn.Module, optimizer: Stateful, scheduler: Stateful | None) -> dict[str, Any]:

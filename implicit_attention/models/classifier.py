@@ -69,14 +69,11 @@ class ImageClassifier(nn.Module):
             (*batch, classes).
         """
         tokens = self.embedding(self.embedding.patches(images))
-        if not return_solution:
-            return self._logits(self.block(tokens, **options))
-        settled, solution = self.block(tokens, return_solution=True, **options)
-        return self._logits(settled), solution
+        result = self.block(tokens, return_solution=return_solution, **options)
+        settled, *evidence = result if return_solution else (result,)
+        logits = self.head(self.block.norm(settled)[..., 0, :])
+        return (logits, *evidence) if evidence else logits
 
     if TYPE_CHECKING:
         _call = plain(forward)
         __call__ = _call
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        return self.head(self.block.norm(tokens)[..., 0, :])  # type: ignore[no-any-return]

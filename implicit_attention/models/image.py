@@ -202,10 +202,9 @@ class ImageEnergyTransformer(nn.Module):
         patches = self.patches(images)
         tokens = self.embedding(patches, checked_patches("masked", masked, patches), self.mask_token)
         result = self.block(tokens, return_energies=return_energies, return_solution=return_solution, **options)
-        if not (return_energies or return_solution):
-            return self._decoded(result)
-        settled, *evidence = result
-        return (self._decoded(settled), *evidence)
+        settled, *evidence = result if return_energies or return_solution else (result,)
+        predicted = self.decoder(self.block.norm(settled)[..., 1:, :])
+        return (predicted, *evidence) if evidence else predicted
 
     if TYPE_CHECKING:
         _call = plain(forward)
@@ -296,11 +295,6 @@ class ImageEnergyTransformer(nn.Module):
                 _validate.require(array.shape == parameter.shape, name, required, received, remedy)
                 parameter.copy_(array)
         return model
-
-    # Parts.
-
-    def _decoded(self, tokens: Tensor) -> Tensor:
-        return self.decoder(self.block.norm(tokens)[..., 1:, :])  # type: ignore[no-any-return]
 
 
 def checked_patches(name: str, chosen: Any, patches: Tensor) -> Tensor:
