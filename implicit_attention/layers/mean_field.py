@@ -27,7 +27,6 @@ from .mean_field_map import (
     as_matrix,
     certain,
     check_choices,
-    mirrored,
     next_state,
     squared,
     watch,
@@ -266,7 +265,8 @@ class MeanFieldAttention(TokenMixing):
         if softmax and not self.symmetric:
             return couplings * self.limit
         if self.symmetric and not softmax:
-            couplings = (couplings + mirrored(couplings, block=self._block)) / 2
+            # The other order of sites, and of the entries of each block.
+            couplings = (couplings + (couplings.transpose(-4, -3) if self._block else couplings).mT) / 2
         return within(couplings, self.limit, block=self._block, rows=softmax, reaction=self.correction == "exact")
 
     def _weights(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
@@ -356,10 +356,7 @@ class MeanFieldAttention(TokenMixing):
     def extra_repr(self) -> str:
         parts = [f"correction={self.correction!r}"] * (not isinstance(self.correction, nn.Module))
         where = "max_i |z_i|" if isinstance(self.mixing, SoftmaxCouplings) else "|z|"
-        own = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not _known(m)]
+        known = (Perceptron, SoftmaxCouplings, FreeCouplings, BlockCouplings)
+        own = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not isinstance(m, known)]
         unknown = f"Lipschitz constant unknown, for the given {' and '.join(own)}"
         return self._text(*parts, unknown if own else f"Lipschitz constant <= {self.contraction:g} in {where}")
-
-
-def _known(module: Any) -> bool:
-    return isinstance(module, Perceptron | SoftmaxCouplings | FreeCouplings | BlockCouplings)

@@ -120,11 +120,6 @@ def perceptron(v: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor
 # Couplings.
 
 
-def mirrored(couplings: Tensor, *, block: bool) -> Tensor:
-    """J_ji^T in the place of J_ij."""
-    return (couplings.transpose(-4, -3) if block else couplings).mT
-
-
 def as_matrix(couplings: Tensor) -> Tensor:
     """(*batch, N, N, D, D) as (*batch, N D, N D)."""
     return couplings.transpose(-3, -2).flatten(-2).flatten(-3, -2)
