@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-#: Name -> the module that has it: spins load when they are asked for.
+#: Name -> its module. Spins load at the first use of a name.
 _LAZY = {
     "EnergyLayerNorm": "energy_layer_norm",
     "EnergyTransformer": "energy_transformer",

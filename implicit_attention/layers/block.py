@@ -2,71 +2,66 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single, is_batched, uncompiled
+from .._autograd import is_batched, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..errors import ConvergenceError
-from ..fixed_point_map import PerSample, Shared
 from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..solvers.exported import check_no_evidence, is_budget
-from .block_call import BlockCall
-from .block_map import BlockMap, Draws, DrawsNumbers, Frame, StateLayout, check_leaf
+from .block_call import BlockCall, BlockMap, Draws
+from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
+from .calls import StateCall
 from .remembering import Remembering
 
-if TYPE_CHECKING:
-    from .calls import StateCall
-
-Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 Steps: TypeAlias = int | range | None
 
-#: What a block is solved by where no solver is named.
+#: The solver of a block without a solver of its own.
 DEFAULT_SOLVER = Picard(rtol=1e-3, max_steps=200)
 
 
 class Equilibrium(Remembering):
-    """A layer around any module: the state z = block(z, x, *args), found by iterating from a start, per sample.
+    """A layer around any module: the state z = block(z, x, *args), iterated from a start, per sample.
 
     One weight-tied block does the work of a stack whose depth is chosen per sample, by a solver that says whether the
-    answer has settled. What the block returns is the next state: of the shape, dtype and device of the state before.
+    answer has settled. The block returns the next state, with the shape, dtype and device of the state before.
 
     Samples: all axes of the state but the first are one sample, (B, *event): rows (B, D), sequences (B, N, D), images
-    (B, C, H, W). A state without an axis of samples, or with several, says so by `event_ndim`; the first solve with
+    (B, C, H, W). For a state without an axis of samples, or with several, pass `event_ndim`; the first solve with
     several then tries whether each leaves the others alone, and raises if not. Each sample is solved on its own, and
-    leaves the work when it is done. For that it must be known which tensors have an entry for each sample: those whose
-    first axes are the ones that number samples, and all that are wrapped in `PerSample`; others are shared, and all
-    that are wrapped in `Shared`. Only of a floating-point argument, with as many samples as the first axis of the event
-    is long, the axes do not tell: it is shared unless it is wrapped. A tensor that is taken for the wrong kind costs
-    work, as no sample leaves then, and changes no value.
+    leaves the work when it is done. For that the layer must know which tensors have an entry for each sample: those
+    whose first axes number the samples, and all that are wrapped in `PerSample`; the others, and all that are wrapped
+    in `Shared`, are shared. The axes leave one case open, a floating-point argument where the first axis of the event
+    is as long as there are samples: it is shared unless it is wrapped. A tensor of the wrong kind costs work, as no
+    sample leaves then, and changes no value.
 
-    Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). A state
-    of another shape or structure is given as `start`.
+    Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). Pass a
+    state of another shape or structure as `start`.
 
-    Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop that a block is trained as, to its end. An accelerated
-    one, `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the one that was
-    trained: measured on mazes, the longer its history, the fewer answers are right.
+    Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop of training, run to its end. An accelerated one,
+    `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the trained one: on mazes,
+    the longer its history, the fewer answers were right.
 
     Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it.
-    `steps=range(a, b)` makes a number of steps that is drawn at each call in training mode, and solves in evaluation
-    mode. A gradient through a solve is the adjoint's, exact where the solve has converged.
+    `steps=range(a, b)` makes a number of steps that each call draws in training mode, and solves in evaluation mode. A
+    gradient through a solve is the adjoint's, exact where the solve has converged.
 
     Random numbers: a block that draws some (dropout) is one function within a call: all its evaluations, in the
     backward pass too, draw the same ones, and the next call draws others. Numbers that do not come from torch's default
-    generators cannot be held.
+    generators cannot be repeated.
 
     Args:
-        block: module with forward(z, x, *args) -> z. It is kept as `.block`.
+        block: module with forward(z, x, *args) -> z; the attribute `block`.
         event_ndim: number of trailing axes of the state (of its first tensor) that form one sample; None is all but the
             first.
         start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from: a
@@ -133,13 +128,15 @@ class Equilibrium(Remembering):
         self.block = block
         self.event_ndim = None if event_ndim is None else _validate.check_integer("event_ndim", event_ndim, low=0)
         if isinstance(start, str):
-            _check_word(start)
-        self.start = start if isinstance(start, str) else _Held(start)
+            check_word(start)
+        self.start = start if isinstance(start, str) else StoredStart(start)
         self.steps = _checked_steps(steps)
         self.options = SolveOptions(
             solver=DEFAULT_SOLVER if solver is None else solver, adjoint=adjoint, on_failure=on_failure
         )
-        self._forget()
+        #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
+        self._checked: set[tuple[bool, str]] = set()
+        self._drawing: set[bool] = set()
 
     def forward(
         self,
@@ -148,14 +145,14 @@ class Equilibrium(Remembering):
         steps: Steps = None,
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
-        start: Start | None = None,
         on_failure: OnFailure | None = None,
+        start: Start | None = None,
         return_solution: bool = False,
     ) -> Any:
         """The state that the block settles in, or the one after some steps.
 
         Args:
-            x: what the block is given at every evaluation: a tensor, or a tuple or dict of tensors.
+            x: the input of the block at every evaluation: a tensor, or a tuple or dict of tensors.
             *args: further arguments of the block: tensors such as masks, numbers, None.
             steps: as for the layer, for this call. A call that names a `solver` and no steps solves.
             solver: replaces the layer's for this call.
@@ -182,70 +179,68 @@ class Equilibrium(Remembering):
                 steps = budget.max_steps
         if isinstance(steps, int) and not self.training and not return_solution:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
-            return self._found(x, args, start, steps, options)[0]
+            return self._answer(x, args, start, steps, options)[0]
         return self._on_host(x, args, start, steps, options, return_solution)
 
     @uncompiled
     def _on_host(
-        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, asked: bool
+        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, measured: bool
     ) -> Any:
-        steps = _drawn(steps) if isinstance(steps, range) else steps
-        state, solution = self._found(x, args, start, steps, options, measured=asked)
-        return (state, solution) if asked else state
+        if isinstance(steps, range):
+            # By torch's generator, so that a checkpoint draws the same number again.
+            steps = steps[int(torch.randint(len(steps), ()))]
+        answer = self._answer(x, args, start, steps, options, measured)
+        return answer if measured else answer[0]
 
-    def _found(
+    def _answer(
         self,
         x: Any,
         args: tuple[Any, ...],
         start: Start | None,
         steps: int | None,
         options: SolveOptions,
-        *,
         measured: bool = False,
     ) -> tuple[Any, Solution | Record]:
-        initial = self._initial(x, start)
+        """The state and its evidence, which the layer keeps."""
+        initial = initial_state(self.start if start is None else start, x, self.event_ndim)
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
-            # As the state is wide, so is what enters the map: autocast chooses the precision inside of it.
+            # Arguments are as wide as the state: autocast chooses the precision inside the map.
             autocast = torch.get_autocast_dtype(kind)
-            initial, x, args = (pytree.tree_map(_widened, t) for t in (initial, x, args))
+            initial, x, args = (pytree.tree_map(widened, t) for t in (initial, x, args))
             layout = StateLayout.of(initial, self.event_ndim)
         frame, inputs = Frame.of(x, args, layout)
         mode = self.training
-        while True:
-            draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
-            call = BlockCall(
-                BlockMap(self.block, layout, frame, autocast, draws),
-                initial,
-                inputs,
-                options,
-                self._asked,
-                self._on_failure(options),
-            )
-            try:
-                state, solution = call.solved() if steps is None else call.looped(steps, measured)
-                break
-            except DrawsNumbers:
-                self._draws.add(mode)
-                draws.restart()
-            except (RuntimeError, TypeError, AttributeError, ValueError) as error:
-                # What torch raises of sizes comes in words of the map.
-                raised = error.__cause__ or error
-                if isinstance(raised, ValueError):
-                    raise
-                given, own = (_told(state) for state in (initial, self._initial(x, None)))
-                if start is None or isinstance(start, str) or isinstance(error, ConvergenceError) or given == own:
-                    raise
-                failed = f"{type(self.block).__name__} takes, which raised {type(raised).__name__}"
-                required = f"be a state that {failed} (its own start has the structure {own})"
-                raise ValueError(_validate.message("start", required, given)) from error
+        draws = Draws(layout.device, known=mode in self._drawing)
+        function = BlockMap(self.block, layout, frame, autocast, draws)
+        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked)
+        try:
+            state, solution = call.solved() if steps is None else call.looped(steps, measured)
+        except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+            self._check_start(error, start, initial, x)
+            raise
         draws.finish()
+        if steps is None and draws.repeated:
+            self._drawing.add(mode)
         if isinstance(solution, Record):
             self._remember(solution)
         else:
             self._remember(None if is_batched(solution.status) else solution.report)
         return state, solution
+
+    def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:
+        """Raise an error about a `start` of this call where the block failed on its structure."""
+        # An error of torch about sizes comes in words of the map.
+        cause = error.__cause__ or error
+        named = isinstance(cause, ValueError) or isinstance(error, ConvergenceError)
+        if named or start is None or isinstance(start, str):
+            return
+        received, own = (structure(state) for state in (initial, initial_state(self.start, x, self.event_ndim)))
+        if received != own:
+            failed = f"{type(self.block).__name__} takes, which raised {type(cause).__name__}"
+            required = f"be a state that {failed} (its own start has the structure {own})"
+            raise ValueError(_validate.message("start", required, received)) from error
 
     def segments(
         self,
@@ -291,35 +286,12 @@ class Equilibrium(Remembering):
         for _ in range(count):
             state = self(x, *args, steps=steps, start=state, **options)
             yield state
-            carry: Any = functools.partial(_carried, noise=noise)
-            state = pytree.tree_map(carry, state)
-
-    # Parts of the forward.
-
-    def _initial(self, x: Any, given: Start | None) -> Any:
-        """The state to start from."""
-        start = self.start if given is None else given
-        if not isinstance(start, str):
-            return _for_samples(start() if isinstance(start, _Held) else start, x, self.event_ndim)
-        _check_word(start)
-        for leaf in pytree.tree_leaves(x):
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                received = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
-                required = f"be a tensor, or a tuple or dict of tensors, with start={start!r}"
-                remedy = "pass the state to start from as `start`"
-                raise TypeError(_validate.message("x", f"{required}, of a floating-point dtype", received, remedy))
-        made: Any = {"zeros": torch.zeros_like, "input": torch.clone, "random": torch.randn_like}[start]
-        return pytree.tree_map(made, x)
+            state = pytree.tree_map(lambda z: z.detach() + noise * torch.randn_like(z) if noise else z.detach(), state)
 
     # Housekeeping.
 
-    def _forget(self) -> None:
-        #: Modes (training or not) in which the block was asked for undeclared tensors, and was found to draw numbers.
-        self._asked: set[tuple[bool, str]] = set()
-        self._draws: set[bool] = set()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_asked": set(), "_draws": set()}
+        return {**super().__getstate__(), "_checked": set(), "_drawing": set()}
 
     def extra_repr(self) -> str:
         solver = self.options.solver
@@ -330,69 +302,12 @@ class Equilibrium(Remembering):
         return ", ".join(shown)
 
 
-class _Held(nn.Module):
-    """A state to start from, as buffers or parameters of the layer."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        leaves, spec = pytree.tree_flatten(state)
-        # The structure with a number for each tensor: a `TreeSpec` cannot be copied without a warning.
-        self.numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
-        for i, leaf in enumerate(leaves):
-            check_leaf("start", leaf)
-            if isinstance(leaf, nn.Parameter):
-                self.register_parameter(str(i), leaf)
-            else:
-                self.register_buffer(str(i), leaf.detach().clone())
-
-    def forward(self) -> Any:
-        return pytree.tree_map(lambda i: getattr(self, str(i)), self.numbered)
-
-
-def _told(state: Any) -> str:
-    """The structure of a state with the shapes of its tensors."""
-    return str(pytree.tree_map(lambda leaf: tuple(getattr(leaf, "shape", ())), state))
-
-
-def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
-    """A state for each sample of x, of one of all samples or of one: the axes of its first tensor tell."""
-    first, like = (next(iter(pytree.tree_leaves(tree)), None) for tree in (state, x))
-    if not isinstance(first, Tensor) or not isinstance(like, Tensor):
-        return state
-    event_ndim = max(like.ndim - 1, 0) if event_ndim is None else event_ndim
-    if first.ndim != event_ndim or like.ndim <= event_ndim:
-        return state
-    lead, event = like.shape[: like.ndim - event_ndim], like.shape[like.ndim - event_ndim :]
-
-    def expanded(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        own = leaf.shape
-        if leaf.ndim == event_ndim:
-            own = torch.Size(b if a == 1 else a for a, b in zip(own, event, strict=True))
-        return leaf.expand(*lead, *own)
-
-    return pytree.tree_map(expanded, state)
-
-
-def _widened(leaf: Any) -> Any:
-    """A tensor, wrapped or not, in float32 where it has half precision."""
-    if isinstance(leaf, PerSample | Shared):
-        return type(leaf)(pytree.tree_map(at_least_single, leaf.value))
-    return at_least_single(leaf)
-
-
-def _carried(z: Tensor, noise: float) -> Tensor:
-    """Return the start of the next segment."""
-    return z.detach() + noise * torch.randn_like(z) if noise else z.detach()
-
-
 def _check_block(block: Any) -> None:
     remedy = "wrap a function in a module, or use solve with a FixedPointMap"
     _validate.check_instance("block", block, nn.Module, "be an nn.Module", remedy)
     try:
         taken = inspect.signature(block.forward)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # a forward that is not written in Python
         return
     kinds = [parameter.kind for parameter in taken.parameters.values()]
     count = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
@@ -400,10 +315,6 @@ def _check_block(block: Any) -> None:
         remedy = "wrap it in a module whose forward(z, x) returns the next state, such as torch.tanh(layer(z) + x)"
         received = f"{type(block).__name__}, which takes {taken}"
         raise TypeError(_validate.message("block", "take a state and an input, block(z, x)", received, remedy))
-
-
-def _check_word(start: str) -> None:
-    _validate.check_choice("start", start, ("zeros", "input", "random"))
 
 
 def _checked_steps(steps: Any) -> Steps:
@@ -415,8 +326,3 @@ def _checked_steps(steps: Any) -> Steps:
         return steps
     count: int = _validate.check_integer("steps", steps, low=0, remedy="None solves")
     return count
-
-
-def _drawn(steps: range) -> int:
-    """One of the numbers, by torch's generator, so that a checkpoint draws the same one again."""
-    return steps[int(torch.randint(len(steps), ()))]

@@ -1,60 +1,71 @@
-"""One call of an `Equilibrium`: its fixed point by `solve`, or the state after some steps by a bare loop."""
+"""One call of an `Equilibrium`: its map, solved for a fixed point, or iterated for some steps by a bare loop."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import Self
 
-from .._autograd import HALF, at_least_single, is_batched
+from .. import _validate
+from .._autograd import HALF, at_least_single, is_batched, same, transforms_active
 from .._norm import norm
 from .._solve import solve
 from ..adjoints import Adjoint, Implicit, Unrolled
-from ..fixed_point_map import PerSample, Shared
+from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
+from ..problem import counted_copy, writes_to
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
+from ..solvers._rows import stay_where
 from ..status import Status
-from .block_map import BlockMap, BlockProblem
+from .block_state import Frame, StateLayout
 
-#: What the adjoint is solved to where autocast makes its products in half precision.
+#: The tolerance of the adjoint where autocast makes its products in half precision.
 HALF_RTOL = 1e-2
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One call of the layer: the map, where it starts, and what it reads."""
+    """One call of the layer.
 
-    def __init__(
-        self,
-        function: BlockMap,
-        initial: Any,
-        inputs: tuple[PerSample | Shared, ...],
-        options: SolveOptions,
-        asked: set[tuple[bool, str]],
-        on_failure: Any,
-    ) -> None:
-        self.on_failure = on_failure
-        self.map, self.initial, self.inputs, self.options, self.asked = function, initial, inputs, options, asked
-        self.tensors = tuple(given.value for given in inputs)
+    Attributes:
+        map: the map of the block.
+        initial: the state where it starts.
+        inputs: the tensors among its arguments.
+        options: how it is solved.
+        on_failure: the treatment of failures by the layer.
+        checked: the modes of the block in which `BlockProblem` passed its checks.
+    """
+
+    map: BlockMap
+    initial: Any
+    inputs: tuple[PerSample | Shared, ...]
+    options: SolveOptions
+    on_failure: Any
+    checked: set[tuple[bool, str]]
 
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
-        """The fixed point, or what `solver` and `adjoint` make in its place."""
+        """The fixed point by the solver and adjoint of the layer, or by these."""
         layout, options = self.map.layout, self.options
-        problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, asked=self.asked)
+        problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
         packed = layout.pack(self.initial)
+        # Products in half precision carry no more.
+        in_half = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else None
         if not torch.compiler.is_exporting():
             problem.check_axes(packed)
         solution = solve(
             problem,
             packed,
-            solver=options.effective_solver if solver is None else solver,
-            adjoint=self._adjoint() if adjoint is None else adjoint,
+            solver=solver or options.effective_solver,
+            adjoint=adjoint or options.effective_adjoint or in_half,
             on_failure=self.on_failure,
         )
         state = layout.unpack(solution.value)
@@ -64,31 +75,22 @@ class BlockCall:
             state = pytree.tree_map(lambda t: t.to(layout.dtype), state)
         return state, solution
 
-    def _adjoint(self) -> Adjoint | None:
-        adjoint = self.options.effective_adjoint
-        if adjoint is None and self.map.autocast in HALF:
-            # Products in half precision carry no more.
-            return Implicit(GMRES(rtol=HALF_RTOL))
-        return adjoint
-
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
-        """The state after plain steps, by a bare loop: what a loop written by hand costs."""
+        """The state after plain steps, by a bare loop at the cost of a loop written by hand."""
         state, layout = self.initial, self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
-        arguments = self.map.frame.filled(self.tensors)
+        arguments = self._arguments()
         for _ in range(steps):
             mapped = self.map.step(state, arguments)
             state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
         detached = pytree.tree_map(lambda z: z.detach(), state)
-        finite = layout.per_sample(torch.isfinite, detached)
+        finite = layout.finite(detached)
         if not torch.compiler.is_compiling() and not is_batched(finite) and not bool(finite.all()):
-            # Their gradient, 0 * NaN, must not reach what all samples share.
-            budget = Picard(rtol=0, atol=0, max_steps=steps, damping=damping)
-            return self.solved(budget, Unrolled())
-        residual = (
-            self._residual(detached) if measured else finite.new_full(finite.shape, torch.nan, dtype=torch.float32)
-        )
+            # Their gradient, 0 * NaN, must not reach the tensors that all samples share.
+            return self.solved(Picard(rtol=0, atol=0, max_steps=steps, damping=damping), Unrolled())
+        unknown = finite.new_full(finite.shape, torch.nan, dtype=torch.float32)
+        residual = self._residual(detached) if measured else unknown
         count = torch.full_like(finite, steps, dtype=torch.int32)
         status = torch.full_like(count, int(Status.BUDGET if steps else Status.EXPLICIT), dtype=torch.int8)
         status = status.masked_fill(~finite, int(Status.DIVERGED))
@@ -100,19 +102,17 @@ class BlockCall:
             return state, Solution(record, adjoint, solver.remedies, value=state)
         return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=layout.pack(state))
 
+    def _arguments(self) -> Any:
+        return self.map.frame.filled(tuple(wrapped.value for wrapped in self.inputs))
+
     @torch.no_grad()
     def _residual(self, state: Any) -> Tensor:
         """|f(z) - z| of every sample at a state without graph."""
-        layout, autocast = self.map.layout, self.map.autocast
-        precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if autocast is not None:
-            # What is cast here has no graph, and must not be kept for evaluations that need one.
-            precision = torch.autocast(layout.device.type, autocast, cache_enabled=False)
-        with precision:
-            mapped = self.map.step(state, self.map.frame.filled(self.tensors))
+        layout = self.map.layout
+        with self.map.precision():
+            mapped = self.map.step(state, self._arguments())
         change = at_least_single(layout.pack(mapped)) - at_least_single(layout.pack(state))
-        flat = change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :]))
-        return norm(flat)
+        return norm(change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :])))
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
@@ -131,3 +131,186 @@ class BlockSolution(Solution):
         """(*lead), residual / |value|_2, over all tensors of the state."""
         size = norm(self.packed.detach())
         return torch.where(self.residual == 0, 0.0, self.residual / size)
+
+
+class BlockMap(nn.Module):
+    """f(z, *tensors) of one tensor z: the state is unpacked, and the arguments are put in their places.
+
+    Args:
+        block: z, x, *args -> z.
+        layout: of the state.
+        frame: of (x, *args), whose tensors are arguments of the map.
+        autocast: the dtype in which autocast runs the block, or None.
+        draws: the random numbers of the call.
+    """
+
+    def __init__(
+        self, block: nn.Module, layout: StateLayout, frame: Frame, autocast: torch.dtype | None, draws: Draws
+    ) -> None:
+        super().__init__()
+        self.block, self.layout, self.frame, self.autocast, self.draws = block, layout, frame, autocast, draws
+        self.__name__ = type(block).__name__
+        #: Holds an entry once the block was evaluated; copies of this module share the list.
+        self.evaluated: list[bool] = []
+
+    def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
+        """The map in a solve, around which autocast is off."""
+        with self.precision():
+            return self.layout.pack(self.step(self.layout.unpack(z), self.frame.filled(tensors)))
+
+    def precision(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which autocast runs the block as it would around the call."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        # A weight that is cast without a graph, and kept, would have none where one is needed.
+        return torch.autocast(self.layout.device.type, self.autocast, cache_enabled=False)
+
+    def step(self, state: Any, arguments: tuple[Any, ...]) -> Any:
+        """The next state for (x, *args); an error where the block writes to them, which at first are copies."""
+        cast = self.autocast is not None
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            result = self.draws.evaluate(self.block, state, *arguments)
+            return self.layout.check_output(self.__name__, result, state, cast=cast)
+        own = pytree.tree_map_only(Tensor, lambda t: t, (state, arguments))
+        first = not self.evaluated
+        passed = pytree.tree_map_only(Tensor, counted_copy, own) if first else own
+        pairs = [
+            (name, old, new, writes_to(new))
+            for name, olds, news in zip(("state", "arguments"), own, passed, strict=True)
+            for old, new in zip(pytree.tree_leaves(olds), pytree.tree_leaves(news), strict=True)
+            if isinstance(new, Tensor)
+        ]
+        result = self.draws.evaluate(self.block, passed[0], *passed[1])
+        for name, old, new, before in pairs:
+            # Torch does not count writes past it (by numpy, through `.data`).
+            visible = first and new.device.type == "cpu" and not transforms_active()
+            if writes_to(new) != before or (visible and not same(new, old)):
+                required, received = f"leave its {name} as they are", f"a block that works on its {name} in place"
+                if name == "state":
+                    required, received = "leave its state as it is", "a map that works on it in place"
+                remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
+                raise ValueError(_validate.message(self.__name__, required, received, remedy))
+        if first:
+            self.evaluated.append(True)
+        return self.layout.check_output(self.__name__, result, state, cast=cast)
+
+
+#: The remedies for a block that failed: an accelerated method may settle elsewhere than the loop of its training.
+TRAINED = (
+    "train it with numbers of steps that are drawn (steps=range(a, b)), or hold Anderson(history=1) against the loop "
+    "first: it may settle elsewhere"
+)
+LEVERS = {
+    Status.MAX_STEPS: "raise max_steps, ",
+    Status.STALLED: "use a larger rtol or a wider dtype, ",
+    Status.DIVERGED: "",
+}
+
+
+class BlockProblem(FixedPointMap):
+    """The fixed points of a `BlockMap`. Whether it reads undeclared tensors is checked once per layer and mode."""
+
+    if_random = (
+        "numbers that come from numpy or a Generator of its own cannot be held: draw them from torch's default "
+        "generators, which are held for a call, or call eval()"
+    )
+
+    def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[bool, str]]) -> None:
+        super().__init__(function, *inputs, event_ndim=event_ndim)
+        self.checked, self.mode, self.draws = checked, function.block.training, function.draws
+
+    def select(self, index: Tensor) -> Self | None:
+        # For fewer samples the block would draw other numbers.
+        return None if self.draws.repeated else super().select(index)
+
+    def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
+        advice = super().advice(remedies)
+        return advice | {status: f"{levers}{TRAINED}" for status, levers in LEVERS.items() if status in advice}
+
+    @torch.no_grad()
+    def check_axes(self, z: Tensor) -> None:
+        """Raise where one of several axes that number samples mixes them: some samples move, and others follow."""
+        lead = z.shape[: z.ndim - self.event_ndim]
+        key = (self.mode, f"{len(lead)} axes")
+        if len(lead) < 2 or z.numel() == 0 or key in self.checked or transforms_active():
+            return
+        mapped = self.apart().fixed_point_map(z)
+        for axis, count in enumerate(lead):
+            at = torch.arange(count, device=z.device) < (count + 1) // 2
+            moved = at.reshape((count, *(1,) * (len(lead) - axis - 1))).expand(lead)
+            if count > 1 and not stay_where(self, moved, ~moved, z, mapped):
+                required = f"leave to the samples what their entries read of each other along axis {axis} of the state"
+                received = f"event_ndim={self.event_ndim} for the shape {tuple(z.shape)}"
+                remedy = f"pass event_ndim={z.ndim - axis}, or leave it out for all axes but the first"
+                raise ValueError(_validate.message("event_ndim", required, received, remedy))
+        self.checked.add(key)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        # A tensor that the block closes over may require grad since.
+        key = (self.mode, self._read_by())
+        if key not in self.checked or transforms_active():
+            super().check_undeclared(z)
+            self.checked.add(key)
+
+
+class Draws:
+    """The random numbers of a block, which are the same at every evaluation of one call, its backward pass included.
+
+    A block that draws some moves the generators of torch (of the CPU and of the state's device) at its first
+    evaluation. As torch.utils.checkpoint does, every later evaluation starts them where the first one did. Generators
+    of the block's own, of numpy or of Python are not seen.
+
+    Args:
+        device: of the state.
+        known: whether the block is known to draw.
+    """
+
+    def __init__(self, device: torch.device, *, known: bool) -> None:
+        self.device = device
+        #: Where the first evaluation starts the generators, and where it leaves them; None for a block that draws none.
+        self.before = _generators(device) if known else None
+        self.after: list[Tensor] | None = None
+        self.watching = not known
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the block draws numbers, the same ones at each evaluation."""
+        return self.before is not None
+
+    def evaluate(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments) with the numbers of this call."""
+        if torch.compiler.is_compiling() or (self.before is None and not self.watching):
+            return function(*arguments)
+        outside = _generators(self.device)
+        if self.before is None:
+            result, after = function(*arguments), _generators(self.device)
+            self.watching = False
+            if not all(map(torch.equal, outside, after)):
+                self.before, self.after = outside, after
+                _set_generators(self.device, outside)
+            return result
+        try:
+            _set_generators(self.device, self.before)
+            result = function(*arguments)
+            self.after = self.after or _generators(self.device)
+        finally:
+            _set_generators(self.device, outside)
+        return result
+
+    def finish(self) -> None:
+        """Leave the generators where one evaluation leaves them, so that the next call draws other numbers."""
+        if self.after is not None:
+            _set_generators(self.device, self.after)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_generators(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)

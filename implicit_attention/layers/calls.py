@@ -1,7 +1,7 @@
-"""Return types of the layers' calls, for type checkers and editors: a tensor, unless more is asked for.
+"""Types of the layers' options and calls, for type checkers and editors: a call returns a tensor by default.
 
-`nn.Module` says of every call that it returns anything. A layer declares its `__call__` by `plain`, for type checkers
-alone: at run time it is that of `nn.Module`, with its hooks.
+The call of `nn.Module` has the return type `Any`. A layer declares its `__call__` by `plain`, for type checkers alone:
+at run time it is that of `nn.Module`, with its hooks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
@@ -19,7 +20,7 @@ P = ParamSpec("P")
 
 
 class PlainCall(Protocol[P]):
-    """The call of a layer: of the arguments of its `forward` P, and a tensor where none of them asks for more."""
+    """The call of a layer with the arguments P of its `forward`: it returns a tensor, unless one requests more."""
 
     @overload
     def __call__(self, *args: Any, return_solution: bool, **options: Any) -> Any: ...
@@ -42,14 +43,33 @@ def plain(forward: Callable[Concatenate[Any, P], Any]) -> PlainCall[P]:
     raise NotImplementedError
 
 
-class StepKeywords(TypedDict, total=False):
-    """Options of one call of `Equilibrium`."""
+class Place(TypedDict, total=False):
+    """The place and precision of the parameters of a module."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Masks(TypedDict, total=False):
+    """Which tokens read which, and which tokens exist."""
+
+    mask: Tensor | None
+    key_mask: Tensor | None
+
+
+class TieKeywords(TypedDict, total=False):
+    """Options of an `Equilibrium`, and of one call of it, beside its start."""
 
     steps: int | range | None
     solver: Solver | None
     adjoint: Adjoint | None
-    start: Any
     on_failure: Any
+
+
+class StepKeywords(TieKeywords, total=False):
+    """Options of an `Equilibrium`, and of one call of it."""
+
+    start: Any
 
 
 class StateCall(Protocol):

@@ -1,4 +1,4 @@
-"""Causal tokens: solved one after the other, each given those before it, or at once, each stopping on its own."""
+"""Causal tokens, solved one after the other given their predecessors, or at once, where each stops on its own."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import backward_running, host_may_look, in_own_precision, transforms_active
+from .._autograd import backward_running, host_may_look, in_own_precision
 from .._reporting import report_failures
 from .._solve import solve
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint, Unrolled
-from ..energies.causal_tokens import CausalDynamics, CausalTokens
+from ..energies.causal_tokens import CausalTokens
 from ..errors import ConvergenceError
 from ..failure_policy import located
 from ..options import SolveOptions
-from ..potentials import Potential, TokenAttention
-from ..potentials.layer_norm import LayerNormPotential
-from ..problem import Evaluation, TokenOrder, widened
+from ..problem import TokenOrder, widened
 from ..solution import AdjointReport, Record, Solution, SolveReport
 from ..solvers import Picard, Solver
 from ..status import Status
@@ -58,9 +55,9 @@ def solve_in_order(
 ) -> InOrder:
     """The fixed point of a causal problem, token by token: N problems of one token, given the keys of those before it.
 
-    No later token is looked at, so that the bits of a token do not depend on any, and tokens may be added later: with
-    the `keys` of this answer in the next problem. Where the fixed point is unique it is that of `solve(problem, ...)`;
-    where a token has several, either may find another.
+    The bits of a token depend on no later token, and tokens may be added later, with the `keys` of this answer in the
+    next problem. A unique fixed point is that of `solve(problem, ...)`; of several, the two functions may find
+    different ones.
 
     Args:
         problem: a `CausalTokens`.
@@ -68,7 +65,7 @@ def solve_in_order(
         solver: as of `solve`, for every token.
         adjoint: as of `solve`; gradients flow from each token to all earlier ones through their keys.
         impl: as of `solve`.
-        on_failure: as of `solve`; an error says which token it is about.
+        on_failure: as of `solve`; an error names its token.
 
     Returns:
         An `InOrder`: the tokens, the keys, and how each token was solved.
@@ -127,47 +124,30 @@ def solve_in_order(
 
 @in_own_precision
 def keys_at(problem: CausalTokens, x: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
-    """The keys of solved tokens, NaN of those that are not finite, without gradient there: 0 * NaN would be NaN."""
+    """The keys of solved tokens; those of tokens that are not finite are NaN without gradient: 0 * NaN would be NaN."""
     finite = x.isfinite().all(-1, keepdim=True)
     keys = problem.attention.keys_of(problem.activation(x.where(finite, 0.0)))
     return keys.where(finite.unsqueeze(-3), torch.nan)
 
 
-class CausalSteps(CausalDynamics):
-    """`CausalDynamics` whose steps are, by choice, computed again when a backward pass needs them."""
-
-    def __init__(
-        self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential, recompute: bool
-    ) -> None:
-        super().__init__(lagrangian, attention, memory)
-        self.recompute = recompute
-
-    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
-        # The hooks of torch's checkpointing are refused inside torch.func.
-        if not self.recompute or transforms_active() or not torch.is_grad_enabled():
-            return super().evaluate(z, energy=energy)
-        mapped: Tensor = checkpoint(self.fixed_point_map, z, use_reentrant=False, preserve_rng_state=False)
-        return Evaluation(mapped, None)
-
-
-# What a layer needs whose tokens are solved at once, each stopping on its own.
+# For layers whose tokens are solved at once, each stopping on its own.
 
 
 class Lost(NamedTuple):
-    """Tokens, (*batch, heads, N), without an answer, as they, or tokens that they read, hold numbers that are none."""
+    """Tokens, (*batch, heads, N), without an answer: they, or tokens that they read, are not finite."""
 
     tokens: Tensor
 
     def fill(self, x: Tensor, value: float = 0.0, *, trailing: int = 1) -> Tensor:
-        """x, (*#batch, heads, N, ...) with so many trailing axes, with `value` at these tokens."""
+        """x, (*#batch, heads, N, ...) with as many further axes as `trailing` says, with `value` at these tokens."""
         return torch.where(self.tokens[(..., *(None,) * trailing)], value, x)
 
     def in_output(self, x: Tensor) -> Tensor:
-        """x, (*batch, N, dim), with NaN at these tokens; what heads were merged to, whose weights must read none."""
+        """x, (*batch, N, dim), the output of merged heads, with NaN at these tokens."""
         return x.masked_fill(self.tokens.any(-2)[..., None], torch.nan)
 
-    def told(self, report: SolveReport, on_failure: Any, what: str, event: int = 0) -> SolveReport:
-        """The report in which problems with such tokens are NONFINITE, once that was raised or warned of.
+    def report(self, report: SolveReport, on_failure: Any, layer: str, event: int = 0) -> SolveReport:
+        """The report in which problems with such tokens are NONFINITE, after an error or a warning about them.
 
         event: number of axes of `tokens` that belong to one problem, beside that of the tokens.
         """
@@ -178,12 +158,12 @@ class Lost(NamedTuple):
         only = record._replace(status=status.masked_fill(~failed, int(Status.CONVERGED)))
         if not backward_running():
             remedies = {Status.NONFINITE: "look for NaN and infinities; tokens before the first of them are answered"}
-            report_failures(on_failure, what, only, remedies, site=site)
+            report_failures(on_failure, layer, only, remedies, site=site)
         return SolveReport(record, report.adjoint, report.remedies)
 
 
 def without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x, (..., D), with 0 in the place of tokens that are not finite, and which these are, (...).
+    """x, (..., D), with 0 in the place of tokens that are not finite, and these tokens, (...).
 
     0 * NaN is NaN: in products and in gradients of weights such a token would spoil those before it.
     """
@@ -194,7 +174,7 @@ def without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lost_tokens(order: TokenOrder, sites: Tensor | None, own: Tensor) -> Lost | None:
-    """Which tokens, (*batch, heads, N), are lost by their `own` numbers, and those that read them; None for none.
+    """The tokens (*batch, heads, N) that are lost by their `own` numbers, and those that read them; None for none.
 
     sites: which tokens exist, (*#batch, #heads, N), or None for all.
     """
@@ -204,7 +184,7 @@ def lost_tokens(order: TokenOrder, sites: Tensor | None, own: Tensor) -> Lost | 
     return Lost(tokens if sites is None else tokens & sites)
 
 
-# What a layer needs for calls of its own.
+# For calls of an `EnergyTransformer`.
 
 _CAUSAL = "make the layer with causal=True"
 
@@ -227,7 +207,7 @@ def check_causal_call(
 
 
 def check_cachable(layer: Any) -> None:
-    """Raise for an `EnergyTransformer` whose tokens cannot be solved after others."""
+    """Raise unless an `EnergyTransformer` can solve its tokens after those of a cache."""
     _validate.require(layer.causal, "causal", "be True for a cache", layer.causal, _CAUSAL)
     required = "be 'equilibrium' for a cache: published steps read earlier tokens as they are at every step"
     _validate.require(layer.mode != "published", "mode", required, "'published'", "call the layer on all tokens")
@@ -242,9 +222,9 @@ def pairs_that_exist(
         return None, mask
     every = torch.ones((), dtype=torch.bool, device=x.device)
     parts = ((before, 0 if cache is None else cache.length), (key_mask, x.shape[-2]))
-    of_parts = [(every if m is None else m).expand(*x.shape[:-2], n) for m, n in parts]
-    pairs = of_parts[1][..., :, None] & torch.cat(of_parts, dim=-1)[..., None, :]
-    return of_parts[1], pairs if mask is None else mask & pairs
+    earlier, own = ((every if m is None else m).expand(*x.shape[:-2], n) for m, n in parts)
+    pairs = own[..., :, None] & torch.cat([earlier, own], dim=-1)[..., None, :]
+    return own, pairs if mask is None else mask & pairs
 
 
 def solve_tokens(
@@ -256,7 +236,7 @@ def solve_tokens(
     cache: KeyValueCache | None,
     key_mask: Tensor | None,
 ) -> Solution:
-    """The solution in either order, of tokens one after the other with a record of each; they are added to the cache.
+    """The solution in either order, with a record of each token for "tokens"; the tokens are added to the cache.
 
     The default solver makes plain steps. Without an energy that guards it Anderson failed where these converge: at
     N 32, D 64 and weights of standard deviation 0.02, memories of 0.1, in 3 of 4 samples within 1,000 steps, of which
@@ -272,11 +252,11 @@ def solve_tokens(
     if order == "together":
         solution = solve(problem, initial, solver=solver, **how)
     else:
-        found = solve_in_order(problem, initial, solver=solver, **how)
-        report = found.report
-        solution = Solution(report.record, report.adjoint, report.remedies, value=found.value)
+        answer = solve_in_order(problem, initial, solver=solver, **how)
+        report = answer.report
+        solution = Solution(report.record, report.adjoint, report.remedies, value=answer.value)
     if cache is not None:
         evals = solution.num_evals[..., None] if order == "together" else solution.num_evals
-        held = cache.with_new(keys_at(problem, solution.value), None, key_mask)
-        cache.commit(held, solution.value.unsqueeze(-3), evals.unsqueeze(-2))
+        contents = cache.with_new(keys_at(problem, solution.value), None, key_mask)
+        cache.commit(contents, solution.value.unsqueeze(-3), evals.unsqueeze(-2))
     return solution

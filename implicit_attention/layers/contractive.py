@@ -17,7 +17,7 @@ SQUARINGS = 5
 
 
 class _Bounded(nn.Module):
-    """W -> W min(1, bound / s): no state, and no iteration to be run in training alone."""
+    """W -> W min(1, bound / s), without a state, in training and evaluation alike."""
 
     def __init__(self, bound: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Bounded(nn.Module):
 
 def bounded(weight: Tensor, bound: float) -> Tensor:
     """W min(1, bound / s) of matrices W, with s >= |W|_2: none has a norm above `bound`."""
-    # Of a norm that is kept away from zero, whose quotient would have no gradient.
+    # At a norm of zero the quotient would have no gradient.
     return weight * (bound / norm_bound(weight).clamp(min=bound))[..., None, None]
 
 
@@ -62,8 +62,8 @@ def norm_bound(weight: Tensor) -> Tensor:
         gram, share = gram @ gram, share / 2
     size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).clamp(min=tiny)
     # Rounded up, so that rounding exceeds no bound.
-    found: Tensor = scale * torch.exp(log + share * size.log()) * (1 + 16 * torch.finfo(weight.dtype).eps)
-    return found[..., 0, 0]
+    norm: Tensor = scale * torch.exp(log + share * size.log()) * (1 + 16 * torch.finfo(weight.dtype).eps)
+    return norm[..., 0, 0]
 
 
 def contractive(module: M, bound: float = 0.9, name: str = "weight") -> M:

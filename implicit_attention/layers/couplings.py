@@ -8,11 +8,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, host_may_look_at_constant
 from ..spins import LowRank
 from ..spins.system import TILE
+from .calls import Place
 from .projections import Rotary
 
 #: Couplings by name, or any function of the field (*batch, heads, N, head_dim) with values (*batch, heads, N, N).
@@ -25,7 +27,7 @@ class Couplings(nn.Module):
     `pairs`, boolean, broadcasts to J: True = site i reads site j. J is zero elsewhere. Where `pairwise` is False it is
     `forward(field, sites)` -> `LowRank`, and `sites`, boolean or None, says which sites exist.
 
-    Not for a function at hand: any callable h -> J may be given to the layer as it is.
+    Not for a function at hand: the layer takes any callable h -> J as it is.
 
     Examples:
         >>> import torch
@@ -52,6 +54,7 @@ class SoftmaxCouplings(Couplings):
         rotary: turns q and k by their positions 0, 1, ...
         mean_of_orders: J = (A + A^T)/2 in place of A, symmetric, over pairs that may be read in both orders; its rows
             add up to 1 in the mean only.
+        **place: device and dtype of the parameters.
 
     Not for couplings that do not depend on the input: use `FreeCouplings`.
 
@@ -72,24 +75,21 @@ class SoftmaxCouplings(Couplings):
         scale: float | None = None,
         rotary: Rotary | None = None,
         mean_of_orders: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **place: Unpack[Place],
     ) -> None:
         super().__init__()
         self.scale = head_dim**-0.5 if scale is None else _validate.check_number("scale", scale)
         self.rotary, self.symmetric = rotary, mean_of_orders
-        self.q_weight, self.k_weight = (
-            nn.Parameter(_drawn(heads, head_dim, device=device, dtype=dtype)) for _ in range(2)
-        )
+        self.q_weight, self.k_weight = (_weight(heads, head_dim, head_dim, **place) for _ in range(2))
 
     def keys(self, field: Tensor, first: int = 0) -> Tensor:
         """k of sites that begin at the position `first`."""
-        return self._placed(field, self.k_weight, first)
+        return _projected(field, self.k_weight, self.rotary, first)
 
     def forward(self, field: Tensor, pairs: Tensor, keys: Tensor | None = None) -> Tensor:
-        """J; with `keys` of sites before and of these, (*batch, heads, N, M), what `pairs` (N, M) of them read."""
+        """J; with the `keys` of earlier sites and of these it is (*batch, heads, N, M), as are the `pairs` (N, M)."""
         keys = self.keys(field) if keys is None else keys
-        q = self._placed(field, self.q_weight, keys.shape[-2] - field.shape[-2])
+        q = _projected(field, self.q_weight, self.rotary, keys.shape[-2] - field.shape[-2])
         pairs = pairs & pairs.mT if self.symmetric else pairs
         scores = self.scale * q @ keys.mT
         if host_may_look_at_constant(pairs) and bool(pairs.any(-1).all()):
@@ -97,14 +97,6 @@ class SoftmaxCouplings(Couplings):
         else:
             rows = torch.softmax(scores.masked_fill(~_normalised_over(pairs), -torch.inf), -1).masked_fill(~pairs, 0.0)
         return mean_of_orders(rows) if self.symmetric else rows
-
-    def _placed(self, field: Tensor, weight: Tensor, first: int) -> Tensor:
-        # Outside autocast the field may be in a lower precision than the weights.
-        found = field.to(weight.dtype) @ weight
-        if self.rotary is None:
-            return found
-        turned: Tensor = self.rotary(found, torch.arange(first, first + found.shape[-2], device=found.device))
-        return turned
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}" + (", (A + A^T)/2" if self.symmetric else "")
@@ -124,6 +116,7 @@ class SymmetricCouplings(Couplings):
         head_dim: D.
         scale: of the scores, default 1/sqrt(D).
         rotary: turns q by its positions 0, 1, ...
+        **place: device and dtype of the parameters.
 
     Not for tokens that may be read without reading: only pairs that exist in both orders are coupled.
 
@@ -145,20 +138,17 @@ class SymmetricCouplings(Couplings):
         *,
         scale: float | None = None,
         rotary: Rotary | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **place: Unpack[Place],
     ) -> None:
         super().__init__()
         self.scale = head_dim**-0.5 if scale is None else _validate.check_number("scale", scale)
         self.rotary = rotary
-        self.weight = nn.Parameter(_drawn(heads, head_dim, device=device, dtype=dtype))
+        self.weight = _weight(heads, head_dim, head_dim, **place)
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
         pairs = pairs & pairs.mT
-        q = field.to(self.weight.dtype) @ self.weight
-        if self.rotary is not None:
-            q = self.rotary(q, torch.arange(field.shape[-2], device=field.device))
-        # Of both orders the same bits, whatever the kernel's order of sums.
+        q = _projected(field, self.weight, self.rotary)
+        # Both orders get the same bits, whatever the kernel's order of sums.
         scores = mean_of_orders(self.scale * q @ q.mT)
         log_z = torch.logsumexp(scores.masked_fill(~_normalised_over(pairs), -torch.inf), -1) / 2
         return torch.exp((scores - (log_z[..., :, None] + log_z[..., None, :])).masked_fill(~pairs, -torch.inf))
@@ -174,6 +164,7 @@ class FreeCouplings(Couplings):
         heads: number of heads.
         sites: N.
         scale: standard deviation at the start, default 1/sqrt(sites), at which fields do not grow with N.
+        **place: device and dtype of the parameters.
 
     Not for inputs of different lengths.
 
@@ -185,19 +176,11 @@ class FreeCouplings(Couplings):
         torch.Size([2, 3, 3])
     """
 
-    def __init__(
-        self,
-        heads: int,
-        sites: int,
-        *,
-        scale: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, heads: int, sites: int, *, scale: float | None = None, **place: Unpack[Place]) -> None:
         super().__init__()
         self.sites = _validate.check_integer("sites", sites, low=1)
         scale = sites**-0.5 if scale is None else _validate.check_number("scale", scale, low=0.0)
-        self.weight = nn.Parameter(scale * torch.randn(heads, sites, sites, device=device, dtype=dtype))
+        self.weight = nn.Parameter(scale * torch.randn(heads, sites, sites, **place))
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
         required = f"have as many tokens as sites={self.sites}, which have couplings of their own"
@@ -219,6 +202,7 @@ class LowRankCouplings(Couplings):
         heads: number of heads.
         head_dim: D.
         rank: width of q, default D.
+        **place: device and dtype of the parameters.
 
     Not for couplings that a mask or an order of tokens limits: use `SymmetricCouplings` or `SoftmaxCouplings`.
 
@@ -232,19 +216,10 @@ class LowRankCouplings(Couplings):
 
     symmetric, pairwise = True, False
 
-    def __init__(
-        self,
-        heads: int,
-        head_dim: int,
-        *,
-        rank: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, heads: int, head_dim: int, *, rank: int | None = None, **place: Unpack[Place]) -> None:
         super().__init__()
         self.rank = head_dim if rank is None else _validate.check_integer("rank", rank, low=1)
-        drawn = head_dim**-0.5 * torch.randn(heads, head_dim, self.rank, device=device, dtype=dtype)
-        self.weight = nn.Parameter(drawn)
+        self.weight = _weight(heads, head_dim, self.rank, **place)
 
     def forward(self, field: Tensor, sites: Tensor | None = None) -> LowRank:
         q = at_least_single(field.to(self.weight.dtype) @ self.weight)
@@ -279,18 +254,17 @@ class GivenCouplings(Couplings):
         self.symmetric = bool(getattr(function, "symmetric", False))
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
-        made = self.function(field)
-        _validate.check_float_tensor("couplings", made, min_ndim=2)
-        count = field.shape[-2]
-        shape = (*field.shape[:-1], count)
-        _validate.check_broadcast("couplings", made.shape, shape, "(*batch, heads, N, N)")
-        required, received = f"end with the axes (N, N) = {(count, count)}", f"shape {tuple(made.shape)}"
-        _validate.require(made.shape[-2:] == (count, count), "couplings", required, received)
-        return made.masked_fill(~pairs, 0.0)
+        couplings = self.function(field)
+        _validate.check_float_tensor("couplings", couplings, min_ndim=2)
+        count, shape = field.shape[-2], couplings.shape
+        _validate.check_broadcast("couplings", shape, (*field.shape[:-1], count), "(*batch, heads, N, N)")
+        required, received = f"end with the axes (N, N) = {(count, count)}", f"shape {tuple(shape)}"
+        _validate.require(shape[-2:] == (count, count), "couplings", required, received)
+        return couplings.masked_fill(~pairs, 0.0)
 
 
 def chosen(
-    given: Any,
+    choice: Any,
     method: Any,
     heads: int,
     head_dim: int,
@@ -298,39 +272,38 @@ def chosen(
     causal: bool,
     rotary: Rotary | None,
     sites: int | None,
-    **made: Any,
+    **place: Unpack[Place],
 ) -> Couplings:
     """The couplings that a `CouplingChoice` means, for a method, or None where that is still to be chosen."""
-    if given == "free":
+    if choice == "free":
         remedy = "pass sites=N"
         _validate.require(sites is not None, "sites", "be the number of tokens for couplings='free'", None, remedy)
         _validate.require(rotary is None, "rotary", "be None for couplings='free', which make no queries", rotary)
         assert sites is not None
-        return FreeCouplings(heads, sites, **made)
+        return FreeCouplings(heads, sites, **place)
     _validate.require(sites is None, "sites", "be None unless couplings='free'", sites)
-    if given == "softmax":
+    if choice == "softmax":
         # Without a method, softmax is a mean of both orders, unless it is causal.
         twofold = not causal and getattr(method, "symmetric", True)
-        return SoftmaxCouplings(heads, head_dim, rotary=rotary, mean_of_orders=twofold, **made)
-    if given == "low_rank":
-        required = "be False for couplings='low_rank', by which all tokens read each other"
+        return SoftmaxCouplings(heads, head_dim, rotary=rotary, mean_of_orders=twofold, **place)
+    if choice in ("low_rank", "symmetric"):
+        read = "all tokens read each other" if choice == "low_rank" else "both tokens of a pair read each other"
+        required = f"be False for couplings={choice!r}, by which {read}"
         _validate.require(not causal, "causal", required, causal, "use couplings='softmax'")
-        required = "be None for couplings='low_rank'"
-        _validate.require(rotary is None, "rotary", required, rotary, "use couplings='symmetric'")
-        return LowRankCouplings(heads, head_dim, **made)
-    if given == "symmetric":
-        required = "be False for couplings='symmetric', by which both tokens of a pair read each other"
-        _validate.require(not causal, "causal", required, causal, "use couplings='softmax'")
-        return SymmetricCouplings(heads, head_dim, rotary=rotary, **made)
-    if isinstance(given, str) or not callable(given):
+        if choice == "symmetric":
+            return SymmetricCouplings(heads, head_dim, rotary=rotary, **place)
+        remedy = "use couplings='symmetric'"
+        _validate.require(rotary is None, "rotary", "be None for couplings='low_rank'", rotary, remedy)
+        return LowRankCouplings(heads, head_dim, **place)
+    if isinstance(choice, str) or not callable(choice):
         required = "be 'softmax', 'symmetric', 'free', 'low_rank', or a function of the field"
-        raise TypeError(_validate.message("couplings", required, repr(given)))
+        raise TypeError(_validate.message("couplings", required, repr(choice)))
     _validate.require(rotary is None, "rotary", "be None for couplings of one's own", rotary, "turn them there")
-    if not isinstance(given, Couplings):
-        return GivenCouplings(given)
+    if not isinstance(choice, Couplings):
+        return GivenCouplings(choice)
     required = "be False for couplings that are symmetric, by which a token is read by those that it reads"
-    _validate.require(not (causal and given.symmetric), "causal", required, causal)
-    return given
+    _validate.require(not (causal and choice.symmetric), "causal", required, causal)
+    return choice
 
 
 def mean_of_orders(matrices: Tensor) -> Tensor:
@@ -346,12 +319,11 @@ class _MeanOfOrders(torch.autograd.Function):
 
     @staticmethod
     def forward(matrices: Tensor) -> Tensor:
-        found, starts = torch.empty_like(matrices), range(0, matrices.shape[-1], TILE)
-        for i, j in itertools.combinations_with_replacement(starts, 2):
-            here, there = (..., slice(i, i + TILE), slice(j, j + TILE)), (..., slice(j, j + TILE), slice(i, i + TILE))
-            found[here] = (matrices[here] + matrices[there].mT).mul_(0.5)
-            found[there] = found[here].mT
-        return found
+        mean, starts = torch.empty_like(matrices), range(0, matrices.shape[-1], TILE)
+        for i, j in itertools.combinations_with_replacement((slice(k, k + TILE) for k in starts), 2):
+            mean[..., i, j] = (matrices[..., i, j] + matrices[..., j, i].mT).mul_(0.5)
+            mean[..., j, i] = mean[..., i, j].mT
+        return mean
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -366,12 +338,20 @@ class _MeanOfOrders(torch.autograd.Function):
         return mean_of_orders(tangent)
 
 
-def _drawn(heads: int, head_dim: int, *, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """Maps of heads, (heads, D, D), that keep lengths in the mean."""
-    drawn: Tensor = head_dim**-0.5 * torch.randn(heads, head_dim, head_dim, device=device, dtype=dtype)
-    return drawn
+def _weight(heads: int, rows: int, columns: int, **place: Unpack[Place]) -> nn.Parameter:
+    """Maps of heads, (heads, rows, columns), of which square ones keep lengths in the mean."""
+    return nn.Parameter(rows**-0.5 * torch.randn(heads, rows, columns, **place))
+
+
+def _projected(field: Tensor, weight: Tensor, rotary: Rotary | None, first: int = 0) -> Tensor:
+    """The fields of sites that begin at the position `first`, projected by `weight` and turned by their positions."""
+    # Outside autocast the field may be in a lower precision than the weights.
+    projected = field.to(weight.dtype) @ weight
+    if rotary is None:
+        return projected
+    return rotary(projected, torch.arange(first, first + projected.shape[-2], device=projected.device))
 
 
 def _normalised_over(pairs: Tensor) -> Tensor:
-    """Return `pairs`, with all pairs of a site that reads no other, whose weights are then set to 0."""
+    """`pairs`, with all pairs of a site that reads no site: its weights are set to 0 later."""
     return pairs | ~pairs.any(-1, keepdim=True)

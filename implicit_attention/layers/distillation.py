@@ -1,4 +1,4 @@
-"""`distill_correction`: what a feed-forward net can learn of the reaction of spins to their own means."""
+"""`distill_correction`: train a feed-forward net on the reaction of spins to their own means."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Distillation:
 
     Attributes:
         r2: of the correction as trained.
-        r2_before: of the correction as it was given.
+        r2_before: of the correction before training.
         r2_zero: of no correction.
         r2_linear: of the best linear map of m_i on the training inputs, whose slope nothing limits.
         r2_train: of the correction as trained, on the training inputs.
         error: |z - m|/|m| of the layer's answer z as trained, over all held-out samples.
         error_before: of its answer before.
-        left_out: share of the samples that the method had no answer for; they count nowhere.
+        left_out: share of the samples without an answer of the method; no other number counts them.
 
     Not for choosing between trainings: hold out further inputs for that.
 
@@ -53,16 +53,9 @@ class Distillation:
     left_out: float
 
     def __repr__(self) -> str:
-        shown = {
-            "R^2": self.r2,
-            "before": self.r2_before,
-            "zero": self.r2_zero,
-            "linear": self.r2_linear,
-            "train": self.r2_train,
-            "|z - m|/|m|": self.error,
-            "|z - m|/|m| before": self.error_before,
-        }
-        return f"Distillation({', '.join(f'{name} {float(value.mean()):.3g}' for name, value in shown.items())})"
+        names = ("R^2", "before", "zero", "linear", "train", "|z - m|/|m|", "|z - m|/|m| before")
+        means = (float(value.mean()) for value in vars(self).values() if isinstance(value, Tensor))
+        return f"Distillation({', '.join(f'{name} {mean:.3g}' for name, mean in zip(names, means, strict=True))})"
 
 
 def distill_correction(
@@ -80,10 +73,10 @@ def distill_correction(
 
         f_i = x_i + sum_j J_ij m_j - m_i
 
-    is what the layer has to subtract for z = m to solve its equation. For Gaussian spins it is zero; for others it is
+    is the correction with which z = m solves the equation of the layer. For Gaussian spins it is zero; for others it is
     the Onsager reaction and the spin's own response. Only the weights of the correction are trained, by Adam on the
-    squared error of f(m_i) over all training sites at once; what its slope may be, the layer limits, so that strong
-    fields, whose reaction is steep, are fitted as well as a contraction can and no better.
+    squared error of f(m_i) over all training sites at once. The layer limits the slope of f, so that strong fields,
+    whose reaction is steep, are fitted only as well as a contraction can.
 
     Args:
         layer: with couplings ("softmax", "free" or "blocks") and correction="learned", or a module of one's own.
@@ -122,11 +115,11 @@ def distill_correction(
     held_out = _validate.check_number("held_out", held_out, low=0.0, high=1.0, open_low=True)
     kept = min(max(1, round(len(batches) * (1 - held_out))), len(batches) - 1)
 
-    found = [_reactions(layer, method, x) for x in batches]
-    train, test = _joined(found[:kept]), _joined(found[kept:])
+    targets = [_reactions(layer, method, x) for x in batches]
+    train, test = _joined(targets[:kept]), _joined(targets[kept:])
     total = sum(x.shape[:-1].numel() for x in batches) * layer.heads
-    left_out = 1 - sum(int(good.sum()) for *_, good in found) / total
-    before, error_before = _r2(net, *test), _error(layer, batches[kept:], found[kept:])
+    left_out = 1 - sum(int(good.sum()) for *_, good in targets) / total
+    before, error_before = _r2(net, *test), _error(layer, batches[kept:], targets[kept:])
     optimizer = torch.optim.Adam(trained, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     with torch.enable_grad():
@@ -144,7 +137,7 @@ def distill_correction(
         r2_zero=_r2(torch.zeros_like, *test),
         r2_linear=_r2(lambda m: m @ fitted, *test),
         r2_train=_r2(net, *train),
-        error=_error(layer, batches[kept:], found[kept:]),
+        error=_error(layer, batches[kept:], targets[kept:]),
         error_before=error_before,
         left_out=left_out,
     )
@@ -152,17 +145,17 @@ def distill_correction(
 
 @torch.no_grad()
 def _reactions(layer: MeanFieldAttention, method: Approximation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m, (heads, S, D) for all S sites of all samples, the reactions there, and which of them count, (heads, S)."""
-    field = at_least_single(layer._field(x, None)[0])
+    """m, (heads, S, D) for all S sites of all samples, their reactions, and the sites that count, (heads, S)."""
+    field = at_least_single(layer._read(x, None)[0])
     axis = -5 if layer.kind == "blocks" else -3
-    found = []
+    parts = []
     for own, part in zip(layer.couplings(x).unbind(axis), field.unbind(-3), strict=True):
         system = SpinSystem(own, part, 1.0)
         m, answer = magnetization(system, method, on_failure="ignore", return_answer=True)
         reaction = part + system.coupled(m) - m
         good = (answer.report.converged & reaction.isfinite().all(-1).all(-1))[..., None].expand(m.shape[:-1])
-        found.append((*(t.masked_fill(~good[..., None], 0.0).flatten(0, -2) for t in (m, reaction)), good.flatten()))
-    m, reaction, good = (torch.stack(parts) for parts in zip(*found, strict=True))
+        parts.append((*(t.masked_fill(~good[..., None], 0.0).flatten(0, -2) for t in (m, reaction)), good.flatten()))
+    m, reaction, good = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
     return m, reaction, good
 
 
@@ -186,11 +179,11 @@ def _r2(function: Callable[[Tensor], Tensor], m: Tensor, reaction: Tensor, good:
 
 @torch.no_grad()
 def _error(
-    layer: MeanFieldAttention, batches: Sequence[Tensor], found: Sequence[tuple[Tensor, Tensor, Tensor]]
+    layer: MeanFieldAttention, batches: Sequence[Tensor], targets: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> Tensor:
     """|z - m|/|m| of the layer's answers, (heads)."""
     off, size = [], []
-    for x, (m, _, good) in zip(batches, found, strict=True):
+    for x, (m, _, good) in zip(batches, targets, strict=True):
         state = layer(x, return_state=True)[1].movedim(-3, 0).flatten(1, -2)
         off.append(_squares(state - m, good))
         size.append(_squares(m, good))

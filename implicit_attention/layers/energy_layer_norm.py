@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single
 from ..potentials.layer_norm import LayerNormPotential
+from .calls import Place
 
 
 class EnergyLayerNorm(nn.Module):
@@ -25,8 +27,7 @@ class EnergyLayerNorm(nn.Module):
         dim: entries of a token, D.
         bias: whether there is a shift delta, (D,), which starts at 0.
         eps: > 0, the variance that is added.
-        device: of the parameters.
-        dtype: of the parameters.
+        **place: device and dtype of the parameters.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; tokens of another width or dtype.
@@ -46,20 +47,12 @@ class EnergyLayerNorm(nn.Module):
     if TYPE_CHECKING:
         __call__: Callable[..., Tensor]
 
-    def __init__(
-        self,
-        dim: int,
-        bias: bool = True,
-        eps: float = 1e-5,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, bias: bool = True, eps: float = 1e-5, **place: Unpack[Place]) -> None:
         super().__init__()
         self.dim: int = _validate.check_integer("dim", dim, low=1)
         self.eps: float = _validate.check_number("eps", eps, low=0.0, open_low=True)
-        self.raw_gamma = nn.Parameter(torch.empty((), device=device, dtype=dtype))
-        self.delta = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype)) if bias else None
+        self.raw_gamma = nn.Parameter(torch.empty((), **place))
+        self.delta = nn.Parameter(torch.zeros(dim, **place)) if bias else None
         self.set_gamma(1.0)
 
     @property
@@ -88,7 +81,7 @@ class EnergyLayerNorm(nn.Module):
 
 
 def check_tokens(x: Any, width: int, like: Tensor) -> None:
-    """Tokens (..., N, width) in the precision and on the device of a layer's parameter."""
+    """Raise unless x are tokens (..., N, width) in the precision and on the device of a layer's parameter."""
     _validate.check_float_tensor("x", x, min_ndim=2)
     _validate.require(x.shape[-1] == width, "x", f"have width {width} on its last axis", f"shape {tuple(x.shape)}")
     fits = at_least_single(x).dtype == at_least_single(like).dtype

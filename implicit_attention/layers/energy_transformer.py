@@ -26,15 +26,13 @@ from ..problem import Problem
 from ..solution import Solution
 from ..solvers.exported import check_no_evidence
 from .cache import KeyValueCache
-from .causal_tokens import CausalSteps, Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
+from .calls import plain
+from .causal_tokens import Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
 from .energy_layer_norm import EnergyLayerNorm, check_tokens
 from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta, per_head
-from .published_steps import PublishedSteps, published_solver, report_rise
+from .published_steps import CausalSteps, PublishedSteps, published_solver, report_rise
 from .reference_weights import Layout, read_reference
 from .remembering import Remembering
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 Mode: TypeAlias = Literal["equilibrium", "published"]
 Memory: TypeAlias = Literal["rectified", "softmax"] | PotentialFactory
@@ -53,7 +51,7 @@ class EnergyTransformer(Remembering):
       (`PublishedDynamics`). There the energy is -Phi(g), and x would grow for ever.
 
     attention = sum_h (1/beta_h) sum_C log sum_B exp(beta_h <k_hB, q_hC>) with q_h = g w_query_h^T, k_h = g w_key_h^T;
-    rectified memory = (memory_beta/2) sum_C sum_m relu(<xi_m, g_C>)^2. There are no values: what comes out are the
+    rectified memory = (memory_beta/2) sum_C sum_m relu(<xi_m, g_C>)^2. There are no values: the output is the
     tokens x. Positions, residual streams and the layer norm of the output, `layer.norm(x)`, are the caller's.
 
     Args:
@@ -88,9 +86,9 @@ class EnergyTransformer(Remembering):
         last_solve: the `SolveReport` of the last call, one problem per sample, detached. Not part of the state dict, of
             copies and of pickles.
 
-    A `ConvergenceWarning` tells where the energy rises during published steps, as steps that are too long make it; with
-    `on_failure="raise"` that is an error, with "ignore" nothing. Energies are read for that on a CPU alone, where the
-    host need not wait; they cost about a tenth of the steps, which "ignore" saves.
+    A `ConvergenceWarning` says where the energy rises during published steps, as it does by steps that are too long;
+    with `on_failure="raise"` that is an error, with "ignore" nothing. Only on a CPU, where the host need not wait, are
+    energies measured for that; they cost about a tenth of the steps, which "ignore" saves.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
@@ -153,28 +151,26 @@ class EnergyTransformer(Remembering):
         self.memory_beta: float = _validate.check_number("memory_beta", memory_beta, low=0.0, open_low=True)
         self.steps: int = _validate.check_integer("steps", steps, low=0)
         self.step_size: float = _validate.check_number("step_size", step_size, low=0.0, open_low=True)
-        remedy = "leave it out: an implicit gradient keeps no steps"
-        _validate.require(
-            not checkpoint or mode == "published", "checkpoint", "be False for equilibria", checkpoint, remedy
-        )
+        fits, remedy = not checkpoint or mode == "published", "leave it out: an implicit gradient keeps no steps"
+        _validate.require(fits, "checkpoint", "be False for equilibria", checkpoint, remedy)
         self.checkpoint = checkpoint
         if causal and mode == "published":
             required, remedy = "be <= 1 for causal steps", "make more and shorter steps"
             _validate.require(self.step_size <= 1, "step_size", required, self.step_size, remedy)
         self.options = self._checked(SolveOptions().override(**options))
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm = EnergyLayerNorm(dim, **made)
-        self.w_query = nn.Parameter(torch.empty(heads, head_dim, dim, **made))
-        self.w_key = nn.Parameter(torch.empty(heads, head_dim, dim, **made))
-        self.memories = nn.Parameter(torch.empty(count, dim, **made))
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm = EnergyLayerNorm(dim, **place)
+        self.w_query = nn.Parameter(torch.empty(heads, head_dim, dim, **place))
+        self.w_key = nn.Parameter(torch.empty(heads, head_dim, dim, **place))
+        self.memories = nn.Parameter(torch.empty(count, dim, **place))
         for weight, std in ((self.w_query, 0.002), (self.w_key, 0.002), (self.memories, 0.02)):
             nn.init.normal_(weight, std=std)
         usual = self.head_dim**-0.5
         if isinstance(beta, Tensor):
             self.beta: nn.Module = Fixed(per_head(beta, self.heads).to(self.w_query))
         else:
-            self.beta = anchor_or_beta("beta", usual if beta is None else beta, LearnedBeta((heads,), usual, **made))
-        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+            self.beta = anchor_or_beta("beta", usual if beta is None else beta, LearnedBeta((heads,), usual, **place))
+        # Identifies the caches of this layer. A copy of the layer has its own, copied together with its caches.
         self._identity = object()
 
     @classmethod
@@ -190,8 +186,8 @@ class EnergyTransformer(Remembering):
             weights: arrays or tensors by name, or the path of a .npz (read without pickles) or .safetensors file.
                 Layout "npz": Wq, Wk (H, Y, D), Xi (D, M), LNORM_gamma (), LNORM_bias (D,). Layout "tutorial": Wq, Wk
                 (H, D, Y), Xi (M, D), gamma (), delta (D,). The arrays of an image model may stand beside them.
-            layout: None tells it by names and shapes, and refuses D = Y, which both fit.
-            **options: of the layer, beside its sizes. The dtype is that of the weights unless it is given.
+            layout: None derives it from names and shapes, and refuses D = Y, which both fit.
+            **options: of the layer, beside its sizes. The default dtype is that of the weights.
 
         Raises:
             TypeError, ValueError: gamma <= 0, arrays that are missing or unknown, shapes that contradict each other, or
@@ -200,14 +196,14 @@ class EnergyTransformer(Remembering):
         read = read_reference(weights, layout)
         heads, head_dim, dim = read["w_query"].shape
         options.setdefault("dtype", read["w_query"].dtype)
-        made = cls(dim, heads, head_dim, read["memories"].shape[0], **options)
+        layer = cls(dim, heads, head_dim, read["memories"].shape[0], **options)
         with torch.no_grad():
             for name in ("w_query", "w_key", "memories"):
-                getattr(made, name).copy_(read[name])
-            assert made.norm.delta is not None
-            made.norm.delta.copy_(read["delta"])
-            made.norm.set_gamma(float(read["gamma"]))
-        return made
+                getattr(layer, name).copy_(read[name])
+            assert layer.norm.delta is not None
+            layer.norm.delta.copy_(read["delta"])
+            layer.norm.set_gamma(float(read["gamma"]))
+        return layer
 
     def potential(self, mask: Tensor | None = None, key_mask: Tensor | None = None) -> Potential:
         """Phi, minus the published energy, of the normalised tokens g (*batch, N, D); the masks are those of a call."""
@@ -246,7 +242,7 @@ class EnergyTransformer(Remembering):
             x: (*batch, N, dim), or (N, dim).
             mask: boolean, (N, N) or (*batch, N, N): True = the token of the row attends to that of the column. A token
                 that attends to none adds nothing to the attention.
-            key_mask: which tokens exist, boolean, (*batch, N). The others change nothing and are returned as given.
+            key_mask: which tokens exist, boolean, (*batch, N). The others change nothing and are returned as they are.
             order: of a causal equilibrium, "together", or "tokens": one after the other, with a report of each.
             cache: of a causal equilibrium, from `new_cache`; the tokens of x follow those in it, and are added.
             return_energies: return (x, energies) with the energy of every sample, detached: (steps + 1, *batch) in
@@ -255,13 +251,13 @@ class EnergyTransformer(Remembering):
             **options: replace the layer's for this call, see `SolveOptions`.
 
         Returns:
-            (*batch, N, dim) in the dtype of x, or a tuple (x, energies, solution) without what was not asked for.
+            (*batch, N, dim) in the dtype of x, or a tuple (x, energies, solution) of the parts that were requested.
         """
         self._check_call(x, mask, key_mask)
         check_causal_call(self, x, mask, order, cache, return_energies)
         chosen, state = self._checked(self.options.override(**options)), at_least_single(x)
         if key_mask is not None:
-            # 0 * NaN is NaN: what stands at a missing token must reach no gradient.
+            # 0 * NaN is NaN: a number at a missing token must reach no gradient.
             state = state.masked_fill(~key_mask[..., None], 0.0)
         problem = self._problem(state, mask, key_mask, cache)
         if torch.compiler.is_exporting():
@@ -273,11 +269,9 @@ class EnergyTransformer(Remembering):
                 remedy = "on the device meta there are no energies and no solution"
                 _validate.check_numbers("x", x, remedy)
             return problem.fixed_point_map(state).to(x.dtype)
+        energies = None
         if isinstance(problem, CausalTokens):
-            solution, energies = (
-                solve_tokens(problem, state, chosen, self._on_failure(chosen), order, cache, key_mask),
-                None,
-            )
+            solution = solve_tokens(problem, state, chosen, self._on_failure(chosen), order, cache, key_mask)
         else:
             solution, energies = self._solved(problem, state, chosen, return_energies)
         self._remember(None if is_batched(solution.status) else solution.report)
@@ -304,31 +298,27 @@ class EnergyTransformer(Remembering):
         if not self.causal:
             potential = self.potential(mask, key_mask)
             if self.mode == "published":
-                return PublishedSteps(lagrangian, potential, self.checkpoint)
+                return PublishedSteps(lagrangian, potential, recompute=self.checkpoint)
             return LegendreEnergy(lagrangian, potential, x)
         rows, pairs = pairs_that_exist(x, mask, key_mask, cache)
         attention, memory = self._attention(pairs, None), self._memory(rows)
         if self.mode == "published":
-            return CausalSteps(lagrangian, attention, memory, self.checkpoint)
-        held = None if cache is None else cache.held
-        return CausalTokens(lagrangian, attention, memory, x, keys=None if held is None else held.keys)
+            return CausalSteps(lagrangian, attention, memory, recompute=self.checkpoint)
+        contents = None if cache is None else cache.held
+        return CausalTokens(lagrangian, attention, memory, x, keys=None if contents is None else contents.keys)
 
     def _solved(
         self, problem: Problem, x: Tensor, options: SolveOptions, return_energies: bool
     ) -> tuple[Solution, Tensor | None]:
-        """The solution from x, and the energies (iterations, *batch) if they were read."""
+        """The solution from x, and the energies (iterations, *batch) if the solve measured them."""
         solver, adjoint, watched = options.effective_solver, options.effective_adjoint, False
         if options.explicit:
             adjoint = Unrolled()
         if self.mode == "published":
             steps = self.steps if options.max_steps is None else options.max_steps
             solver, adjoint = published_solver(self.step_size, steps, causal=self.causal), Unrolled()
-            watched = (
-                not self.causal
-                and not torch.compiler.is_exporting()
-                and policy_of(options.on_failure).over != "ignore"
-                and host_may_look(x)
-            )
+            silent = self.causal or policy_of(options.on_failure).over == "ignore"
+            watched = not silent and not torch.compiler.is_exporting() and host_may_look(x)
         solution = solve(
             problem,
             x,
@@ -345,7 +335,7 @@ class EnergyTransformer(Remembering):
             # The loop ends as soon as no sample is left that is finite.
             short = solver.max_steps + 1 - len(energies)
             energies = torch.cat([energies, energies[-1:].expand(short, *energies.shape[1:])])
-            # What checkpointing computes again was told of before.
+            # Steps that checkpointing computes again were reported before.
             if watched and not backward_running():
                 report_rise(energies, self.step_size, self._on_failure(options))
         return solution, energies
@@ -360,12 +350,12 @@ class EnergyTransformer(Remembering):
 
     def _memory(self, key_mask: Tensor | None) -> Potential:
         make = _MEMORIES[self.memory] if isinstance(self.memory, str) else self.memory
-        given = {} if key_mask is None else {"mask": key_mask[..., None]}
-        made: Any = make(at_least_single(self.memories), self.memory_beta, **given)
-        if not isinstance(made, Potential):
+        masks = {} if key_mask is None else {"mask": key_mask[..., None]}
+        memory: Any = make(at_least_single(self.memories), self.memory_beta, **masks)
+        if not isinstance(memory, Potential):
             required = "make a Potential from (memories, beta, mask=)"
-            raise TypeError(_validate.message("memory", required, type(made).__name__, "for example LogSumExp"))
-        return made
+            raise TypeError(_validate.message("memory", required, type(memory).__name__, "for example LogSumExp"))
+        return memory
 
     def _of_missing(self, key_mask: Tensor | None) -> Tensor | float:
         """The energy, L*(delta), that each missing token would have as a token of zeros."""

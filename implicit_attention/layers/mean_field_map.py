@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, jvp_by_vjp
 from ..linear import spectral_radius
 from ..potentials import SaddlePointResponse
 from ..problem import Problem
+from .calls import Place
 from .contractive import bounded, norm_bound
 
 #: The largest slope of GELU, rounded up.
@@ -31,6 +33,7 @@ class BlockCouplings(nn.Module):
         sites: N.
         head_dim: D.
         scale: standard deviation at the start.
+        **place: device and dtype of the parameters.
 
     Not for many sites: it has (N D)^2 numbers per head.
 
@@ -42,19 +45,9 @@ class BlockCouplings(nn.Module):
         torch.Size([2, 3, 3, 4, 4])
     """
 
-    def __init__(
-        self,
-        heads: int,
-        sites: int,
-        head_dim: int,
-        *,
-        scale: float,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, heads: int, sites: int, head_dim: int, *, scale: float, **place: Unpack[Place]) -> None:
         super().__init__()
-        shape = (heads, sites, sites, head_dim, head_dim)
-        self.weight = nn.Parameter(scale * torch.randn(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(scale * torch.randn(heads, sites, sites, head_dim, head_dim, **place))
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
         couplings: Tensor = self.weight.masked_fill(~pairs[..., None, None], 0.0)
@@ -73,6 +66,7 @@ class Perceptron(nn.Module):
         hidden: width between them.
         limit: of the Lipschitz constant; W_2 is scaled where the product of the norms would be larger.
         zero: start as the zero function, W_2 = 0; else at about half of the limit.
+        **place: device and dtype of the parameters.
 
     Not for layers whose slope need not be bounded: use `nn.Linear` and an activation.
 
@@ -85,27 +79,19 @@ class Perceptron(nn.Module):
     """
 
     def __init__(
-        self,
-        heads: int,
-        width: int,
-        hidden: int,
-        *,
-        limit: float,
-        zero: bool,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, heads: int, width: int, hidden: int, *, limit: float, zero: bool, **place: Unpack[Place]
     ) -> None:
         super().__init__()
         self.limit = limit
-        drawn = [torch.randn(heads, *shape, device=device, dtype=dtype) for shape in ((width, hidden), (hidden, width))]
+        drawn = [torch.randn(heads, *shape, **place) for shape in ((width, hidden), (hidden, width))]
         self.first = nn.Parameter(width**-0.5 * drawn[0])
-        self.bias = nn.Parameter(torch.zeros(heads, 1, hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(heads, 1, hidden, **place))
         # The norm of a random matrix is about its scale times the sum of the roots of its sides.
         norms = (1 + math.sqrt(hidden / width)) * (math.sqrt(hidden) + math.sqrt(width))
         self.second = nn.Parameter((0.0 if zero else limit / (2 * GELU_SLOPE * norms)) * drawn[1])
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W_1, b and W_2, as they enter the function: the limit holds for these."""
+        """W_1, b and W_2 of the function, which obey the limit."""
         first, bias, second = (at_least_single(t) for t in (self.first, self.bias, self.second))
         return first, bias, second * (self.limit / self._product(first, second).clamp(min=self.limit))[:, None, None]
 
@@ -132,11 +118,6 @@ def perceptron(v: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor
 
 
 # Couplings.
-
-
-def mirrored(couplings: Tensor, *, block: bool) -> Tensor:
-    """J_ji^T in the place of J_ij."""
-    return (couplings.transpose(-4, -3) if block else couplings).mT
 
 
 def as_matrix(couplings: Tensor) -> Tensor:
@@ -203,7 +184,7 @@ def next_state(
     correction: str | Callable[..., Tensor] | None,
     corrected_by: Any,
 ) -> Tensor:
-    """The map, (*batch, heads, N, D) -> the same; it is zero at sites that do not exist, which are zero in z and x.
+    """The map, (*batch, heads, N, D) -> the same; missing sites are zero in z, in x and in the result.
 
     Args:
         z: state.
@@ -212,13 +193,13 @@ def next_state(
         mixing: "numbers", "blocks" or "mixer", with the tensors `mixed_by`; or a function of z.
         mixed_by: couplings, or the weights of a perceptron.
         correction: None, "exact" (with K) or "learned" (with the weights of a perceptron); or a function of z.
-        corrected_by: those.
+        corrected_by: the tensors of the correction.
     """
     others: Tensor
     if mixing == "numbers":
         others = mixed_by @ z
     elif mixing == "blocks":
-        # Sample by sample, whose bits then depend on no other: a product of all at once would be less work.
+        # Sample by sample, so that the bits of one depend on no other: a product of all at once would be less work.
         others = (mixed_by @ z.flatten(-2)[..., None]).reshape(z.shape)
     elif mixing == "mixer":
         others = perceptron(z.mT, *mixed_by).mT
@@ -226,7 +207,7 @@ def next_state(
         others = _checked("mixing", mixing, z)
     result = x + others
     if correction == "exact":
-        # The fixed point of x + J z - f(z), f(z) = response^{-1}(z) - z + r(z), solved for what the response inverts.
+        # The fixed point of x + J z - f(z), f(z) = response^{-1}(z) - z + r(z), solved for the response's argument.
         radius = math.sqrt(z.shape[-1])
         result = SaddlePointResponse().magnetization(result - reaction(z, corrected_by, live), 1.0, radius)
     elif correction == "learned":
@@ -239,16 +220,14 @@ def next_state(
 def _checked(name: str, function: Any, z: Tensor) -> Tensor:
     result: Any = function(z)
     required = f"return the shape of z, (*batch, heads, N, head_dim) = {tuple(z.shape)}"
-    if not isinstance(result, Tensor):
-        raise TypeError(_validate.message(name, required, type(result).__name__))
-    made: Tensor = result
-    _validate.require(made.shape == z.shape, name, required, f"shape {tuple(made.shape)}")
-    return made
+    _validate.check_instance(name, result, Tensor, required)
+    _validate.require(result.shape == z.shape, name, required, f"shape {tuple(result.shape)}")
+    return result  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def watch(problem: Problem, z: Tensor, contraction: float) -> None:
-    """Warn where the map has a larger spectral radius at z than `contraction`, which no Lipschitz constant is below."""
+    """Warn where the spectral radius of the map at z, which bounds its slope from below, exceeds `contraction`."""
 
     def product(v: Tensor) -> Tensor:
         return jvp_by_vjp(problem.fixed_point_map, (z,), (v.reshape(z.shape),)).flatten(-3)
@@ -266,17 +245,17 @@ def watch(problem: Problem, z: Tensor, contraction: float) -> None:
 
 
 def check_choices(
-    mixing: Any, correction: Any, asked: Any, symmetric: bool, causal: bool, sites: Any, expansion: Any
+    mixing: Any, correction: Any, requested: Any, symmetric: bool, causal: bool, sites: Any, expansion: Any
 ) -> None:
-    """Raise unless the options of a `MeanFieldAttention` go together; `asked` is its argument `symmetric`."""
-    for name, given, words in (
+    """Raise unless the options of a `MeanFieldAttention` go together; `requested` is its argument `symmetric`."""
+    for name, choice, words in (
         ("mixing", mixing, ("softmax", "free", "blocks", "mixer")),
         ("correction", correction, (None, "exact", "learned")),
     ):
-        known = given in words if given is None or isinstance(given, str) else callable(given)
+        known = choice in words if choice is None or isinstance(choice, str) else callable(choice)
         if not known:
             required = f"be {', '.join(map(repr, words))} or a function of z"
-            raise TypeError(_validate.message(name, required, repr(given)))
+            raise TypeError(_validate.message(name, required, repr(choice)))
     matrix = mixing in ("softmax", "free", "blocks")
     own = "a function of one's own" if callable(mixing) else f"mixing={mixing!r}"
     if mixing in ("free", "blocks", "mixer"):
@@ -287,13 +266,13 @@ def check_choices(
     if not matrix:
         required, remedy = f"be False for {own}, which is no matrix of pairs", "use 'softmax', 'free' or 'blocks'"
         _validate.require(not causal, "causal", required, causal, remedy)
-        _validate.require(not asked, "symmetric", required, asked, remedy)
+        _validate.require(not requested, "symmetric", required, requested, remedy)
         required = f"be no 'exact' one for {own}, which has no couplings"
         _validate.require(correction != "exact", "correction", required, repr(correction), "use 'learned'")
     required = "be False for symmetric couplings, by which a token is read by those that it reads"
     _validate.require(not (causal and symmetric), "causal", required, causal)
     required = "be True or None for correction='exact', the reaction to symmetric couplings"
-    _validate.require(correction != "exact" or symmetric, "symmetric", required, asked)
+    _validate.require(correction != "exact" or symmetric, "symmetric", required, requested)
     used = mixing == "mixer" or correction == "learned"
     required = "be None unless mixing='mixer' or correction='learned'"
     _validate.require(used or expansion is None, "expansion", required, expansion)

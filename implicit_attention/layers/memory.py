@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +19,10 @@ from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import DistanceLogSumExp, LogSumExp
 from ..potentials._clamped import Clamped, filled
+from .calls import plain
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
 from .temperature import separating_beta
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 
 class MemoryLookup(Remembering):
@@ -48,8 +47,8 @@ class MemoryLookup(Remembering):
         anchor: in [0, 1] or "learned" (from .5, inside (0, 1)). Default 0, pure recall: the query is only where a solve
             starts, and gets no gradient from it; with learned patterns "learned".
         potential: makes the potential of the patterns in place of the similarity's, (patterns, beta) -> Potential; it
-            needs a `beta` that is given. Of patterns that are spread over processes each stores its own, or none, in a
-            memory with `functools.partial(ShardedLogSumExp, group=group)`, and all ask it together.
+            needs a `beta`. For patterns that are spread over processes each process stores its own, or none, in a
+            memory with `functools.partial(ShardedLogSumExp, group=group)`, and all call it together.
         device: of patterns and targets.
         dtype: of patterns and targets.
         **options: how equilibria are found and differentiated, see `SolveOptions`.
@@ -101,57 +100,53 @@ class MemoryLookup(Remembering):
         **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dim = _validate.check_integer("dim", dim, low=1)
         _validate.check_choice("similarity", similarity, ("distance", "dot"))
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
         self.learned, self.similarity, self.auto = learned, similarity, beta == "auto"
         self.potential = potential
+        fits, required = potential is None or not self.auto, "be a number or 'learned' with potential="
         remedy = "'auto' reads the similarities of the patterns, which say nothing of a potential of your own"
-        _validate.require(
-            potential is None or not self.auto, "beta", "be a number or 'learned' with potential=", "'auto'", remedy
-        )
+        _validate.require(fits, "beta", required, "'auto'", remedy)
         self.options = SolveOptions().override(**options)
         if learned:
             if size is None:
                 raise ValueError(_validate.message("size", "be given with learned=True", None, "say how many patterns"))
             size = _validate.check_integer("size", size, low=1)
-            required, reason = (
-                "be 'learned' or a number with learned=True",
-                "patterns that move have no fixed distances",
-            )
-            _validate.require(not self.auto, "beta", required, "'auto'", reason)
+            remedy = "patterns that move have no fixed distances"
+            _validate.require(not self.auto, "beta", "be 'learned' or a number with learned=True", "'auto'", remedy)
             width = dim if target_dim is None else target_dim
-            self.patterns = nn.Parameter(torch.randn(size, dim, **made))
-            self.targets = nn.Parameter(torch.randn(size, width, **made) / math.sqrt(size))
+            self.patterns = nn.Parameter(torch.randn(size, dim, **place))
+            self.targets = nn.Parameter(torch.randn(size, width, **place) / math.sqrt(size))
         else:
-            for name, given in (("size", size), ("target_dim", target_dim)):
+            for name, number in (("size", size), ("target_dim", target_dim)):
                 remedy = "store(patterns, targets) brings them, or pass learned=True"
-                _validate.require(given is None, name, "be None for a memory that is not learned", given, remedy)
-            self.register_buffer("patterns", torch.zeros(0, dim, **made))
+                _validate.require(number is None, name, "be None for a memory that is not learned", number, remedy)
+            self.register_buffer("patterns", torch.zeros(0, dim, **place))
             self.register_buffer("targets", None)
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((), **made))
+        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((), **place))
         self.beta = None
         if beta == "auto":
-            self.register_buffer("found_beta", at_least_single(torch.ones((), **made)))
+            self.register_buffer("found_beta", at_least_single(torch.ones((), **place)))
         else:
-            self.beta = anchor_or_beta("beta", beta, LearnedBeta((), dim**-0.5, **made))
+            self.beta = anchor_or_beta("beta", beta, LearnedBeta((), dim**-0.5, **place))
 
-    # Also in inference mode normal tensors are stored, which later gradients may pass through.
+    # Normal tensors are stored in inference mode, too, as later gradients may pass through them.
     @torch.inference_mode(False)
     @torch.no_grad()
     @in_own_precision
     def store(self, patterns: Tensor, targets: Tensor | None = None) -> None:
         """Add patterns (M, dim) with their targets (M, target_dim); learned ones are set to them instead.
 
-        Copies are stored: no gradient reaches what was given. Learned patterns and targets get their own gradients,
+        Copies are stored: no gradient reaches the arguments. Learned patterns and targets get their own gradients,
         others are constants.
 
         Args:
             patterns: (M, dim); of a learned memory all of them, M = size.
-            targets: (M, target_dim), for all patterns that a memory holds or for none. Learned targets that are as wide
-                as the patterns are set to the patterns by default.
+            targets: (M, target_dim), for all patterns of a memory or for none. Learned targets that are as wide as the
+                patterns are set to the patterns by default.
         """
         _validate.check_float_tensor("patterns", patterns, min_ndim=2)
         rows = len(self.patterns) if self.learned else max(len(patterns), 1)
@@ -199,7 +194,7 @@ class MemoryLookup(Remembering):
         return targets
 
     def clear(self) -> None:
-        """Forget all stored patterns and targets, and the temperature that was found for them."""
+        """Forget all stored patterns and targets, and their temperature."""
         _validate.require(not self.learned, "learned", "be False to clear a memory", True)
         self.patterns, self.targets = self.patterns.new_zeros(0, self.dim), None
         if self.auto:
@@ -216,15 +211,15 @@ class MemoryLookup(Remembering):
     ) -> Any:
         """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
 
-        Of queries with unknown entries the solve starts at the known ones and what patterns that are near there say of
-        the others, sum_j p_j k_j with p = softmax(-beta |P (query - k_j)|^2/2), where P projects on the known entries.
-        Then z is `query` on known entries and softmax(beta s(z, k)) K on the others, whatever the anchor. With
-        clamp=False that start takes the place of the query: known entries that are noisy settle, too.
+        For queries with unknown entries the solve starts at the known ones and at a mean of the patterns that are near
+        there, sum_j p_j k_j with p = softmax(-beta |P (query - k_j)|^2/2), where P projects on the known entries. Then
+        z is `query` on known entries and softmax(beta s(z, k)) K on the others, whatever the anchor. With clamp=False
+        that start takes the place of the query: known entries that are noisy settle, too.
 
         Args:
             queries: (*batch, N, dim).
             known: boolean, broadcasts to the queries; True = the entry is known. Others are not read, and may be NaN.
-                A query of which nothing is known starts at the mean of the patterns.
+                A query without known entries starts at the mean of the patterns.
             clamp: whether known entries stay as they are.
             return_solution: return (z, Solution).
             **options: replace the memory's for this call, see `SolveOptions`.
@@ -286,15 +281,15 @@ class MemoryLookup(Remembering):
         clamp: bool,
     ) -> Any:
         self._check_queries(queries)
-        asked, anchor, make = queries, self.anchor(), self._factory()
+        start, anchor, make = queries, self.anchor(), self._factory()
         if known is not None:
             self._check_known(known, queries)
-            asked = filled(queries, known, self.patterns, self._beta())
+            start = filled(queries, known, self.patterns, self._beta())
             if clamp:
                 # Other patterns must not pull the known entries, and the query must not pull the unknown ones.
-                make, anchor = _clamping(make, known.expand(asked.shape), asked), 0.0
+                make, anchor = functools.partial(_clamped, make, known.expand(start.shape), start), 0.0
         call = Call(
-            asked,
+            start,
             self.patterns,
             values,
             self._beta(),
@@ -304,13 +299,13 @@ class MemoryLookup(Remembering):
             return_solution=return_solution,
             site=self._site,
         )
-        found = attend(call)
-        self._remember(found.report)
-        output, unread = found.output, self.anchor()
+        answer = attend(call)
+        self._remember(answer.report)
+        output, unread = answer.output, self.anchor()
         if isinstance(unread, Tensor) and anchor is not unread and unread.requires_grad:
             # A parameter without any gradient stops distributed training.
             output = output + 0 * unread.sum().to(output.dtype)
-        return (output, found.solution) if return_solution else output
+        return (output, answer.solution) if return_solution else output
 
     def _check_queries(self, queries: Tensor) -> None:
         _validate.check_float_tensor("queries", queries, min_ndim=2)
@@ -322,10 +317,8 @@ class MemoryLookup(Remembering):
 
     def _check_known(self, known: Tensor, queries: Tensor) -> None:
         if not isinstance(known, Tensor) or known.dtype != torch.bool:
-            received = known.dtype if isinstance(known, Tensor) else type(known).__name__
-            raise TypeError(
-                _validate.message("known", "be a boolean tensor", received, "True says that an entry is known")
-            )
+            received, remedy = getattr(known, "dtype", type(known).__name__), "True says that an entry is known"
+            raise TypeError(_validate.message("known", "be a boolean tensor", received, remedy))
         _validate.check_same_kind([("queries", queries), ("known", known)])
         _validate.check_broadcast("known", known.shape, queries.shape, "the shape of `queries`")
         remedy = "fill the unknown entries yourself"
@@ -333,8 +326,8 @@ class MemoryLookup(Remembering):
         _validate.require(self.potential is None, "known", required, f"shape {tuple(known.shape)}", remedy)
 
     def _beta(self) -> float | Tensor:
-        found: float | Tensor = self.found_beta if self.beta is None else self.beta()
-        return found
+        beta: float | Tensor = self.found_beta if self.beta is None else self.beta()
+        return beta
 
     def _factory(self) -> PotentialFactory:
         if self.potential is not None:
@@ -351,11 +344,11 @@ class MemoryLookup(Remembering):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # A temperature may be below what half precision can hold.
-        held = self.found_beta if self.auto else None
+        # A temperature may be too small for half precision.
+        before = self.found_beta if self.auto else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if held is not None and self.found_beta.dtype in HALF:
-            self.found_beta = held.to(self.found_beta.device)
+        if before is not None and self.found_beta.dtype in HALF:
+            self.found_beta = before.to(self.found_beta.device)
         return self
 
     def extra_repr(self) -> str:
@@ -364,10 +357,6 @@ class MemoryLookup(Remembering):
         return ", ".join(parts + ([f"beta=auto ({float(self.found_beta):.3g})"] if self.auto else []))
 
 
-def _clamping(make: PotentialFactory, known: Tensor, at: Tensor) -> PotentialFactory:
-    """Makes the potential that `make` does, with known entries held at those of `at`."""
-
-    def made(keys: Tensor, beta: float | Tensor) -> Clamped:
-        return Clamped(make(keys, beta), known, at.to(keys.dtype))
-
-    return made
+def _clamped(make: PotentialFactory, known: Tensor, at: Tensor, keys: Tensor, beta: float | Tensor) -> Clamped:
+    """The potential that `make` makes, with known entries fixed at those of `at`."""
+    return Clamped(make(keys, beta), known, at.to(keys.dtype))

@@ -12,7 +12,7 @@ from .projections import Fixed
 
 
 class Placed(ParallelStyle):
-    """Distributes the parameters of a module, whose forward stays what it is.
+    """Distributes the parameters of a module, and leaves its forward alone.
 
     Parameters that are alike on all processes are distributed, too: optimisers and the clipping of gradients do not
     take DTensors together with plain tensors.
@@ -26,9 +26,9 @@ class Placed(ParallelStyle):
         return distribute_module(module, device_mesh, self._place)
 
     def _place(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, given in list(module.named_parameters(recurse=False)):
-            placed = distribute_tensor(given, mesh, [self.placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(placed, given.requires_grad))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placed = distribute_tensor(parameter, mesh, [self.placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.placement})"

@@ -1,4 +1,4 @@
-"""Pooling: sets that are asked by learned queries."""
+"""Pooling: learned queries that read a set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .attention import ImplicitAttention
 class AttentionPooling(nn.Module):
     """A set of any size pooled by learned queries that settle into it: (*batch, M, dim) -> (*batch, queries, dim).
 
-    The head of multiple-instance learning: what makes a bag positive may be one instance among many.
+    The head of multiple-instance learning: one instance among many may make a bag positive.
 
     Args:
         dim: width of the output, and of the instances unless `context_dim` is given.
@@ -44,14 +44,10 @@ class AttentionPooling(nn.Module):
         rotary = attention.get("rotary")
         _validate.require(rotary is None, "rotary", "be None in pooling: a set has no positions", rotary)
         self.attention = ImplicitAttention(dim, heads, **attention)
-        _validate.require(
-            attention.get("anchor") != 0 or self.attention.options.explicit,
-            "anchor",
-            "be > 0 or 'learned' with learned queries, which get no gradient at 0",
-            0,
-        )
-        made = {"device": attention.get("device"), "dtype": attention.get("dtype")}
-        self.queries = nn.Parameter(torch.randn(queries, dim, **made))
+        required = "be > 0 or 'learned' with learned queries, which get no gradient at 0"
+        _validate.require(attention.get("anchor") != 0 or self.attention.options.explicit, "anchor", required, 0)
+        place = {name: attention.get(name) for name in ("device", "dtype")}
+        self.queries = nn.Parameter(torch.randn(queries, dim, **place))
 
     @property
     def last_solve(self) -> SolveReport | None:

@@ -1,4 +1,4 @@
-"""The steps of the published Energy Transformer: activation checkpointing, and a word where the energy rises."""
+"""The steps of the published Energy Transformer: activation checkpointing, and a report where the energy rises."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from torch.utils.checkpoint import checkpoint
 from .._autograd import transforms_active
 from .._reporting import tell
 from .._types import OnFailure
+from ..energies.causal_tokens import CausalDynamics
 from ..energies.legendre import PublishedDynamics
 from ..failure_policy import located, policy_of
-from ..potentials import Potential
-from ..potentials.layer_norm import LayerNormPotential
-from ..problem import Evaluation
+from ..problem import Evaluation, Problem
 from ..solvers import GradientDescent, Picard, Solver
 
 
-class PublishedSteps(PublishedDynamics):
-    """`PublishedDynamics` whose energies have no graph, and whose steps, by choice, are computed again when needed."""
+class Recomputed(Problem):
+    """Published steps whose energies have no graph, and which, by choice, a backward pass computes again.
 
-    def __init__(self, lagrangian: LayerNormPotential, potential: Potential, recompute: bool) -> None:
-        super().__init__(lagrangian, potential)
+    Args:
+        *parts: of the problem.
+        recompute: whether steps are computed again.
+    """
+
+    def __init__(self, *parts: Any, recompute: bool) -> None:
+        super().__init__(*parts)
         self.recompute = recompute
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
         # The hooks of torch's checkpointing are refused inside torch.func.
         if not self.recompute or transforms_active() or not torch.is_grad_enabled():
             return self._evaluated(z, energy)
-        found: Evaluation = checkpoint(self._evaluated, z, energy, use_reentrant=False, preserve_rng_state=False)
-        return found
+        evaluation: Evaluation = checkpoint(self._evaluated, z, energy, use_reentrant=False, preserve_rng_state=False)
+        return evaluation
 
     def _evaluated(self, z: Tensor, energy: bool) -> Evaluation:
         mapped, value = super().evaluate(z, energy=energy)
@@ -39,8 +43,16 @@ class PublishedSteps(PublishedDynamics):
         return Evaluation(mapped, None if value is None else value.detach())
 
 
+class PublishedSteps(Recomputed, PublishedDynamics):
+    """The steps of `PublishedDynamics`."""
+
+
+class CausalSteps(Recomputed, CausalDynamics):
+    """The steps of `CausalDynamics`."""
+
+
 def published_solver(step_size: float, steps: int, *, causal: bool) -> Solver:
-    """So many steps of this size: without an energy, which causal tokens have not, those of a damped iteration."""
+    """The solver that makes `steps` steps of this size; causal tokens have no energy, and make damped plain steps."""
     fixed: dict[str, Any] = {"max_steps": steps, "rtol": 0.0, "atol": 0.0}
     return Picard(damping=1 - step_size, **fixed) if causal else GradientDescent(step_size, **fixed)
 

@@ -1,4 +1,4 @@
-"""The weights of public Energy Transformers: read from a mapping or a file, checked, and laid out as ours."""
+"""The weights of public Energy Transformers, read from a mapping or a file and converted to our layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .. import _validate
 
 Layout: TypeAlias = Literal["npz", "tutorial"]
 
-#: What gain and shift of the layer norm are called: the names in which the layouts differ.
+#: The names of gain and shift of the layer norm, in which the layouts differ.
 _NORM = {"npz": ("LNORM_gamma", "LNORM_bias"), "tutorial": ("gamma", "delta")}
 _SHAPES = {
     "npz": "Wq, Wk (H, Y, D), Xi (D, M), LNORM_gamma (), LNORM_bias (D,)",
     "tutorial": "Wq, Wk (H, D, Y), Xi (M, D), gamma (), delta (D,)",
 }
-#: What an image model has beside a block.
+#: The arrays of an image model beside those of its block.
 IMAGE_ARRAYS = ("Wenc", "Benc", "Wdec", "Bdec", "CLS_token", "MASK_token", "POS_embed")
 
 
@@ -34,11 +34,11 @@ def read_reference(
         weights: arrays or tensors by name, or the path of a .npz or .safetensors file. Layout "npz": Wq, Wk (H, Y, D),
             Xi (D, M), LNORM_gamma (), LNORM_bias (D,). Layout "tutorial": Wq, Wk (H, D, Y), Xi (M, D), gamma (),
             delta (D,).
-        layout: None tells it by names and shapes, and refuses D = Y, which both fit.
+        layout: None derives it from names and shapes, and refuses D = Y, which both fit.
 
     Returns:
         "w_query", "w_key" (H, Y, D), "memories" (M, D), "gamma" (), "delta" (D,), all of the dtype of Wq; and those of
-        the arrays of an image model (`IMAGE_ARRAYS`) that are there, by their own names, as they are. All are copies.
+        the arrays of an image model (`IMAGE_ARRAYS`) in the file, by their own names, as they are. All are copies.
 
     Raises:
         TypeError, ValueError: a file that holds pickles, or is of another kind; arrays that are missing, unknown or not
@@ -55,14 +55,13 @@ def read_reference(
         (torch.Size([2, 3, 5]), torch.Size([7, 5]))
     """
     _validate.check_choice("layout", layout, ("npz", "tutorial", None))
-    if not isinstance(weights, Mapping | str | os.PathLike):
-        raise TypeError(_validate.message("weights", "be a mapping or a path", type(weights).__name__))
+    _validate.check_instance("weights", weights, (Mapping, str, os.PathLike), "be a mapping or a path")
     arrays = weights if isinstance(weights, Mapping) else _loaded(Path(weights))
     named = _named(arrays)
     tensors = {name: _tensor(name, array) for name, array in arrays.items()}
-    gamma, delta = (tensors.pop(name) for name in _NORM[named])
-    w_query, w_key, memories = (tensors.pop(name) for name in ("Wq", "Wk", "Xi"))
-    shapes = _told({"Wq": w_query, "Wk": w_key, "Xi": memories, _NORM[named][0]: gamma, _NORM[named][1]: delta})
+    block = {name: tensors.pop(name) for name in ("Wq", "Wk", "Xi", *_NORM[named])}
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in block.items())
+    w_query, w_key, memories, gamma, delta = block.values()
     one = w_query.ndim == 3 and memories.ndim == 2 and delta.ndim == 1 and gamma.numel() == 1
     contradicts = f"have shapes that fit together: {_SHAPES[named]}"
     _validate.require(one and w_key.shape == w_query.shape, "weights", contradicts, shapes)
@@ -84,7 +83,7 @@ def read_reference(
     required = f"have shapes of the layout {layout!r}, as the names say: {_SHAPES[layout]}"
     _validate.require(not swapped, "weights", required, f"shapes of {other!r}, {shapes}", remedy)
     _validate.require(fits[layout], "weights", contradicts, shapes)
-    _validate.check_same_kind([("Wq", w_query), ("Wk", w_key), ("Xi", memories), (_NORM[named][1], delta)])
+    _validate.check_same_kind((name, tensor) for name, tensor in block.items() if tensor is not gamma)
     gamma = gamma.reshape(()).to(w_query.dtype)
     _validate.check_number(_NORM[named][0], gamma.item(), low=0.0, open_low=True)
     if layout == "npz":
@@ -114,18 +113,18 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 
 def _named(arrays: Mapping[str, Any]) -> Layout:
-    """The layout that the names are of."""
-    found: list[Layout] = [layout for layout in ("npz", "tutorial") if set(_NORM[layout]) & set(arrays)]
+    """The layout with these names."""
+    layouts: list[Layout] = [layout for layout in ("npz", "tutorial") if set(_NORM[layout]) & set(arrays)]
     names = ", ".join(map(str, sorted(arrays))) or "none"
     required = f"hold either {' and '.join(_NORM['npz'])} or {' and '.join(_NORM['tutorial'])}"
-    _validate.require(len(found) == 1, "weights", required, f"the arrays {names}")
-    needed = ("Wq", "Wk", "Xi", *_NORM[found[0]])
+    _validate.require(len(layouts) == 1, "weights", required, f"the arrays {names}")
+    needed = ("Wq", "Wk", "Xi", *_NORM[layouts[0]])
     missing = [name for name in needed if name not in arrays]
     _validate.require(not missing, "weights", f"hold {', '.join(needed)}", f"none called {', '.join(missing)}")
     unknown = sorted(set(arrays) - set(needed) - set(IMAGE_ARRAYS))
     required = f"hold no arrays but {', '.join(needed)} and those of an image model, {', '.join(IMAGE_ARRAYS)}"
     _validate.require(not unknown, "weights", required, ", ".join(map(str, unknown)), "leave them out")
-    return found[0]
+    return layouts[0]
 
 
 def _tensor(name: str, array: Any) -> Tensor:
@@ -133,14 +132,10 @@ def _tensor(name: str, array: Any) -> Tensor:
     if isinstance(array, Tensor):
         tensor = array.detach().clone()
     else:
-        given = np.asarray(array)
-        if given.dtype.kind not in "fiu":
+        array = np.asarray(array)
+        if array.dtype.kind not in "fiu":
             required, remedy = "hold real numbers that numpy knows", "convert it to float32"
-            raise TypeError(_validate.message(name, required, given.dtype, remedy))
-        tensor = torch.from_numpy(given.astype(given.dtype.newbyteorder("="), copy=True))
+            raise TypeError(_validate.message(name, required, array.dtype, remedy))
+        tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=True))
     _validate.check_float_tensor(name, tensor)
     return tensor
-
-
-def _told(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

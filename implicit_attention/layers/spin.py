@@ -1,24 +1,22 @@
-"""`SpinAttention`: tokens are the field of a spin system, and what comes out are its magnetizations."""
+"""`SpinAttention`: the tokens are the field of a spin system, and the output is its magnetizations."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, host_may_look, uncompiled
 from .._reporting import without_gradient
-from .._types import OnFailure
-from ..adjoints import Adjoint, Unrolled
-from ..attention.masks import check_key_mask, for_heads, pairs_that_read
-from ..options import SolveOptions
+from ..adjoints import Unrolled
+from ..attention.masks import for_heads, pairs_that_read
 from ..potentials import AmosResponse, SphericalLaw
 from ..problem import TokenOrder
-from ..solvers import Picard, Solver
+from ..solvers import Picard
 from ..spins import (
     Approximation,
     DynamicalMethod,
@@ -33,17 +31,15 @@ from ..spins import (
 )
 from ..spins._nonfinite import nonfinite_sites
 from .cache import CachedKeys, KeyValueCache, check_cache
+from .calls import plain
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta
-from .token_mixing import TokenMixing
-
-if TYPE_CHECKING:
-    from .calls import plain
+from .token_mixing import TokenMixing, TokenOptions
 
 
 class SpinAttention(TokenMixing):
-    """Magnetizations of a spin system as a layer: the tokens are its field, and couplings may be made of them.
+    """Magnetizations of a spin system as a layer: the tokens are its field, and may determine its couplings.
 
     Per head, with the field h = norm(W_v x) and couplings J, which may depend on h:
     m = <s> of spins with E(s) = -1/2 sum_ij J_ij s_i.s_j - sum_i h_i.s_i at beta, by `method`; output = W_o m.
@@ -52,30 +48,27 @@ class SpinAttention(TokenMixing):
     Args:
         dim: width of input and output.
         heads: number of heads.
-        head_dim: width of a head, default dim / heads.
         couplings: "softmax": attention over the other sites (J = (A + A^T)/2 for a method that needs symmetry);
             "symmetric": the same with one map for queries and keys, normalised over both; "free": a parameter for each
             pair of `sites`; "low_rank": J = U U^T without its diagonal, for long inputs; or a function or module of the
             field.
         method: of the spins; None is `MeanField` for symmetric couplings and `KineticPlefka`, synchronous dynamics, for
             others, both by `AmosResponse` (the exact law where head_dim is 1) to a relative residual of 1e-4.
-        derivative: "explicit": <s_i> at given couplings; "total": m = -dF/dh, in which couplings answer the field, too.
+        derivative: "explicit": <s_i> at fixed couplings; "total": m = -dF/dh, in which couplings answer the field, too.
         beta: inverse temperature, "learned" (per head, from .5, where normalised couplings contract) or a number > 0.
         field_norm: "rms" makes all fields of length R, so that tokens do not just align; None leaves them.
-        causal: a token reads itself and the tokens before it. Couplings are asymmetric then. Tokens stop each on its
-            own, by default of `Anderson(history=1, plain_steps=5)`: what stands behind a token changes no bit of it.
         rotary: None, or `Rotary()` to turn queries and keys by their positions.
-        steps: None solves. A number makes as many steps m <- response(h + J m), differentiated through.
         sites: number of tokens, for free couplings.
-        bare: no projections, one head and no field norm: the spin system itself, over raw inputs.
-        solver: replaces the method's, if given.
-        adjoint: replaces the method's, if given.
-        on_failure: for samples without an answer, "raise", "warn" or "ignore".
-        device: of the parameters.
-        dtype: of the parameters.
+        **options: `head_dim`, the width of a head, default dim / heads. `causal`: a token reads itself and the tokens
+            before it. Couplings are asymmetric then. Tokens stop each on its own, by default of
+            `Anderson(history=1, plain_steps=5)`: a later token changes no bit of an earlier one. `steps`: None solves;
+            a number makes as many steps m <- response(h + J m), differentiated through. `bare`: no projections, one
+            head and no field norm, so that the layer is the spin system itself, over raw inputs. `solver` and `adjoint`
+            replace those of the method. `on_failure`, for samples without an answer: "raise", "warn" or "ignore".
+            `device` and `dtype` of the parameters.
 
     Attributes:
-        method: what answers.
+        method: the method of the spins, with the options of the layer.
         last_solve: the `SolveReport` of the last call, one problem per sample and head.
 
     Raises:
@@ -101,41 +94,30 @@ class SpinAttention(TokenMixing):
         dim: int,
         heads: int,
         *,
-        head_dim: int | None = None,
         couplings: CouplingChoice = "softmax",
         method: Approximation | None = None,
         derivative: Literal["explicit", "total"] = "explicit",
         beta: Scalar = "learned",
         field_norm: Literal["rms"] | None = "rms",
-        causal: bool = False,
         rotary: Rotary | None = None,
-        steps: int | None = None,
         sites: int | None = None,
-        bare: bool = False,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        on_failure: OnFailure = "warn",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TokenOptions],
     ) -> None:
-        super().__init__(dim, heads, head_dim, causal=causal, bare=bare)
-        self.steps = steps
+        super().__init__(dim, heads, **options)
         _validate.check_choice("derivative", derivative, ("explicit", "total"))
         _validate.check_choice("field_norm", field_norm, ("rms", None))
         if rotary is not None:
             _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
         self.derivative = derivative
-        # What it checks is the same for all layers.
-        self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         self.couplings = chosen(
-            couplings, method, heads, self.head_dim, causal=causal, rotary=rotary, sites=sites, **made
+            couplings, method, heads, self.head_dim, causal=self.causal, rotary=rotary, sites=sites, **place
         )
-        self.method = self._method(method, not causal and bool(self.couplings.symmetric))
-        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **made))
-        self.norm = nn.RMSNorm(self.head_dim, **made) if field_norm == "rms" and not bare else None
-        self._make_projections(made)
-        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+        self.method = self._method(method, not self.causal and bool(self.couplings.symmetric))
+        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **place))
+        self.norm = nn.RMSNorm(self.head_dim, **place) if field_norm == "rms" and not self.bare else None
+        self._make_projections(place)
+        # Identifies the caches of this layer. A copy of the layer has its own, copied together with its caches.
         self._identity = object()
 
     def forward(
@@ -159,47 +141,36 @@ class SpinAttention(TokenMixing):
                 cache, of all tokens or of the new ones.
             initial: magnetizations that the solve starts from, (*batch, heads, N, head_dim), such as a state of the
                 call before.
-            cache: from `new_cache`; the tokens of x are added to it, and read all that it holds.
+            cache: from `new_cache`; the tokens of x are added to it, and read all tokens in it.
             return_state: return <s_i> as well, (*batch, heads, N, head_dim), detached.
             return_answer: return the `Answer` as well, last, with the report of the solve.
 
         Returns:
-            (*batch, N, dim), or a tuple (output, state, answer) without the parts that were not asked for.
+            (*batch, N, dim), or a tuple (output, state, answer) of the parts that were requested.
         """
-        held, order, lost, own = None, None, None, torch.empty(0)
-        x = self._live(x, key_mask, cache)
+        self._check_tokens(x)
+        if cache is not None:
+            check_cache(cache, self._identity, tuple(x.shape[:-2]))
+        x = self._live(x, key_mask, 0 if cache is None else cache.length)
+        order = contents = pairs = None
         if self.causal:
             order = TokenOrder(None if mask is None else self._pairs(x, mask, key_mask)[0])
-            x, own = without_nonfinite(x)
-        field = self._field(x)
-        if order is not None:
-            field, strong = without_nonfinite(field)
-            lost = own[..., None, :] | strong
+        field, lost = self._finite_field(x)
         if cache is None:
             pairs, sites = self._pairs(x, mask, key_mask)
-            couplings = self._made(field, pairs, self.derivative)
-
-            def again(field: Tensor) -> Any:
-                return self._made(field, pairs, self.derivative)
-
+            couplings = self._couplings(field, pairs, self.derivative)
         else:
             _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
-            couplings, sites, held = self._beside(field, key_mask, cache)
+            couplings, sites, contents = self._cached_couplings(field, key_mask, cache)
             initial = cache.start(field) if initial is None else initial
-
-            def again(field: Tensor) -> Any:
-                return couplings
-
-        m, answer, nothing = _answered(
-            self, couplings, at_least_single(field), sites, initial, cache, order, lost, again
-        )
+        field = at_least_single(field)
+        m, answer, nothing = self._answer(couplings, pairs, field, sites, initial, cache, order, lost)
         self._remember(answer.report)
-        if cache is not None and held is not None:
-            # What has no answer is held as such.
+        if cache is not None and contents is not None:
             state = answer.state.masked_fill(~answer.magnetization.isfinite(), torch.nan)
-            cache.commit(
-                held._replace(values=_with_held(cache, state)), answer.magnetization, answer.report.num_evals[..., None]
-            )
+            earlier = None if cache.held is None else cache.held.values
+            contents = contents._replace(values=state if earlier is None else torch.cat([earlier, state], dim=-2))
+            cache.commit(contents, answer.magnetization, answer.report.num_evals[..., None])
         output = self._output(m.to(x.dtype), nothing)
         results = [output]
         if return_state:
@@ -213,9 +184,9 @@ class SpinAttention(TokenMixing):
         __call__ = _call
 
     def new_cache(self, *, warm_start: bool = False) -> KeyValueCache:
-        """An empty cache for decoding: what is read of the tokens so far, and the state that they settled in.
+        """An empty cache for decoding: the keys of the tokens so far, and their states.
 
-        Token by token, or some at a time, gives what one call of all tokens does, to the tolerance of the solves.
+        Calls with one token or some at a time answer as one call with all tokens, to the tolerance of the solves.
 
         Args:
             warm_start: start every token's solve at the magnetization of the token before.
@@ -224,9 +195,9 @@ class SpinAttention(TokenMixing):
             ValueError: for a layer that is not causal, whose couplings are not "softmax", or that makes `steps`.
         """
         _validate.require(self.causal, "causal", "be True for a cache", self.causal, "make the layer with causal=True")
-        made = isinstance(self.couplings, SoftmaxCouplings)
-        required, received = "be 'softmax' for a cache, which holds keys", type(self.couplings).__name__
-        _validate.require(made, "couplings", required, received, "call the layer on all tokens")
+        fits, received = isinstance(self.couplings, SoftmaxCouplings), type(self.couplings).__name__
+        required = "be 'softmax' for a cache, which holds keys"
+        _validate.require(fits, "couplings", required, received, "call the layer on all tokens")
         required = "be None for a cache, which holds the state that tokens settle in"
         _validate.require(self.steps is None, "steps", required, self.steps, "call the layer on all tokens")
         return KeyValueCache(self._identity, warm_start=warm_start)
@@ -240,36 +211,17 @@ class SpinAttention(TokenMixing):
             key_mask: as in `forward`.
 
         Returns:
-            A `SpinSystem` of batch (*batch, heads). Its `magnetization` is <s_i> and, beside it, what J(h) adds.
+            A `SpinSystem` of batch (*batch, heads). Its `magnetization` is <s_i> plus the contribution of J(h).
         """
-        field, pairs, sites = self._read(x, mask, key_mask)
-        return SpinSystem(self._made(field, pairs, "total"), at_least_single(field), self.beta(), mask=sites)
+        self._check_tokens(x)
+        x = self._live(x, key_mask)
+        field, (pairs, sites) = self._field(x), self._pairs(x, mask, key_mask)
+        return SpinSystem(self._couplings(field, pairs, "total"), at_least_single(field), self.beta(), mask=sites)
 
     # Parts of the forward.
 
-    def _read(
-        self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Field, (*batch, heads, N, head_dim), with which site reads which, and which sites exist, as of `_pairs`."""
-        x = self._live(x, key_mask)
-        return self._field(x), *self._pairs(x, mask, key_mask)
-
-    def _live(self, x: Tensor, key_mask: Tensor | None, cache: KeyValueCache | None = None) -> Tensor:
-        """x, checked, and zero where there is no token."""
-        self._check_tokens(x)
-        count, before = x.shape[-2], 0
-        if cache is not None:
-            check_cache(cache, self._identity, tuple(x.shape[:-2]))
-            before = cache.length
-        if key_mask is None:
-            return x
-        of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (before + count,)
-        check_key_mask(key_mask, x.shape[:-2], before + count if of_all else count)
-        # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
-        return x.masked_fill(~key_mask[..., -count:, None], 0.0)
-
     def _field(self, x: Tensor) -> Tensor:
-        field = self._in_heads(x)
+        field = super()._field(x)
         return field if self.norm is None else self.norm(field.to(self.norm.weight.dtype))
 
     def _seen(self, field: Tensor) -> Tensor:
@@ -285,130 +237,117 @@ class SpinAttention(TokenMixing):
             return sites, sites
         symmetric = f"{type(self.method).__name__}, whose spins act on each other" if self.method.symmetric else ""
         remedy = "use method=KineticPlefka() or GaussianClosure()"
-        # What a given function says of a site itself counts.
+        # A function of the user's may couple a site to itself.
         own = isinstance(self.couplings, GivenCouplings)
         pairs = pairs_that_read(x, mask, sites, causal=self.causal, own=own, symmetric=symmetric, remedy=remedy)
         return pairs, sites
 
-    def _made(self, field: Tensor, pairs: Tensor | None, derivative: str) -> Any:
-        """J at this field, or, where the derivative goes through it, the function."""
+    def _couplings(self, field: Tensor, pairs: Tensor | None, derivative: str) -> Any:
+        """J at this field, or the function for a derivative through it."""
 
-        def made(wide: Tensor) -> Tensor | LowRank:
-            # In the precision of the layer, as it has its weights.
+        def coupled(wide: Tensor) -> Tensor | LowRank:
+            # In the precision of the layer's weights.
             couplings: Tensor | LowRank = self.couplings(self._seen(wide.to(field.dtype)), pairs)
             return couplings if isinstance(couplings, LowRank) else at_least_single(couplings)
 
-        return made if derivative == "total" else made(field)
+        return coupled if derivative == "total" else coupled(field)
 
-    def _beside(
+    def _cached_couplings(
         self, field: Tensor, key_mask: Tensor | None, cache: KeyValueCache
     ) -> tuple[Tensor, Tensor | None, CachedKeys]:
         """Return the couplings of new tokens to all, (*batch, heads, N, M), which of them exist, and the contents."""
         seen = self._seen(field)
-        held = cache.with_new(self.couplings.keys(seen, cache.length), None, key_mask)  # type: ignore[operator]
-        count, total = field.shape[-2], held.keys.shape[-2]
+        contents = cache.with_new(self.couplings.keys(seen, cache.length), None, key_mask)  # type: ignore[operator]
+        count, total = field.shape[-2], contents.keys.shape[-2]
         pairs = torch.ones(count, total, dtype=torch.bool, device=field.device).tril(total - count)
         sites = None
-        if held.key_mask is not None:
-            exist = for_heads(held.key_mask)
+        if contents.key_mask is not None:
+            exist = for_heads(contents.key_mask)
             sites = exist[..., -count:]
             pairs = pairs & sites[..., :, None] & exist[..., None, :]
-        return at_least_single(self.couplings(seen, pairs, held.keys)), sites, held
+        return at_least_single(self.couplings(seen, pairs, contents.keys)), sites, contents
+
+    @uncompiled
+    def _answer(
+        self,
+        couplings: Any,
+        pairs: Tensor | None,
+        field: Tensor,
+        sites: Tensor | None,
+        initial: Tensor | None,
+        cache: KeyValueCache | None,
+        order: TokenOrder | None,
+        own: Tensor | None,
+    ) -> Any:
+        """The magnetizations, their `Answer`, and the tokens without one; `own` are those that are not finite."""
+        lost: Lost | None = None
+        before = 0 if cache is None else cache.length
+        system = SpinSystem(couplings[..., before:] if before else couplings, field, self.beta(), mask=sites)
+        if order is not None and own is not None:
+            lost = lost_tokens(order, sites, own | nonfinite_sites(system)[0])
+            # A number at a later token must not reach this one by the start either.
+            initial = None if initial is None else without_nonfinite(initial)[0]
+        if lost is not None:
+            field = lost.fill(field)
+            if cache is None and host_may_look(lost.tokens):
+                # Computed again without them: also in gradients of couplings 0 * NaN is NaN.
+                couplings = self._couplings(field, pairs, self.derivative)
+            couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
+            system = system.at(field, couplings[..., before:] if before else couplings, system.beta)
+        earlier = None if cache is None or cache.held is None else cache.held.values
+        if earlier is not None and isinstance(self.method, DynamicalMethod):
+            system = self.method.beside(system, couplings[..., :before], earlier)
+        system.token_order = order
+        on_failure: Any = self._on_failure(self.options)
+        m, answer = magnetization(system, self.method, initial=initial, on_failure=on_failure, return_answer=True)
+        m = without_gradient(on_failure, answer.report.failed, m)
+        if lost is None:
+            return m, answer, None
+        report = lost.report(answer.report, on_failure, type(self).__name__)
+        state = lost.fill(answer.magnetization, torch.nan)
+        return m, answer._replace(magnetization=state, report=report), lost
 
     # Housekeeping.
 
-    def _method(self, asked: Any, symmetric: bool) -> Approximation:
-        if asked is None:
+    def _method(self, method: Any, symmetric: bool) -> Approximation:
+        """The method of the spins with the options of the layer, or an error if it cannot answer their couplings."""
+        if method is None:
             law: SphericalLaw = SignUnits() if self.head_dim == 1 else AmosResponse()
-            kind: type[MeanField] | type[KineticPlefka] = MeanField if symmetric else KineticPlefka
-            asked = kind(response=law, rtol=1e-4)
-        required = "be None or an Approximation"
-        _validate.check_instance("method", asked, Approximation, required, "for example AdaTAP()")
-        method: Approximation = asked
+            method = (MeanField if symmetric else KineticPlefka)(response=law, rtol=1e-4)
+        _validate.check_instance("method", method, Approximation, "be None or an Approximation", "for example AdaTAP()")
         name = type(method).__name__
-        # Of a function of one's own the numbers tell, at every call.
+        # A function of the user's shows at every call whether its couplings are symmetric.
         if method.symmetric and not symmetric and not isinstance(self.couplings, GivenCouplings):
-            what = "causal=True" if self.causal else f"couplings={type(self.couplings).__name__}"
-            required = f"answer asymmetric couplings, which {what} makes"
+            cause = "causal=True" if self.causal else f"couplings={type(self.couplings).__name__}"
+            required = f"answer asymmetric couplings, which {cause} makes"
             remedy = "use KineticPlefka() or GaussianClosure(), or couplings='symmetric'"
             raise ValueError(_validate.message("method", required, f"{name}, which needs J_ij = J_ji", remedy))
         if self.derivative == "total":
+            required = f"be 'explicit' for {name}, which has no free energy"
             remedy = "use derivative='explicit', or MeanField, TAP, AdaTAP or SaddlePoint"
-            has_one = not isinstance(method, DynamicalMethod)
-            _validate.require(
-                has_one, "derivative", f"be 'explicit' for {name}, which has no free energy", "'total'", remedy
-            )
+            _validate.require(not isinstance(method, DynamicalMethod), "derivative", required, "'total'", remedy)
         if self.steps is not None:
-            self.steps = _validate.check_integer("steps", self.steps, low=1, remedy="use None to solve")
             remedy = "use MeanField, KineticPlefka(order=1) or GaussianClosure"
             is_state = isinstance(method, MeanField | GaussianClosure) or getattr(method, "order", None) == 1
             _validate.require(is_state, "steps", f"be None for {name}, whose steps are not of m", self.steps, remedy)
             required, remedy = "be None for derivative='total'", "use derivative='explicit'"
             _validate.require(self.derivative == "explicit", "steps", required, self.steps, remedy)
-            required = "be None beside steps, which are plain ones"
-            for option in ("solver", "adjoint"):
-                _validate.require(getattr(self.options, option) is None, option, required, "one", "leave it out")
-            horizon = Picard(rtol=0.0, atol=0.0, max_steps=self.steps)
-            return dataclasses.replace(method, solver=horizon, adjoint=Unrolled(), rtol=None)  # type: ignore[call-arg]
-        given = {name: getattr(self.options, name) for name in ("solver", "adjoint")}
-        given = {name: value for name, value in given.items() if value is not None}
-        if "solver" in given:
-            given["rtol"] = None
-        if given and not isinstance(method, FixedPointApproximation):
-            option = next(iter(given))
-            raise ValueError(_validate.message(option, f"be None for {name}, which has no solver to replace", "one"))
-        return dataclasses.replace(method, **given) if given else method
+            solver = Picard(rtol=0.0, atol=0.0, max_steps=self.steps)
+            changes: dict[str, Any] = {"solver": solver, "adjoint": Unrolled(), "rtol": None}
+        else:
+            changes = {name: getattr(self.options, name) for name in ("solver", "adjoint")}
+            changes = {name: value for name, value in changes.items() if value is not None}
+            if changes and not isinstance(method, FixedPointApproximation):
+                required = f"be None for {name}, which has no solver to replace"
+                raise ValueError(_validate.message(next(iter(changes)), required, "one"))
+            if "solver" in changes:
+                changes["rtol"] = None
+        answering: Approximation = dataclasses.replace(method, **changes) if changes else method
+        return answering
 
     def extra_repr(self) -> str:
-        parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}", f"method={self.method!r}"]
-        parts += [f"derivative={self.derivative!r}"] * (self.derivative != "explicit")
-        return ", ".join(parts + [name for name in ("causal", "bare") if getattr(self, name)])
-
-
-@uncompiled
-def _answered(
-    layer: SpinAttention,
-    couplings: Any,
-    field: Tensor,
-    sites: Tensor | None,
-    initial: Tensor | None,
-    cache: KeyValueCache | None,
-    order: TokenOrder | None,
-    own: Tensor | None,
-    again: Callable[[Tensor], Tensor],
-) -> Any:
-    lost: Lost | None = None
-    held = 0 if cache is None else cache.length
-    system = SpinSystem(couplings[..., held:] if held else couplings, field, layer.beta(), mask=sites)
-    if order is not None and own is not None:
-        lost = lost_tokens(order, sites, own | nonfinite_sites(system)[0])
-        # What stands behind a token does not reach it by the start either.
-        initial = None if initial is None else without_nonfinite(initial)[0]
-    if lost is not None:
-        field = lost.fill(field)
-        if host_may_look(lost.tokens):
-            # Once more without them, as there are some: in gradients of couplings, too, 0 * NaN is NaN.
-            couplings = again(field)
-        couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
-        system = system.at(field, couplings[..., held:] if held else couplings, system.beta)
-    before = None if cache is None or cache.held is None else cache.held.values
-    if before is not None and isinstance(layer.method, DynamicalMethod):
-        system = layer.method.beside(system, couplings[..., :held], before)
-    system.token_order = order
-    on_failure: Any = layer._on_failure(layer.options)
-    m, answer = magnetization(system, layer.method, initial=initial, on_failure=on_failure, return_answer=True)
-    m = without_gradient(on_failure, answer.report.failed, m)
-    if lost is None:
-        return m, answer, None
-    report = lost.told(answer.report, on_failure, type(layer).__name__)
-    state = lost.fill(answer.magnetization, torch.nan)
-    return m, answer._replace(magnetization=state, report=report), lost
-
-
-def _with_held(cache: KeyValueCache, state: Tensor) -> Tensor:
-    """The state of the tokens so far, (*batch, heads, M, head_dim)."""
-    before = None if cache.held is None else cache.held.values
-    return state if before is None else torch.cat([before, state], dim=-2)
+        derivative = [f"derivative={self.derivative!r}"] * (self.derivative != "explicit")
+        return self._text(f"method={self.method!r}", *derivative)
 
 
 @torch.no_grad()

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, uncompiled
 from .._reporting import tell
 from .._types import OnFailure
 from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import check_key_mask
 from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
+from .calls import Masks, plain
 from .spin import SpinAttention
-
-if TYPE_CHECKING:
-    from .calls import plain
 
 
 class SpinTransformerBlock(nn.Module):
@@ -37,22 +34,22 @@ class SpinTransformerBlock(nn.Module):
     field, which is bounded and passes W_v and W_o. As a magnetization it enters once: h_i is the field in which a lone
     spin has the mean x_i, so that its own answer is the residual, and a block without couplings is the identity.
 
-    The exact response in total, derivative="total", also has what J(h) adds, a function of the fields of all tokens.
-    The feed-forward part, dim -> width -> dim with GELU, stands for it, as a function of the token alone.
+    The exact response in total, derivative="total", also has the contribution of J(h), a function of the fields of all
+    tokens. The feed-forward part, dim -> width -> dim with GELU, stands for it, as a function of the token alone.
 
     Args:
         dim: width of tokens.
         heads: dividing `dim`.
         input: whether tokens are the field ("field") or the magnetizations of spins that nothing couples
             ("magnetization"). In the latter there are no projections: heads are parts of x, each of which must be
-            shorter than R = sqrt(dim / heads). There field_norm="rms" norms the fields that couplings are made of, as h
+            shorter than R = sqrt(dim / heads), and field_norm="rms" norms the fields that enter the couplings, as h
             itself must keep its length.
         feed_forward: width of the feed-forward part, None for none. For magnetizations it begins at zero.
         clip: for magnetizations, a number in (0, 1): heads of x longer than clip R are cut to that length, which has
             a gradient except where the length is clip R. None: a token with |x| >= R in some head, which no finite
-            field gives, or with a NaN, is left out of the system; its output is NaN, and `on_failure` tells.
-        options: of `SpinAttention`, such as method, derivative, beta, causal, on_failure. Here `couplings` are
-            "symmetric" unless given, so that `MeanField` answers, which has a free energy; "softmax" where causal.
+            field gives, or with a NaN, is left out of the system; its output is NaN, and `on_failure` applies to it.
+        **options: of `SpinAttention`, such as method, derivative, beta, causal, on_failure. The default of `couplings`
+            is "symmetric", so that `MeanField` answers, which has a free energy; "softmax" where causal.
 
     Attributes:
         spins: the `SpinAttention` inside.
@@ -94,20 +91,20 @@ class SpinTransformerBlock(nn.Module):
         _validate.check_choice("input", input, ("field", "magnetization"))
         self.input, self.clip = input, _checked_clip(clip, input)
         options = {"couplings": "softmax" if options.get("causal") else "symmetric"} | options
-        made: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        place: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         as_field = input == "field"
         self.spins = SpinAttention(dim, heads, **options) if as_field else _InverseResponse(dim, heads, **options)
-        self.norm = nn.RMSNorm(dim, **made) if as_field else None
+        self.norm = nn.RMSNorm(dim, **place) if as_field else None
         self.feed_forward = None
         if feed_forward is not None:
             width = _validate.check_integer("feed_forward", feed_forward, low=1, remedy="use None for no such part")
-            last = nn.Linear(width, dim, **made)
+            last = nn.Linear(width, dim, **place)
             if not as_field:
-                # Else it would lead out of the ball of magnetizations before anything is learned.
+                # Otherwise it would leave the ball of magnetizations before training.
                 nn.init.zeros_(last.weight)
                 nn.init.zeros_(last.bias)
-            first = nn.Linear(dim, width, **made)
-            self.feed_forward = nn.Sequential(nn.RMSNorm(dim, **made), first, nn.GELU(), last)
+            first = nn.Linear(dim, width, **place)
+            self.feed_forward = nn.Sequential(nn.RMSNorm(dim, **place), first, nn.GELU(), last)
 
     @property
     def last_solve(self) -> SolveReport | None:
@@ -191,22 +188,15 @@ class SpinTransformerBlock(nn.Module):
         if lost is None:
             return parts
         nowhere = lost.unsqueeze(-2)
-        named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-        return Decomposition(
-            **{
-                name: part.masked_fill(nowhere if name == "gain" else nowhere[..., None], torch.nan)
-                for name, part in named.items()
-            }
-        )
+        masks = {name: nowhere if name == "gain" else nowhere[..., None] for name in vars(parts)}
+        return Decomposition(**{name: part.masked_fill(masks[name], torch.nan) for name, part in vars(parts).items()})
 
     def _read(
         self, x: Tensor, key_mask: Tensor | None, on_failure: OnFailure
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """x, what the spins read, which tokens they have, and which tokens there are that no field gives."""
+        """x, the input of the spins, the tokens that exist for them, and the tokens that no field gives."""
         self.spins._check_tokens(x)
-        if key_mask is not None:
-            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
-            x = x.masked_fill(~key_mask[..., None], 0.0)
+        x = self.spins._live(x, key_mask)
         if self.norm is not None:
             return x, self.norm(x), key_mask, None
         parts = at_least_single(split_heads(x, self.spins.heads))
@@ -214,7 +204,7 @@ class SpinTransformerBlock(nn.Module):
         if self.clip is not None:
             parts = _cut(parts, self.clip * radius)
         inside = ((parts / radius).square().sum(-1) < 1).all(-2)
-        _tell(inside, on_failure)
+        _report(inside, on_failure)
         read = merge_heads(parts).masked_fill(~inside[..., None], 0.0)
         return x, read, inside if key_mask is None else inside & key_mask, ~inside
 
@@ -231,7 +221,7 @@ class SpinTransformer(nn.Module):
         dim: width of tokens.
         heads: of every block.
         blocks: K.
-        options: of `SpinTransformerBlock`; a module that is given among them is copied for every block.
+        **options: of `SpinTransformerBlock`; a module among them is copied for every block.
 
     Attributes:
         blocks: the `SpinTransformerBlock`s.
@@ -258,22 +248,15 @@ class SpinTransformer(nn.Module):
         self.blocks = nn.ModuleList(SpinTransformerBlock(dim, heads, **copy.deepcopy(options)) for _ in range(count))
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        initial: list[Tensor] | None = None,
-        return_state: bool = False,
+        self, x: Tensor, *, initial: list[Tensor] | None = None, return_state: bool = False, **masks: Unpack[Masks]
     ) -> Any:
         """The tokens behind the last block.
 
         Args:
             x: (*batch, N, dim).
-            mask: for all blocks, as in `SpinAttention`.
-            key_mask: for all blocks, as in `SpinAttention`.
             initial: magnetizations that the solves start from, one tensor for each block.
             return_state: return the list of these as well.
+            **masks: `mask` and `key_mask`, for all blocks, as in `SpinAttention`.
 
         Returns:
             (*batch, N, dim), or a tuple (tokens, states).
@@ -287,7 +270,7 @@ class SpinTransformer(nn.Module):
             starts = list(initial)
         states = []
         for block, start in zip(self.blocks, starts, strict=True):
-            x, state = block(x, mask=mask, key_mask=key_mask, initial=start, return_state=True)
+            x, state = block(x, initial=start, return_state=True, **masks)
             states.append(state)
         return (x, states) if return_state else x
 
@@ -296,27 +279,21 @@ class SpinTransformer(nn.Module):
         __call__ = _call
 
     def decompose(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        on_failure: OnFailure | None = None,
+        self, x: Tensor, *, on_failure: OnFailure | None = None, **masks: Unpack[Masks]
     ) -> list[Decomposition]:
         """`SpinTransformerBlock.decompose` of every block, at the tokens that reach it.
 
         Args:
             x: (*batch, N, dim), the input of the first block.
-            mask: as in `forward`.
-            key_mask: as in `forward`.
             on_failure: as in `SpinTransformerBlock.decompose`.
+            **masks: `mask` and `key_mask`, as in `forward`.
         """
-        found: list[Decomposition] = []
+        parts: list[Decomposition] = []
         for block in self.blocks:
             assert isinstance(block, SpinTransformerBlock)
-            found.append(block.decompose(x, mask=mask, key_mask=key_mask, on_failure=on_failure))
-            x = block(x, mask=mask, key_mask=key_mask)
-        return found
+            parts.append(block.decompose(x, on_failure=on_failure, **masks))
+            x = block(x, **masks)
+        return parts
 
 
 class _InverseResponse(SpinAttention):
@@ -353,8 +330,8 @@ def _checked_clip(clip: float | None, input: str) -> float | None:
 
 
 def _cut(x: Tensor, limit: float) -> Tensor:
-    """x with vectors that are longer than `limit` cut to that length; NaN where the length is not a number."""
-    # The square of a large number is infinite, and says nothing. A NaN that is put in has no gradient.
+    """x with vectors that are longer than `limit` cut to that length; NaN where the length is not finite."""
+    # The square of a large number is infinite. The NaN in its place has no gradient.
     x = x.masked_fill(~x.square().sum(-1, keepdim=True).isfinite(), torch.nan)
     square = x.square().sum(-1, keepdim=True)
     longer = square > limit**2
@@ -362,8 +339,8 @@ def _cut(x: Tensor, limit: float) -> Tensor:
 
 
 @uncompiled
-def _tell(inside: Tensor, on_failure: OnFailure) -> None:
-    """Raise or warn if there are tokens that no field gives."""
+def _report(inside: Tensor, on_failure: OnFailure) -> None:
+    """Raise or warn about tokens that no field gives."""
     on_failure, site = located(on_failure)
     lost = ~inside
 

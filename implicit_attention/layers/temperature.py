@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .._autograd import at_least_single
 
-# With beta="auto" all other patterns together get this weight at a pattern that is closer to its neighbour than nine
-# out of ten are.
+# The weight with beta="auto" of all other patterns together at a pattern that is closer to its neighbour than nine out
+# of ten are.
 LEAK = 1e-2
 CLOSE = 0.1
-# Patterns whose similarities are held at a time.
+# Patterns whose similarities are in memory at a time.
 BLOCK = 512
 # Distances |k - k'|^2/2 below this times eps |k|^2 are rounding (8 at most was measured).
 ROUNDING = 16.0
@@ -29,12 +29,11 @@ def separating_beta(patterns: Tensor, similarity: str) -> Tensor:
         return distinct.new_ones(())
     # Not torch.quantile, which takes no more than 16 million numbers.
     close = gaps.sort().values[int(CLOSE * (len(gaps) - 1))]
-    beta: Tensor = math.log(len(distinct) / LEAK) / close
-    return beta
+    return math.log(len(distinct) / LEAK) / close
 
 
 def _gaps(patterns: Tensor, rows: Tensor, similarity: str) -> Tensor:
-    """The lead of each of the patterns `rows` over its best rival in its own score, where it leads at all."""
+    """The leads of the patterns `rows` over their best rivals in their own scores, of those that lead."""
     rows = rows.to(patterns.device)
     # Around the centre distances lose less in rounding.
     points = patterns - patterns.mean(0) if similarity == "distance" else patterns

@@ -6,19 +6,18 @@ import functools
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import OnFailure
-from ..adjoints import Adjoint
-from ..solvers import Solver
-from .block import Equilibrium, Steps
+from .block import Equilibrium
+from .calls import TieKeywords
 
 
 class Composed(nn.Module):
     """One step of tied layers: z <- layers(z + W x), with W = 0 at first.
 
     Attributes:
-        layers: in turn, with the weights that they had.
+        layers: applied in turn, with the weights that they had.
         inject: W.
     """
 
@@ -34,8 +33,8 @@ class Composed(nn.Module):
     ) -> Tensor:
         h: Tensor = z + self.inject(x)
         for layer in self.layers:
-            found = layer(h, *args, **(options or {}))
-            h = found[0] if isinstance(found, tuple) else found
+            output = layer(h, *args, **(options or {}))
+            h = output[0] if isinstance(output, tuple) else output
         return h
 
 
@@ -47,21 +46,14 @@ class TiedLayers(nn.Module):
         self.equilibrium = equilibrium
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
-        for given in (*args, *options.values()):
-            if _is_cache(given):
-                raise ValueError(
-                    _validate.message(
-                        "past_key_values",
-                        "be None in a model with tied layers, which would write to it at every step",
-                        type(given).__name__,
-                        "pass use_cache=False: generation then computes all tokens anew, and is right",
-                    )
-                )
+        for argument in (*args, *options.values()):
+            required = "be None in a model with tied layers, which would write to it at every step"
+            remedy = "pass use_cache=False: generation then computes all tokens anew, and is right"
+            _validate.require(not _is_cache(argument), "past_key_values", required, type(argument).__name__, remedy)
         for name in ("output_attentions", "output_hidden_states"):
             remedy = "ask the layers that are kept outside"
             _validate.require(not options.get(name), name, "be False in a model with tied layers", True, remedy)
-        z: Tensor = self.equilibrium(hidden, args, options)
-        return z
+        return self.equilibrium(hidden, args, options)
 
     def __getattr__(self, name: str) -> Any:
         # Models read settings of their layers, such as the kind of a layer's attention.
@@ -80,17 +72,14 @@ def tie(
     *,
     keep: int | tuple[int, int] = 0,
     dim: int | None = None,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    steps: Steps = None,
-    on_failure: OnFailure = "warn",
+    **options: Unpack[TieKeywords],
 ) -> Equilibrium:
-    """Make consecutive layers of a model the block of an equilibrium, in place: the weights are those that it has.
+    """Make consecutive layers of a model the block of an equilibrium, in place and with their weights.
 
     The layers, composed, are one step z <- layers(z + W x) of a state that starts at their input x, with a learned W
     that is 0 at first: one step (`steps=1`) is the model as it was. More steps, and a solve, are another model, which
     is to be trained from there: nothing says that the answers of a pretrained model are fixed points of its layers.
-    Layers that only add to what they read (Llama, GPT-2) have no norm that keeps the state bounded, and settle slowly
+    Layers that only add to their input (Llama, GPT-2) have no norm that keeps the state bounded, and settle slowly
     before training.
 
     Args:
@@ -100,14 +89,11 @@ def tie(
             "bert.encoder.layer" (BERT), "layers" (`nn.TransformerEncoder`).
         keep: how many layers at the beginning and at the end stay as they are, outside: one number for both ends, or
             (at the beginning, at the end).
-        dim: width of the hidden states; found out for models of transformers and of torch.
-        solver: as of `Equilibrium`.
-        adjoint: as of `Equilibrium`.
-        steps: as of `Equilibrium`.
-        on_failure: as of `Equilibrium`.
+        dim: width of the hidden states; None reads it off models of transformers and of torch.
+        **options: `solver`, `adjoint`, `steps` and `on_failure`, as of `Equilibrium`.
 
     Returns:
-        The `Equilibrium`, which the model now holds: its `last_solve` says how the last call went, its `steps` may be
+        The `Equilibrium`, a part of the model now: its `last_solve` says how the last call went, its `steps` may be
         set. W is a new parameter for an optimizer.
 
     Raises:
@@ -132,19 +118,11 @@ def tie(
     Not for making a pretrained model better without training: a fixed point of its layers is none of its answers. Not
     for equilibria of single attentions: see `integrations`.
     """
-    parent, name, listed = _found(model, layers)
+    parent, name, listed = _list_of_layers(model, layers)
     first, last = _kept(keep, len(listed))
     tied = list(listed)[first : len(listed) - last]
     _check_alike(tied)
-    equilibrium = Equilibrium(
-        Composed(tied, _width(model, tied[0], dim)),
-        event_ndim=2,
-        start="input",
-        solver=solver,
-        adjoint=adjoint,
-        steps=steps,
-        on_failure=on_failure,
-    )
+    equilibrium = Equilibrium(Composed(tied, _width(model, tied[0], dim)), event_ndim=2, start="input", **options)
     equilibrium.train(tied[0].training)
     outside = [*list(listed)[:first], TiedLayers(equilibrium), *list(listed)[len(listed) - last :]]
     setattr(parent, name, nn.ModuleList(outside))
@@ -157,8 +135,8 @@ def tie(
     return equilibrium
 
 
-def _found(model: Any, path: Any) -> tuple[Any, str, nn.ModuleList]:
-    """The list of layers, and which attribute of what it is."""
+def _list_of_layers(model: Any, path: Any) -> tuple[Any, str, nn.ModuleList]:
+    """The list of layers, with its owner and the name of its attribute there."""
     _validate.check_instance("model", model, nn.Module, "be an nn.Module")
     if not isinstance(path, str):
         raise TypeError(_validate.message("layers", "be an attribute path", repr(path), "for example 'model.layers'"))
@@ -185,7 +163,7 @@ def _kept(keep: Any, count: int) -> tuple[int, int]:
 
 
 def _check_alike(layers: list[nn.Module]) -> None:
-    """One call serves all of them: what a model reads of a layer to choose its arguments is the same."""
+    """Raise unless one call can serve all layers: a model chooses its arguments by settings that must be the same."""
     for layer in layers:
         same = type(layer) is type(layers[0])
         _validate.require(same, "layers", f"all be {type(layers[0]).__name__}", type(layer).__name__, "use keep")
@@ -201,18 +179,16 @@ def _check_alike(layers: list[nn.Module]) -> None:
 
 def _width(model: nn.Module, layer: nn.Module, dim: int | None) -> int:
     if dim is None:
-        found = getattr(getattr(model, "config", None), "hidden_size", None)
+        dim = getattr(getattr(model, "config", None), "hidden_size", None)
         if isinstance(layer, nn.TransformerEncoderLayer):
-            found = layer.linear1.in_features
+            dim = layer.linear1.in_features
         remedy = "pass the width of the hidden states"
-        _validate.require(isinstance(found, int), "dim", "be given for a model that does not tell it", "None", remedy)
-        dim = found
+        _validate.require(isinstance(dim, int), "dim", "be given for a model that does not tell it", "None", remedy)
     width: int = _validate.check_integer("dim", dim, low=1)
     return width
 
 
-def _is_cache(given: Any) -> bool:
-    """Whether it is a cache of transformers, which is not imported for that."""
-    return any(
-        kind.__name__.endswith("Cache") and kind.__module__.startswith("transformers.") for kind in type(given).__mro__
-    )
+def _is_cache(value: Any) -> bool:
+    """Whether the value is a cache of transformers, which is not imported for that."""
+    kinds = type(value).__mro__
+    return any(k.__name__.endswith("Cache") and k.__module__.startswith("transformers.") for k in kinds)

@@ -4,43 +4,106 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from .. import _validate
+from .._types import OnFailure
+from ..adjoints import Adjoint
 from ..attention.heads import merge_heads, split_heads
-from .causal_tokens import Lost
+from ..attention.masks import check_key_mask
+from ..options import SolveOptions
+from ..solvers import Solver
+from .causal_tokens import Lost, without_nonfinite
 from .projections import check_sizes
 from .remembering import Remembering
 from .sharding import check_whole
 
 
-class TokenMixing(Remembering):
-    """Sizes of a layer whose tokens are sites, head by head, and the maps into heads and back."""
+class TokenOptions(TypedDict, total=False):
+    """The options that all layers of tokens that answer one another have."""
 
-    def __init__(self, dim: int, heads: int, head_dim: int | None, *, causal: bool, bare: bool) -> None:
+    head_dim: int | None
+    causal: bool
+    steps: int | None
+    bare: bool
+    solver: Solver | None
+    adjoint: Adjoint | None
+    on_failure: OnFailure
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class TokenMixing(Remembering):
+    """The options of a layer whose tokens are sites, head by head, and the maps into heads and back."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        causal: bool = False,
+        steps: int | None = None,
+        bare: bool = False,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        on_failure: OnFailure = "warn",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_sizes(dim, heads, head_dim, bare)
         self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
         self.causal, self.bare = causal, bare
+        self.steps = None if steps is None else _validate.check_integer("steps", steps, low=1, remedy="None solves")
+        self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
+        for option in ("solver", "adjoint") if steps is not None else ():
+            required = "be None beside steps, which are plain ones"
+            _validate.require(getattr(self.options, option) is None, option, required, "one", "leave it out")
 
-    def _make_projections(self, made: dict[str, Any]) -> None:
+    def _make_projections(self, place: dict[str, Any]) -> None:
         self.in_proj = self.out_proj = None
         if not self.bare:
-            self.in_proj = nn.Linear(self.dim, self.heads * self.head_dim, False, **made)
-            self.out_proj = nn.Linear(self.heads * self.head_dim, self.dim, False, **made)
+            self.in_proj = nn.Linear(self.dim, self.heads * self.head_dim, False, **place)
+            self.out_proj = nn.Linear(self.heads * self.head_dim, self.dim, False, **place)
 
     def _check_tokens(self, x: Tensor) -> None:
         _validate.check_float_tensor("x", x, min_ndim=2)
         _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
 
-    def _in_heads(self, x: Tensor) -> Tensor:
+    def _live(self, x: Tensor, key_mask: Tensor | None, before: int = 0) -> Tensor:
+        """x with 0 where there is no token; the mask may begin with `before` tokens of a cache."""
+        if key_mask is None:
+            return x
+        count = x.shape[-2]
+        of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (before + count,)
+        check_key_mask(key_mask, x.shape[:-2], before + count if of_all else count)
+        # 0 * NaN is NaN: a number at a missing token must not reach the weights' gradients.
+        return x.masked_fill(~key_mask[..., -count:, None], 0.0)
+
+    def _field(self, x: Tensor) -> Tensor:
         """x projected, (*batch, heads, N, head_dim)."""
         if self.in_proj is not None:
             x = check_whole("in_proj", self.in_proj(x), self.heads * self.head_dim)
         return split_heads(x, self.heads)
+
+    def _finite_field(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The field; of a causal layer also the tokens, (*batch, heads, N), that are not finite, and are 0 in it."""
+        if not self.causal:
+            return self._field(x), None
+        x, lost = without_nonfinite(x)
+        field, strong = without_nonfinite(self._field(x))
+        return field, lost[..., None, :] | strong
 
     def _output(self, state: Tensor, lost: Lost | None) -> Tensor:
         """The state of all heads as tokens (*batch, N, dim), NaN for those that are lost."""
         output = merge_heads(state)
         output = output if self.out_proj is None else self.out_proj(output)
         return output if lost is None else lost.in_output(output)
+
+    def _text(self, *parts: str) -> str:
+        """The sizes, these parts and the flags of the layer, for `extra_repr`."""
+        flags = [name for name in ("symmetric", "causal", "bare") if getattr(self, name, False)]
+        return ", ".join([f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}", *parts, *flags])

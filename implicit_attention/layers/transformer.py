@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import OnFailure
-from ..adjoints import Adjoint
 from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_causal, mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
-from ..solvers import Solver
 from .attention import ImplicitAttention
-from .block import Equilibrium, Start, Steps
+from .block import Equilibrium
+from .calls import PlainCall, StepKeywords
 from .projections import Rotary
 from .sharding import check_whole
-
-if TYPE_CHECKING:
-    from .calls import PlainCall
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]
@@ -33,7 +29,7 @@ class SoftmaxAttention(nn.Module):
 
     Args:
         dim, heads: width, and number of heads.
-        causal: whether a token attends to itself and the tokens before it; a mask that is given says so itself.
+        causal: whether a token attends to itself and the tokens before it, in calls without a mask.
         rotary: None, or `Rotary()`.
     """
 
@@ -53,35 +49,29 @@ class SoftmaxAttention(nn.Module):
             mask = mask.to(query.dtype)
         causal = self.causal and mask is None
         read = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
-        out: Tensor = self.out_proj(merge_heads(read))
-        return out
+        return self.out_proj(merge_heads(read))  # type: ignore[no-any-return]
 
 
 class Inject(nn.Module):
-    """Concatenate the state z and the input x of a step, (*batch, N, dim) each."""
+    """Join the state z and the input x of a step, (*batch, N, dim) each."""
 
     def __init__(self, dim: int, kind: Injection) -> None:
         super().__init__()
         self.kind = kind
-        self.map = None
-        if kind == "concat":
-            self.map = nn.Linear(2 * dim, dim)
-        elif kind == "film":
-            self.map = nn.Linear(dim, 2 * dim)
+        widths = {"concat": (2 * dim, dim), "film": (dim, 2 * dim)}
+        self.map = nn.Linear(*widths[kind]) if kind in widths else None
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         if self.map is None:
             return z + x
         if self.kind == "concat":
-            joined: Tensor = self.map(torch.cat([z, x], -1))
-            return joined
+            return self.map(torch.cat([z, x], -1))  # type: ignore[no-any-return]
         scale, shift = self.map(x).chunk(2, -1)
-        moved: Tensor = z + z * scale + shift
-        return moved
+        return z + z * scale + shift  # type: ignore[no-any-return]
 
 
 class TransformerLayer(nn.Module):
-    """Attention and a feed-forward part, each added to what it reads, with a norm behind ("post") or before ("pre")."""
+    """Attention and a feed-forward part, each added to its input, with a norm behind ("post") or before ("pre")."""
 
     def __init__(self, dim: int, attention: nn.Module, norm: Norm, inner: int, dropout: float) -> None:
         super().__init__()
@@ -93,15 +83,13 @@ class TransformerLayer(nn.Module):
     def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.norm == "post":
             h = self.attention_norm(h + self.dropout(self.attention(h, mask=mask)))
-            after: Tensor = self.mlp_norm(h + self.dropout(self.mlp(h)))
-            return after
+            return self.mlp_norm(h + self.dropout(self.mlp(h)))  # type: ignore[no-any-return]
         h = h + self.dropout(self.attention(self.attention_norm(h), mask=mask))
-        h = h + self.dropout(self.mlp(self.mlp_norm(h)))
-        return h
+        return h + self.dropout(self.mlp(self.mlp_norm(h)))  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):
-    """One step: the input is joined to the state, layers in turn, and a norm that keeps the state bounded."""
+    """One step: join the input to the state, apply the layers in turn, and keep the state bounded by a norm."""
 
     def __init__(self, dim: int, layers: list[nn.Module], norm: Norm, injection: Injection) -> None:
         super().__init__()
@@ -114,8 +102,7 @@ class TransformerBlock(nn.Module):
         h = self.inject(z, x)
         for layer in self.layers:
             h = layer(h, mask=mask)
-        out: Tensor = self.outer_norm(h)
-        return out
+        return self.outer_norm(h)  # type: ignore[no-any-return]
 
 
 class EquilibriumTransformer(Equilibrium):
@@ -139,15 +126,11 @@ class EquilibriumTransformer(Equilibrium):
         causal: a token attends to itself and the tokens before it.
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
-        dropout: of what attention and feed-forward part add; its mask is held for a whole call.
-        start: as of `Equilibrium`.
-        solver: as of `Equilibrium`.
-        adjoint: as of `Equilibrium`.
-        steps: as of `Equilibrium`.
-        on_failure: as of `Equilibrium`.
+        dropout: of the outputs of attention and feed-forward part; one mask serves for a whole call.
+        **options: `start`, `solver`, `adjoint`, `steps` and `on_failure`, as of `Equilibrium`.
 
     Attributes:
-        block: what is iterated.
+        block: the module of one step.
         last_solve: the `SolveReport` of the last call, one entry a sample.
 
     Raises:
@@ -183,11 +166,7 @@ class EquilibriumTransformer(Equilibrium):
         rotary: Rotary | None = None,
         mlp_ratio: float = 2.0,
         dropout: float = 0.0,
-        start: Start = "zeros",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        steps: Steps = None,
-        on_failure: OnFailure = "warn",
+        **options: Unpack[StepKeywords],
     ) -> None:
         for name, value in (("dim", dim), ("heads", heads), ("depth", depth)):
             _validate.check_integer(name, value, low=1)
@@ -201,15 +180,7 @@ class EquilibriumTransformer(Equilibrium):
         attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
         inner = max(int(ratio * dim), 1)
         layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
-        super().__init__(
-            TransformerBlock(dim, layers, norm, injection),
-            event_ndim=2,
-            start=start,
-            solver=solver,
-            adjoint=adjoint,
-            steps=steps,
-            on_failure=on_failure,
-        )
+        super().__init__(TransformerBlock(dim, layers, norm, injection), event_ndim=2, **options)
         self.dim, self.heads, self.causal = dim, heads, causal
         # Torch's kernels know the causal triangle themselves.
         self._draws_triangle = causal and attention != "softmax"
@@ -237,7 +208,7 @@ class EquilibriumTransformer(Equilibrium):
         __call__: PlainCall[...]
 
     def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
-        """All masks as one, made once for all steps."""
+        """All masks as one, computed once for all steps."""
         if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
             mask = mask.unsqueeze(-3)
         lead, count = x.shape[:-2], x.shape[-2]
@@ -259,20 +230,20 @@ class EquilibriumTransformer(Equilibrium):
         return PerSample(merged) if own else Shared(merged)
 
     def extra_repr(self) -> str:
-        # That tokens of a sample form one problem is so for all of these.
+        # The tokens of a sample form one problem in every `EquilibriumTransformer`.
         others = super().extra_repr().removeprefix("event_ndim=2").removeprefix(", ")
         shown = [f"{self.dim}", f"heads={self.heads}", *(["causal"] if self.causal else []), others]
         return ", ".join(text for text in shown if text)
 
 
-def _attention(given: Any, dim: int, heads: int, causal: bool, rotary: Rotary | None) -> nn.Module:
-    if isinstance(given, nn.Module):
+def _attention(choice: Any, dim: int, heads: int, causal: bool, rotary: Rotary | None) -> nn.Module:
+    if isinstance(choice, nn.Module):
         remedy = "give the module its own rotary positions"
         _validate.require(rotary is None, "rotary", "be None with an attention module", "a Rotary", remedy)
-        return copy.deepcopy(given)
-    if isinstance(given, type):
-        _validate.check_instance("attention", given, nn.Module, "be 'softmax', 'equilibrium' or an nn.Module")
-    _validate.check_choice("attention", given, ("softmax", "equilibrium"))
-    if given == "softmax":
+        return copy.deepcopy(choice)
+    if isinstance(choice, type):
+        _validate.check_instance("attention", choice, nn.Module, "be 'softmax', 'equilibrium' or an nn.Module")
+    _validate.check_choice("attention", choice, ("softmax", "equilibrium"))
+    if choice == "softmax":
         return SoftmaxAttention(dim, heads, causal=causal, rotary=rotary)
     return ImplicitAttention(dim, heads, rotary=rotary, on_failure="ignore")

@@ -37,10 +37,10 @@ def save_checkpoint(
     generators: Mapping[str, torch.Generator] | None = None,
     extra: Any = None,
 ) -> None:
-    """Write all that a training needs to go on, in one file that replaces the one before at once.
+    """Write the whole state of a training to one file, which replaces the old one at once.
 
     The file is written beside `path` under the name of `path` with ".partial", forced to the disk, read back, and put
-    in the place of `path`. A process that is killed, or a disk that is full, leaves the checkpoint that was there.
+    in the place of `path`. A process that is killed, or a disk that is full, leaves the old checkpoint.
 
     Args:
         path: of the file. Its folder exists.
@@ -48,13 +48,13 @@ def save_checkpoint(
         optimizer: whose state dict is saved.
         scheduler: of the learning rate, if there is one.
         step: number of updates so far, >= 0.
-        generators: by names, those that draw data and masks. The states of torch's own generators, of the CPU and of
+        generators: by name, the generators of data and masks. The states of torch's own generators, of the CPU and of
             CUDA if it is in use, are always saved. Those of numpy and of Python's `random` are not.
         extra: numbers, strings, tensors, and dicts and lists of them, such as the settings of the run.
 
     Raises:
-        TypeError: `extra`, or a state dict, holds objects that only running code could read back.
-        OSError: the file cannot be written. In both cases the checkpoint that was there stays.
+        TypeError: `extra`, or a state dict, contains objects that only running code could read back.
+        OSError: the file cannot be written. In both cases the old checkpoint stays.
 
     Examples:
         >>> import tempfile, torch
@@ -73,7 +73,7 @@ def save_checkpoint(
     path = Path(path).resolve()  # a link stays one
     contents = {
         "format": _FORMAT,
-        "made": _made(model, optimizer, scheduler),
+        "made": _kinds(model, optimizer, scheduler),
         "step": step,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -122,9 +122,8 @@ def load_checkpoint(
     Args:
         path: of a file by `save_checkpoint`.
         model: gets the weights, on the devices where its parameters are.
-        optimizer: as it was made for the saved run, of the same kind, with the same parameters in the same groups and
-            order.
-        scheduler: given if, and only if, one was saved, and of its kind; beside an optimizer only.
+        optimizer: of the kind of the saved one, with the same parameters in the same groups and order.
+        scheduler: of the kind of the saved one, or None if none was saved; beside an optimizer only.
         generators: with the names that were saved; beside an optimizer only.
 
     Returns:
@@ -133,8 +132,8 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is truncated or no checkpoint, the model has other parameters, or optimizer, scheduler and
-            generators are others than those that were saved. Nothing is changed then. Files that were written before
-            kinds were tell them by the options of parameter groups alone, which `Adam` and `AdamW` share.
+            generators are others than the saved ones. Nothing is changed then. Files from before kinds were saved show
+            them by the options of parameter groups alone, which `Adam` and `AdamW` share.
 
     Warns: where states of CUDA generators were saved for more devices than there are.
 
@@ -157,14 +156,16 @@ def load_checkpoint(
     saved = _loaded(path)
     _check_fits(saved["model"], model, path)
     if optimizer is None:
-        given = [name for name, value in (("scheduler", scheduler), ("generators", generators or None)) if value]
-        _validate.require(not given, "optimizer", f"be given with `{'` and `'.join(given)}`, to resume", None)
+        passed = [name for name, value in (("scheduler", scheduler), ("generators", generators or None)) if value]
+        _validate.require(not passed, "optimizer", f"be given with `{'` and `'.join(passed)}`, to resume", None)
     else:
-        _check_state("scheduler", scheduler is not None, saved["scheduler"] is not None)
+        required = "be None, as none was saved" if saved["scheduler"] is None else "be given, as one was saved"
+        fits, received = (scheduler is None) == (saved["scheduler"] is None), "one" if scheduler is not None else None
+        _validate.require(fits, "scheduler", required, received)
         required = f"have the names that were saved, {sorted(saved['generators'])}"
         _validate.require(set(generators) == set(saved["generators"]), "generators", required, sorted(generators))
-        _check_made(saved, _made(model, optimizer, scheduler), optimizer)
-        # Of all that is put back, an optimizer alone checks what it gets before it changes.
+        _check_kinds(saved, _kinds(model, optimizer, scheduler), optimizer)
+        # Only an optimizer checks a state before it changes.
         optimizer.load_state_dict(saved["optimizer"])
         if scheduler is not None:
             scheduler.load_state_dict(saved["scheduler"])
@@ -185,7 +186,7 @@ def _checked(generators: Any) -> dict[str, torch.Generator]:
 
 
 def _cuda_states() -> list[torch.Tensor]:
-    # Asking for states would start CUDA in a process that does not use it.
+    # Reading the states would start CUDA in a process that does not use it.
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
@@ -193,8 +194,8 @@ def _restore_random(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     present = torch.cuda.device_count() if states["cuda"] else 0
     if len(states["cuda"]) > present:
-        told = f"generators of {len(states['cuda'])} CUDA devices were saved, and {present} are here"
-        warnings.warn(f"{told}: the run goes on with other random numbers there", stacklevel=3)
+        counts = f"generators of {len(states['cuda'])} CUDA devices were saved, and {present} are here"
+        warnings.warn(f"{counts}: the run goes on with other random numbers there", stacklevel=3)
     for device, state in enumerate(states["cuda"][:present]):
         torch.cuda.set_rng_state(state, device)
 
@@ -218,7 +219,7 @@ def _loaded(path: Path) -> dict[str, Any]:
             if (member := file.testzip()) is not None:
                 raise ValueError(f"the checksum of {member} is another than that of its bytes")
         saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file may end anywhere in what reads it
+    except Exception as error:  # a damaged file may raise anything
         received = f"{path.name}, which is truncated, damaged or another kind of file"
         raise ValueError(_validate.message("path", required, received, remedy)) from error
     known = isinstance(saved, dict) and any(
@@ -232,23 +233,18 @@ def _check_fits(saved: dict[str, Any], model: nn.Module, path: Path) -> None:
     """Refuse weights of another model before any of them is copied."""
     shapes, wanted = _shapes(saved), _shapes(model.state_dict())
     differing = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
-    told = ", ".join(f"{name} {shapes.get(name)} instead of {wanted.get(name)}" for name in differing[:3])
+    shown = ", ".join(f"{name} {shapes.get(name)} instead of {wanted.get(name)}" for name in differing[:3])
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     required = f"have the parameters in {path.name}"
-    _validate.require(not differing, "model", required, f"{told}{more} (saved, model)", "make it with the same sizes")
+    _validate.require(not differing, "model", required, f"{shown}{more} (saved, model)", "make it with the same sizes")
 
 
 def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _check_state(name: str, given: bool, was_saved: bool) -> None:
-    required = "be given, as one was saved" if was_saved else "be None, as none was saved"
-    _validate.require(given == was_saved, name, required, "one" if given else None)
-
-
-def _made(model: nn.Module, optimizer: Stateful, scheduler: Stateful | None) -> dict[str, Any]:
-    """Return the kinds of optimizer and scheduler, and the parameters of each group of the optimizer."""
+def _kinds(model: nn.Module, optimizer: Stateful, scheduler: Stateful | None) -> dict[str, Any]:
+    """The kinds of optimizer and scheduler, and the parameters of each group of the optimizer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = getattr(optimizer, "param_groups", [])
     return {
@@ -258,24 +254,22 @@ def _made(model: nn.Module, optimizer: Stateful, scheduler: Stateful | None) -> 
     }
 
 
-def _check_made(saved: dict[str, Any], made: dict[str, Any], optimizer: Stateful) -> None:
-    """Refuse states of other kinds or parameters, which optimizers and schedulers take without a word."""
+def _check_kinds(saved: dict[str, Any], kinds: dict[str, Any], optimizer: Stateful) -> None:
+    """Refuse states of other kinds or parameters, which optimizers and schedulers load without an error."""
     remedy = "make it as it was made for the saved run"
     if "made" in saved:
         for name in ("optimizer", "scheduler"):
             required = f"be {saved['made'][name]}, as the saved one was"
-            _validate.require(made[name] == saved["made"][name], name, required, made[name], remedy)
-        held, wanted = _places(made["parameters"]), _places(saved["made"]["parameters"])
-        for place in sorted(held.keys() | wanted.keys()):
-            required = (
-                f"have the parameters that were saved, in their order: {wanted.get(place)!r} as number {place[1]}"
-            )
-            received = repr(held.get(place))
-            fits = held.get(place) == wanted.get(place)
-            _validate.require(fits, "optimizer", f"{required} of group {place[0]}", received, remedy)
+            _validate.require(kinds[name] == saved["made"][name], name, required, kinds[name], remedy)
+        own, wanted = _places(kinds["parameters"]), _places(saved["made"]["parameters"])
+        for place in sorted(own.keys() | wanted.keys()):
+            expected = f"{wanted.get(place)!r} as number {place[1]} of group {place[0]}"
+            required = f"have the parameters that were saved, in their order: {expected}"
+            fits = own.get(place) == wanted.get(place)
+            _validate.require(fits, "optimizer", required, repr(own.get(place)), remedy)
     groups = [state.get("param_groups", []) for state in (saved["optimizer"], optimizer.state_dict())]
     for old, new in zip(*groups, strict=False):
-        # Versions of torch add options, which are then as they were made.
+        # New versions of torch add options, which then have their defaults.
         required = f"have groups with the options {sorted(old)}"
         _validate.require(old.keys() <= new.keys(), "optimizer", required, sorted(new), remedy)
 

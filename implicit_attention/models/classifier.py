@@ -8,19 +8,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
+from ..layers.calls import plain
 from ..options import SolveKeywords
 from .image import ImageEnergyTransformer
-
-if TYPE_CHECKING:
-    from ..layers.calls import plain
 
 
 class ImageClassifier(nn.Module):
     """Logits of an image from its CLS token: patches -> tokens -> block -> layer norm -> Linear -> ReLU -> Linear.
 
-    It shares the embedding and the block with `image_model`: there is no copy, and training one trains the other. That
-    is how a model that learned to fill in patches goes on to labels. `copy.deepcopy(image_model)` keeps them apart. The
-    MASK token and the decoder are no part of it.
+    It shares the embedding and the block with `image_model`, without a copy: training one trains the other, so that a
+    model that learned to fill in patches goes on to labels. `copy.deepcopy(image_model)` keeps them apart. The MASK
+    token and the decoder are no part of it.
 
     Args:
         image_model: the `ImageEnergyTransformer`, trained or new.
@@ -51,16 +49,13 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, image_model: ImageEnergyTransformer, classes: int, hidden: int | None = None) -> None:
         super().__init__()
-        given: object = image_model
-        if not isinstance(given, ImageEnergyTransformer):
-            required = "be an ImageEnergyTransformer"
-            raise TypeError(_validate.message("image_model", required, type(given).__name__))
+        _validate.check_instance("image_model", image_model, ImageEnergyTransformer, "be an ImageEnergyTransformer")
         _validate.check_integer("classes", classes, low=1)
         self.embedding, self.block = image_model.embedding, image_model.block
         dim, like = self.embedding.dim, self.embedding.encoder.weight
         hidden = dim if hidden is None else _validate.check_integer("hidden", hidden, low=1)
-        made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.head = nn.Sequential(nn.Linear(dim, hidden, **made), nn.ReLU(), nn.Linear(hidden, classes, **made))
+        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self.head = nn.Sequential(nn.Linear(dim, hidden, **place), nn.ReLU(), nn.Linear(hidden, classes, **place))
 
     def forward(self, images: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
         """The logits of images.
@@ -74,14 +69,11 @@ class ImageClassifier(nn.Module):
             (*batch, classes).
         """
         tokens = self.embedding(self.embedding.patches(images))
-        if not return_solution:
-            return self._logits(self.block(tokens, **options))
-        settled, solution = self.block(tokens, return_solution=True, **options)
-        return self._logits(settled), solution
+        result = self.block(tokens, return_solution=return_solution, **options)
+        settled, *evidence = result if return_solution else (result,)
+        logits = self.head(self.block.norm(settled)[..., 0, :])
+        return (logits, *evidence) if evidence else logits
 
     if TYPE_CHECKING:
         _call = plain(forward)
         __call__ = _call
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        return self.head(self.block.norm(tokens)[..., 0, :])  # type: ignore[no-any-return]

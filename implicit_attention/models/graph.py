@@ -12,20 +12,17 @@ from typing_extensions import Unpack
 from .. import _validate
 from .._autograd import host_may_look_at_constant
 from ..layers import EnergyTransformer
+from ..layers.calls import plain
 from ..options import SolveKeywords
-
-if TYPE_CHECKING:
-    from ..layers.calls import plain
 
 
 class NodeClassifier(nn.Module):
     """Logits of nodes of graphs: features -> linear encoder -> `EnergyTransformer` -> its layer norm -> linear head.
 
-    A node attends to its neighbours: entry (i, j) of the adjacency that is True, or not 0, lets node i read node j. It
-    is the adjacency that says what is an edge, whatever the scores: a score of exactly 0 between neighbours counts as
-    one (public code takes it for a missing edge). An edge from a node to itself is one like any other, and is read
-    only if it stands in the adjacency. A node without neighbours keeps the pull of the memory. Weights of edges are not
-    read beyond that.
+    A node attends to its neighbours: entry (i, j) of the adjacency that is True, or not 0, lets node i read node j. The
+    adjacency alone determines the edges, whatever the scores: a score of exactly 0 between neighbours counts (public
+    code takes it for a missing edge). An edge from a node to itself is one like any other, and needs its entry in the
+    adjacency. A node without neighbours keeps the pull of the memory. The weights of edges are not used otherwise.
 
     Args:
         features: numbers per node.
@@ -36,9 +33,8 @@ class NodeClassifier(nn.Module):
         memories: number of stored patterns.
         positions: number of Laplacian eigenvectors that are read beside the features, k; see `laplacian_positions`.
             In training their signs, which mean nothing, are drawn anew in each call from torch's own generator.
-        device: of the parameters.
-        dtype: of the parameters.
-        **block: the other arguments of `EnergyTransformer`: mode, steps, solver, ...
+        **block: the other arguments of `EnergyTransformer`: mode, steps, solver, ...; `device` and `dtype` are those of
+            all parameters.
 
     Attributes:
         encoder, position_encoder (k > 0), block, head: the parts; the block has `last_solve`.
@@ -72,19 +68,17 @@ class NodeClassifier(nn.Module):
         memories: int,
         *,
         positions: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **block: Any,
     ) -> None:
         super().__init__()
         self.features: int = _validate.check_integer("features", features, low=1)
         _validate.check_integer("classes", classes, low=1)
         self.positions: int = _validate.check_integer("positions", positions, low=0)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.block = EnergyTransformer(dim, heads, head_dim, memories, **made, **block)
-        self.encoder = nn.Linear(self.features, dim, **made)
-        self.position_encoder = nn.Linear(self.positions, dim, bias=False, **made) if positions else None
-        self.head = nn.Linear(dim, classes, **made)
+        place: dict[str, Any] = {name: block.get(name) for name in ("device", "dtype")}
+        self.block = EnergyTransformer(dim, heads, head_dim, memories, **block)
+        self.encoder = nn.Linear(self.features, dim, **place)
+        self.position_encoder = nn.Linear(self.positions, dim, bias=False, **place) if positions else None
+        self.head = nn.Linear(dim, classes, **place)
 
     def forward(
         self,
@@ -104,8 +98,8 @@ class NodeClassifier(nn.Module):
                 node of the row reads that of the column.
             node_mask: which nodes exist, boolean, (*batch, N), where graphs were padded to one size. The others change
                 nothing, and their logits are 0.
-            positions: what `laplacian_positions` returns for this adjacency, (*batch, N, k); None computes it, in a
-                time of order N^3.
+            positions: those by `laplacian_positions` for this adjacency, (*batch, N, k); None computes them, in a time
+                of order N^3.
             return_solution: return (logits, solution), with the `Solution` of the tokens.
             **options: replace the block's for this call, see `SolveOptions`.
 
@@ -215,7 +209,7 @@ def laplacian_positions(adjacency: Tensor, k: int, node_mask: Tensor | None = No
 
 
 def _check_nodes(node_mask: Any, shape: tuple[int, ...]) -> None:
-    """Which nodes exist, boolean, what broadcasts to (*batch, N) but has all N."""
+    """Raise unless a boolean mask broadcasts to (*batch, N), with all N nodes."""
     if not isinstance(node_mask, Tensor) or node_mask.dtype != torch.bool:
         received = getattr(node_mask, "dtype", type(node_mask).__name__)
         raise TypeError(_validate.message("node_mask", "be boolean, True = the node exists", received))
@@ -225,7 +219,7 @@ def _check_nodes(node_mask: Any, shape: tuple[int, ...]) -> None:
 
 
 def _edges(adjacency: Any) -> Tensor:
-    """Return which edges exist, boolean (*batch, N, N)."""
+    """The edges that exist, boolean (*batch, N, N)."""
     if not isinstance(adjacency, Tensor):
         remedy = "convert it with torch.as_tensor, or scipy's sparse matrices with .toarray() before"
         raise TypeError(_validate.message("adjacency", "be a torch.Tensor", type(adjacency).__name__, remedy))

@@ -14,11 +14,9 @@ from typing_extensions import Self, Unpack
 from .. import _validate
 from .._autograd import at_least_single, host_may_look
 from ..layers import EnergyTransformer
-from ..layers.reference_weights import Layout, read_reference
+from ..layers.calls import Place, plain
+from ..layers.reference_weights import IMAGE_ARRAYS, Layout, read_reference
 from ..options import SolveKeywords
-
-if TYPE_CHECKING:
-    from ..layers.calls import plain
 
 
 class PatchEmbedding(nn.Module):
@@ -29,8 +27,7 @@ class PatchEmbedding(nn.Module):
         patch_size: side of a patch, a divisor of both.
         channels: of the images.
         dim: width of a token.
-        device: of the parameters.
-        dtype: of the parameters.
+        **place: device and dtype of the parameters.
 
     Attributes:
         count: number of patches, P.
@@ -51,33 +48,23 @@ class PatchEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        image_size: int | tuple[int, int],
-        patch_size: int,
-        channels: int,
-        dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, image_size: int | tuple[int, int], patch_size: int, channels: int, dim: int, **place: Unpack[Place]
     ) -> None:
         super().__init__()
         height, width = image_size if isinstance(image_size, tuple | list) else (image_size, image_size)
-        self.image_size: tuple[int, int] = (
-            _validate.check_integer("image_size", height, low=1),
-            _validate.check_integer("image_size", width, low=1),
-        )
+        height, width = (_validate.check_integer("image_size", size, low=1) for size in (height, width))
+        self.image_size: tuple[int, int] = (height, width)
         self.patch_size: int = _validate.check_integer("patch_size", patch_size, low=1)
         self.channels: int = _validate.check_integer("channels", channels, low=1)
         self.dim: int = _validate.check_integer("dim", dim, low=1)
         required, remedy = f"divide the image size {self.image_size}", "crop or pad the images, or choose a divisor"
         whole = all(size % patch_size == 0 for size in self.image_size)
         _validate.require(whole, "patch_size", required, self.patch_size, remedy)
-        self.count = (self.image_size[0] // patch_size) * (self.image_size[1] // patch_size)
+        self.count = (height // patch_size) * (width // patch_size)
         self.width = channels * patch_size**2
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.encoder = nn.Linear(self.width, dim, **made)
-        self.cls_token = nn.Parameter(torch.empty(dim, **made))
-        self.positions = nn.Parameter(torch.empty(1 + self.count, dim, **made))
+        self.encoder = nn.Linear(self.width, dim, **place)
+        self.cls_token = nn.Parameter(torch.empty(dim, **place))
+        self.positions = nn.Parameter(torch.empty(1 + self.count, dim, **place))
         for token in (self.cls_token, self.positions):
             nn.init.normal_(token, std=0.002)
 
@@ -103,7 +90,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, patches: Tensor, masked: Tensor | None = None, mask_token: Tensor | None = None) -> Tensor:
         """The tokens (*batch, 1 + P, dim); those of masked patches are `mask_token` and its position."""
         if masked is not None:
-            # 0 * NaN is NaN: what stands in a masked patch must not reach the encoder's gradient either.
+            # 0 * NaN is NaN: a number in a masked patch must not reach the encoder's gradient either.
             patches = patches.masked_fill(masked[..., None], 0.0)
         tokens = self.encoder(patches)
         if masked is not None:
@@ -130,9 +117,8 @@ class ImageEnergyTransformer(nn.Module):
         heads: number of heads.
         head_dim: width of queries and keys.
         memories: number of stored patterns.
-        device: of the parameters.
-        dtype: of the parameters.
-        **block: the other arguments of `EnergyTransformer`: mode, steps, step_size, solver, ...
+        **block: the other arguments of `EnergyTransformer`: mode, steps, step_size, solver, ...; `device` and `dtype`
+            are those of all parameters.
 
     Attributes:
         embedding: the `PatchEmbedding`.
@@ -173,18 +159,15 @@ class ImageEnergyTransformer(nn.Module):
         heads: int,
         head_dim: int,
         memories: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **block: Any,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, **made)
-        self.mask_token = nn.Parameter(torch.empty(dim, **made))
+        place: dict[str, Any] = {name: block.get(name) for name in ("device", "dtype")}
+        self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, **place)
+        self.mask_token = nn.Parameter(torch.empty(dim, **place))
         nn.init.normal_(self.mask_token, std=0.002)
-        self.block = EnergyTransformer(dim, heads, head_dim, memories, **made, **block)
-        self.decoder = nn.Linear(dim, self.embedding.width, **made)
+        self.block = EnergyTransformer(dim, heads, head_dim, memories, **block)
+        self.decoder = nn.Linear(dim, self.embedding.width, **place)
 
     def patches(self, images: Tensor) -> Tensor:
         """The patches of images row by row, (*batch, C, H, W) -> (*batch, P, C * patch_size^2)."""
@@ -207,23 +190,21 @@ class ImageEnergyTransformer(nn.Module):
 
         Args:
             images: (*batch, C, H, W).
-            masked: boolean, (*batch, P), or what broadcasts to it, such as (P,): True = the MASK token stands for the
-                patch, whose pixels are not read.
+            masked: boolean, broadcasts to (*batch, P): True = the MASK token stands for the patch, whose pixels are not
+                read.
             return_energies: return (patches, energies), see `EnergyTransformer`.
             return_solution: return the `Solution` of the tokens as well, last.
             **options: replace the block's for this call, see `SolveOptions`.
 
         Returns:
-            Patches (*batch, P, C * patch_size^2), or a tuple with what was asked for.
+            Patches (*batch, P, C * patch_size^2), or a tuple with the requested parts.
         """
         patches = self.patches(images)
         tokens = self.embedding(patches, checked_patches("masked", masked, patches), self.mask_token)
-        if not (return_energies or return_solution):
-            return self._decoded(self.block(tokens, **options))
-        settled, *evidence = self.block(
-            tokens, return_energies=return_energies, return_solution=return_solution, **options
-        )
-        return (self._decoded(settled), *evidence)
+        result = self.block(tokens, return_energies=return_energies, return_solution=return_solution, **options)
+        settled, *evidence = result if return_energies or return_solution else (result,)
+        predicted = self.decoder(self.block.norm(settled)[..., 1:, :])
+        return (predicted, *evidence) if evidence else predicted
 
     if TYPE_CHECKING:
         _call = plain(forward)
@@ -289,8 +270,7 @@ class ImageEnergyTransformer(nn.Module):
                 contradict the sizes.
         """
         read = read_reference(weights, layout)
-        wanted = ("Wenc", "Benc", "Wdec", "Bdec", "CLS_token", "MASK_token", "POS_embed")
-        missing = [name for name in wanted if name not in read]
+        missing = [name for name in IMAGE_ARRAYS if name not in read]
         remedy = "use EnergyTransformer.from_reference for a block alone"
         _validate.require(not missing, "weights", "hold an image model's arrays", f"no {', '.join(missing)}", remedy)
         heads, head_dim, dim = read["w_query"].shape
@@ -300,26 +280,21 @@ class ImageEnergyTransformer(nn.Module):
         _validate.require(width > 0 and width % side**2 == 0, "Wenc", required, f"shape {tuple(read['Wenc'].shape)}")
         block.setdefault("dtype", read["w_query"].dtype)
         sizes = (dim, heads, head_dim, read["memories"].shape[0])
-        made = cls(image_size, side, width // side**2, *sizes, **block)
-        made.block = EnergyTransformer.from_reference(weights, layout, **block)
-        embedding, decoder = made.embedding, made.decoder
+        model = cls(image_size, side, width // side**2, *sizes, **block)
+        model.block = EnergyTransformer.from_reference(weights, layout, **block)
+        embedding, decoder = model.embedding, model.decoder
         into = (embedding.encoder.weight.mT, embedding.encoder.bias, decoder.weight.mT, decoder.bias)
-        tokens = (embedding.cls_token, made.mask_token, embedding.positions)
+        tokens = (embedding.cls_token, model.mask_token, embedding.positions)
         with torch.no_grad():
-            for name, parameter in zip(wanted, (*into, *tokens), strict=True):
-                given = read[name]
-                if name in ("CLS_token", "MASK_token") and given.shape == (1, dim):
-                    given = given[0]
-                required, shape = f"have shape {tuple(parameter.shape)}", f"shape {tuple(given.shape)}"
+            for name, parameter in zip(IMAGE_ARRAYS, (*into, *tokens), strict=True):
+                array = read[name]
+                if name in ("CLS_token", "MASK_token") and array.shape == (1, dim):
+                    array = array[0]
+                required, received = f"have shape {tuple(parameter.shape)}", f"shape {tuple(array.shape)}"
                 remedy = f"the sizes are image_size={embedding.image_size}, patch_size={side}, D={dim}"
-                _validate.require(given.shape == parameter.shape, name, required, shape, remedy)
-                parameter.copy_(given)
-        return made
-
-    # Parts.
-
-    def _decoded(self, tokens: Tensor) -> Tensor:
-        return self.decoder(self.block.norm(tokens)[..., 1:, :])  # type: ignore[no-any-return]
+                _validate.require(array.shape == parameter.shape, name, required, received, remedy)
+                parameter.copy_(array)
+        return model
 
 
 def checked_patches(name: str, chosen: Any, patches: Tensor) -> Tensor:
@@ -340,17 +315,17 @@ def scatter_mask(
     kept: int = 10,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which patches are masked, and which are scored: as many of every image, at random places of its own.
+    """The masked and the scored patches: as many in every image, at random places of its own.
 
     `replaced` patches are masked and scored; `kept` others are scored though the model sees them, so that it learns to
-    keep what it sees. The defaults are those published, of 196 patches.
+    keep visible patches. The defaults are the published numbers for 196 patches.
 
     Args:
         batch: number of images, >= 0.
         patches: number of patches of an image.
         replaced: number of patches that the MASK token stands for, >= 0.
         kept: number of patches that are scored as well, >= 0.
-        generator: draws the places; on its device the masks are made. None is torch's own, of the CPU.
+        generator: draws the places, on its device. None is torch's own generator of the CPU.
 
     Returns:
         masked, scored: boolean, (batch, patches).
