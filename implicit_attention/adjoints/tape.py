@@ -58,13 +58,12 @@ class Tape:
         return torch.autograd.grad(self.recorded, inputs, u, retain_graph=True, allow_unused=True)
 
     def _by_state(self, u: Tensor, product: Tensor | None) -> Tensor:
-        # Without a graph to the state f does not depend on it, or does so unseen, which is told there.
+        # Without a graph to the state f does not depend on it, or does so unseen, for which `linearize` raises.
         return self.problem.linearize(self.z).vjp(u) if product is None else product
 
-    def _by_tensors(self, u: Tensor, found: Gradients) -> Gradients:
-        if all(gradient is None for gradient in found):
+    def _by_tensors(self, u: Tensor, products: Gradients) -> Gradients:
+        if all(product is None for product in products):
             return self.problem.linearize(self.z).vjp_tensors(u)
-        gradients: list[Tensor | None] = [None] * len(self.tensors)
-        for i, gradient in zip(self.wanted, found, strict=True):
-            gradients[i] = torch.zeros_like(self.tensors[i]) if gradient is None else gradient
-        return tuple(gradients)
+        pairs = zip(self.wanted, products, strict=True)
+        gradients = {i: torch.zeros_like(self.tensors[i]) if product is None else product for i, product in pairs}
+        return tuple(map(gradients.get, range(len(self.tensors))))

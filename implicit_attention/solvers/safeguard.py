@@ -189,7 +189,7 @@ class Safeguarded(Solver):
         # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
         trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
         if problem.steps_rescaled:
-            # What r promises is in other units than E, of which only the sign of the change counts.
+            # The promise of r is in other units than E, so that only the sign of the change of E counts.
             resolved = measured.abs() > ENERGY_SLACK * rounding
             return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         resolved = required > ENERGY_SLACK * rounding
@@ -228,22 +228,14 @@ class Safeguarded(Solver):
             assert point.force is not None
             force = rows_where(accepted, point.force, force)
             promise = torch.where(accepted, _promised(problem, point), promise)
-        # Mostly all are accepted: one look in place of one for each of these.
+        # Mostly all are accepted: then one look spares those of `rows_where`.
         whole = host_may_look(accepted) and bool(accepted.all())
-        if whole:
-            base = state._replace(
-                z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
-            )
-        else:
-            base = state._replace(
-                z=rows_where(accepted, point.z, state.z),
-                r=rows_where(accepted, point.r, state.r),
-                residual=torch.where(accepted, point.residual, state.residual),
-                force=force,
-                promise=promise,
-                history=history,
-            )
-            point = point._replace(z=base.z, r=base.r, residual=base.residual)
+        if not whole:
+            z, r = rows_where(accepted, point.z, state.z), rows_where(accepted, point.r, state.r)
+            point = point._replace(z=z, r=r, residual=torch.where(accepted, point.residual, state.residual))
+        base = state._replace(
+            z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
+        )
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, force, downward)
@@ -264,11 +256,11 @@ class Safeguarded(Solver):
         # without bound.
         moved = (point.z != state.z).any(-1)
         if torch.is_grad_enabled():
-            history = _held(moved, history, state.history)
+            history = _kept_still(moved, history, state.history)
         if not self._stretches(problem):
             return history, accepted
         change = dr if point.force is None or state.force is None else point.force - state.force
-        # Products that underflow tell nothing of the curvature.
+        # Products that underflow show nothing of the curvature.
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
 
     def _after(
@@ -313,12 +305,12 @@ def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return (condition & yes) | (~condition & no) if torch.compiler.is_exporting() else torch.where(condition, yes, no)
 
 
-def _held(moved: Tensor, new: Any, old: Any) -> Any:
+def _kept_still(moved: Tensor, new: Any, old: Any) -> Any:
     """The new history where something `moved`, else the old, which may have fewer columns."""
     if not isinstance(new, tuple):
         before = torch.zeros_like(new) if old is None else old
         where = _either if new.dtype == torch.bool else torch.where
         return where(moved.reshape((*moved.shape, *(1,) * (new.ndim - moved.ndim))), new, before)
     missing = (None,) * len(new)
-    items = [_held(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
+    items = [_kept_still(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
     return type(new)(*items) if hasattr(new, "_fields") else tuple(items)
