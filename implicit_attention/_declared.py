@@ -39,7 +39,7 @@ def _tree(
         clone.__dict__ = state
         state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
         if "dynamo_ctx" in state:
-            # What torch.compile(module) returns: the same code with other tensors is not compiled again.
+            # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
         elif (compiled := state.get("_compiled_call_impl")) is not None:
             state["_compiled_call_impl"] = _compiled_like(compiled, clone._call_impl)
@@ -73,7 +73,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module itself of what torch.compile(module) returns."""
+    """The module itself; for a result of torch.compile(module) the one inside."""
     return cast(nn.Module, module._modules["_orig_mod"]) if "dynamo_ctx" in vars(module) else module
 
 
@@ -87,7 +87,7 @@ def _kept_apart(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
 
 
 def _is_parametrized(module: nn.Module) -> bool:
-    # What torch.compile(module) returns has the attributes of the module inside.
+    # The result of torch.compile(module) has the attributes of the module inside.
     return "parametrizations" in module._modules
 
 
@@ -230,9 +230,9 @@ class Declared:
 
     #: method -> the methods and claims that were derived from it, and do not hold where a subclass overrides it.
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {}
-    #: Those that the general class cannot make of the others.
+    #: The methods that the general class cannot derive from others.
     _underived: ClassVar[tuple[str, ...]] = ()
-    #: Whether the methods of this very class hold for all of its subclasses.
+    #: Whether the methods of this class hold for all of its subclasses.
     _general: ClassVar[bool] = True
 
     def __init_subclass__(cls, *, general: bool = False, **options: Any) -> None:
@@ -242,7 +242,8 @@ class Declared:
             if isinstance(method, FunctionType) and not name.startswith("_"):
                 setattr(cls, name, in_own_precision(method))
         names = {name for cause, followers in cls._follows.items() for name in (cause, *followers)}
-        places = {name: cls._place_of(name) for name in names}
+        # The number in the order of inheritance of the class that defines each; -1 if none does.
+        places = {name: next((i for i, base in enumerate(cls.__mro__) if name in vars(base)), -1) for name in names}
         for cause, followers in cls._follows.items():
             for name in followers:
                 owner = cls.__mro__[places[name]]
@@ -253,11 +254,6 @@ class Declared:
     def _without_closed_form(cls, name: str, cause: str, owner: str) -> Any:
         general = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
         return general[0] if general and name not in cls._underived else Withdrawn(name, cause, owner)
-
-    @classmethod
-    def _place_of(cls, name: str) -> int:
-        """The number in the order of inheritance of the class that defines it; -1 if none does."""
-        return next((place for place, base in enumerate(cls.__mro__) if name in vars(base)), -1)
 
     def __repr__(self) -> str:
         """One line of shapes and Python numbers: no tensor is read, so that it works inside transforms and graphs."""
@@ -275,7 +271,7 @@ class Declared:
                 yield text
 
     def attributes(self) -> Iterator[str]:
-        """The names of its attributes, and of those of the `Declared` objects in them."""
+        """The names of its attributes, and of the attributes of `Declared` objects in them."""
         for name, value in vars(self).items():
             yield name
             for part in leaves(value):
@@ -305,8 +301,8 @@ class Declared:
     def apart(self) -> Self:
         """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
 
-        What they keep while they train, such as a running mean, is copied. (A compiler that meets torch.func in a
-        module gives it up for all later calls.)
+        Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
+        in a module gives the module up for all later calls.)
         """
         if not any(_is_compiled(part) or part.training for module in _modules(self) for part in module.modules()):
             return self
@@ -316,8 +312,8 @@ class Declared:
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.
 
-        These (parametrizations) are computed once, with their graph: a whole solve reads the same, also where computing
-        them moves buffers.
+        These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
+        where their computation changes buffers.
         """
         if not any(_computes(part) for module in _modules(self) for part in module.modules()):
             return self
@@ -340,7 +336,7 @@ class Declared:
 
 
 def restricted(declared: _D, index: Tensor, **own: int) -> _D:
-    """The problems `index` (*batch, K) of the last axis that numbers problems: what `select` returns.
+    """The problems `index` (*batch, K) of the last axis that numbers problems, as `select` returns them.
 
     Args:
         declared: an object with tensors (*#batch, #N, *own) of N problems each.

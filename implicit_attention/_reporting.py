@@ -222,17 +222,17 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
 def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> Tensor:
     """The answer (*lead, *event) of a linear system; with backward="zero" one that was left out has no derivative.
 
-    It is known by being 0 for a right-hand side that is not, which no solution is.
+    Such an answer is 0 for a right-hand side that is not 0, as no solution is.
     """
     if policy_of(on_failure).backward == "keep":
         return answer
     zeros = ((t == 0) for t in (answer, rhs))
-    nothing, unasked = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
-    return torch.where(_per_problem(nothing & ~unasked, answer), answer.detach(), answer)
+    nothing, no_system = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
+    return torch.where(_per_problem(nothing & ~no_system, answer), answer.detach(), answer)
 
 
 def lost(status: Tensor, cotangent: Tensor) -> Tensor:
-    """(*lead), where what comes from above is not finite: no solve can make a gradient of that, and none failed."""
+    """(*lead), where the gradient from above is not finite, so that there is no gradient and no solve failed."""
     finite = torch.isfinite(cotangent)
     return ~(finite.flatten(status.ndim).all(-1) if finite.ndim > status.ndim else finite)
 

@@ -55,7 +55,7 @@ def not_an_instance(
 
 
 def _called(name: str, kinds: Iterable[type]) -> type | None:
-    """The class among `kinds` and what is derived of them that has this name, in upper or lower case, or None."""
+    """The class with this name, in upper or lower case, among `kinds` and their subclasses, or None."""
     wanted = name.replace("_", "").replace("-", "").casefold()
     for kind in kinds:
         match = kind if kind.__name__.casefold() == wanted else _called(name, kind.__subclasses__())
@@ -213,7 +213,7 @@ def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> A
 
 
 def check_offset(argument: str, value: Any) -> int:
-    """The index of a first query among the keys, to which that of any query may be added without overflow."""
+    """The index of the first query among the keys; those of all queries can be added to it without overflow."""
     offset: int = check_integer(argument, value, low=0)
     remedy = "pass min(offset, number of keys), beyond which every query attends to every key"
     require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, remedy)

@@ -1,4 +1,4 @@
-"""Several solvers on one problem: what each of them reached, and what it cost."""
+"""Several solvers on one problem: the residual that each of them reached, and its cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Fused work: which operation of `ops` solves a problem as a solver would, if there is one.
+"""The choice of a fused operation of `ops` that solves a problem as a solver would, if there is one.
 
-`lower` is the only place where solves and adjoints learn of operations. Everything that it does not lower is done by
-the solvers' loop and by linear solvers.
+Solves and adjoints use operations only by `lower`. The solvers' loop and the linear solvers do everything else.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from .solvers.iterate import Solver
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """`AnchoredEnergy` of `LogSumExp` as the operations on log-sum-exp energies do it.
+    """The fused solve of an `AnchoredEnergy` of `LogSumExp`, and its adjoint.
 
-    potential: that of the energy, or the `LogSumExp` that computes it.
+    potential: the potential of the energy, or the `LogSumExp` that computes it.
     rule: the solver's steps and tolerances; None for the adjoint alone.
     """
 
@@ -51,7 +50,7 @@ class Lowered:
         return solved.state, solved.record
 
     def in_graph(self, initial: Tensor, on_failure: OnFailure, site: FailureSite | None) -> tuple[Tensor, Record]:
-        """The same as one operation that a compiler keeps in its graph, with a first derivative.
+        """`solve` as one operation that a compiler keeps in its graph, with a first derivative.
 
         A backward solve that fails is reported as `on_failure` says, at the `site`.
         """
@@ -70,9 +69,9 @@ class Lowered:
     def adjoint(
         self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
     ) -> tuple[tuple[Tensor | None, ...], AdjointAnswer] | None:
-        """The gradients of the energy's tensors, by conjugate gradients at z; None for that of a bias that it has not.
+        """The gradients of the energy's tensors, by conjugate gradients at z; None where it lacks that of a bias.
 
-        It has that of a bias per key, which is the same for all queries.
+        It has the gradient of a bias per key, which is the same for all queries.
 
         A problem that it could not solve has a failing status and an approximate gradient or NaN, but never 0.
         """
@@ -108,7 +107,7 @@ class Lowered:
         return own
 
     def _isolated(self) -> tuple[Hopfield, Tensor | None]:
-        """The same with keys that are not finite read as 0, and NaN for the queries that attend to such a key."""
+        """The problem, in which keys that are not finite are 0, and NaN for the queries that attend to such a key."""
         problem = hopfield_of(self.energy, self.potential)
         if (problem.mask is None and problem.first is None) or surely_finite(problem.keys):
             return problem, None
@@ -145,13 +144,13 @@ def _poisoned(initial: Tensor, poison: Tensor | None) -> Tensor:
 
 
 def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Lowered | None:
-    """The operation that does to `problem` what `solver` does, or None if there is none or `impl` is "reference".
+    """The operation that solves `problem` as `solver` does, or None if there is none or `impl` is "reference".
 
     Args:
-        problem: what is solved.
-        solver: its method; None for the adjoint alone, whatever method solved the problem.
+        problem: the problem to solve.
+        solver: the method; None for the adjoint alone, whatever method solved the problem.
         impl: "auto" takes an operation where there is one; "native", "tiled" and "triton" insist on theirs.
-        every_step: every step is to be recorded, for a trace or for a gradient through the steps.
+        every_step: whether every step must be recorded, for a trace or for a gradient through the steps.
 
     Raises:
         UnsupportedImplementation: an `impl` was named that cannot do it, and why.

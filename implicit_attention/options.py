@@ -1,4 +1,4 @@
-"""`SolveOptions`: how an equilibrium is found and differentiated, for every function and layer that solves for one."""
+"""`SolveOptions`: the options of every function and layer that solves for an equilibrium."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ class SolveOptions:
         check_on_failure(self.on_failure)
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
-        """These options with the given ones replaced; None keeps what is there."""
+        """These options with some replaced; None keeps an option as it is."""
         if not given:
             return self
-        # Equal policies count apart from each other.
+        # Not for policies: equal ones count failures separately.
         if isinstance(given.get("on_failure", self.on_failure), str) and not torch.compiler.is_compiling():
             try:
                 return _overridden(self, **given)

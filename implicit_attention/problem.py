@@ -1,4 +1,4 @@
-"""The base of problems: z = f(z), one per leading index, with what a solver may know of f."""
+"""The base of problems z = f(z), one per leading index, with the properties of f that solvers use."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Problem(Declared, general=True):
     #: E then tells whether a step descends, but not how far it should.
     steps_rescaled: bool = False
     #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
-    #: kernels promise nothing there; attention was measured to give a row the same bits for all multiples of 32.
+    #: kernels do not promise that; attention was measured to give a row the same bits for all multiples of 32.
     row_block: int = 32
     #: Whether E(f(z)) <= E(z) - divergence(z, f(z)) is guaranteed, |f(z) - z|^2/2 without a metric (with
     #: `steps_rescaled`: times a number > 0 that depends on z), so that plain steps need no test.
@@ -291,7 +291,7 @@ class Problem(Declared, general=True):
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
 
     def check_undeclared(self, z: Tensor) -> None:
-        """Raise if f reads a tensor whose gradient would silently be zero: one not declared, or kept from before."""
+        """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
         tensors = self.tensors()
         apart = self.apart()
         detached = apart.replace(*(t.detach() for t in apart.tensors()))
@@ -337,9 +337,9 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:
-    """`problem.evaluate(z)`, or an error if the map changes z, so that f(z) - z would be read from what is overwritten.
+    """`problem.evaluate(z)`, or an error if the map changes z, with which f(z) - z would be wrong.
 
-    The first calls, 0 and 1, get copies: the state may be a tensor of the user's, or what the map itself returned.
+    The first calls, 0 and 1, get copies: the state may be a tensor of the user, or a result of the map itself.
     """
     if torch.compiler.is_exporting():
         # A graph that is recorded has no memory to look at, and its operations do not work in place.
@@ -422,7 +422,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 def counted_copy(z: Tensor) -> Tensor:
     if not z.is_inference():
         return z.clone()
-    # Torch does not count what is written to inference tensors.
+    # Torch does not count writes to inference tensors.
     with torch.inference_mode(False):
         return z.clone()
 

@@ -1,8 +1,8 @@
 """The exact gradient of a fixed point, from the implicit function theorem, differentiable to any order.
 
-z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. Two autograd functions hold all of it: `_FixedPoint`
-solves the problem, `_AdjointSolve` the linear system; the backward of each is written with the other's tools, so that
-it can be differentiated again.
+z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. There are two autograd functions: `_FixedPoint` solves
+the problem, `_AdjointSolve` the linear system. The backward of each calls `_AdjointSolve`, so that it can be
+differentiated again.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def gradients_at(
             "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
         )
     problem = request.problem
-    # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
+    # A failed problem that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
     plain = not torch.is_grad_enabled() and not transforms_active()
     if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
         left_out = ~_any(torch.isfinite(z) | (cotangent != 0), problem.event_ndim)
@@ -302,7 +302,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _needed(ctx: Any, tensors: list[Tensor]) -> list[bool]:
-    """Return for each tensor, the last inputs of an autograd function, whether its gradient is asked for."""
+    """Whether the gradient of each tensor is needed; they are the last inputs of an autograd function."""
     if transforms_active():
         return [_is_tracked(t) for t in tensors]
     return list(ctx.needs_input_grad[-len(tensors) :]) if tensors else []

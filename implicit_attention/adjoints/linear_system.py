@@ -77,7 +77,7 @@ def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: 
 def _gradients(
     request: Request, method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor
 ) -> tuple[Gradients, LinearSolution, Tape | None]:
-    """The gradients, the answer of the linear system behind them, and what was recorded for it."""
+    """The gradients, the solution of the linear system behind them, and the tape if one was recorded."""
     default = request.linear_solver is None and isinstance(method, CG)
     if default and (lowered := lower(problem, None, request.impl)) is not None:
         steps = method.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
@@ -135,7 +135,7 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
 
 
 def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """`old` (*lead, ...) with the problems `chosen` among those of `index` taken from `new`."""
+    """`old` (*lead, ...), in which those problems of `index` that are `chosen` come from `new`."""
     where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - chosen.ndim)))
     rows = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), rows_of(old, index))
     if index is None:

@@ -45,7 +45,7 @@ def finite_rows(z: Tensor) -> Tensor:
 
 
 def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
-    """Whether the problems `wanted` (*lead) among those of `index` are mapped by themselves as they were among all.
+    """Whether f of the problems `index` alone agrees with f of all problems, where they are `wanted` (*lead).
 
     z, mapped: (*lead, *event), a state of all problems and f of it.
     """
@@ -85,7 +85,7 @@ def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mappe
 
 
 class Best(NamedTuple):
-    """The best state of every problem so far, with what was measured at that very state."""
+    """The best state of every problem so far, with the numbers measured at that state."""
 
     value: Tensor
     record: Record
@@ -110,7 +110,7 @@ class Rows:
         self.rows: Tensor | None = None
         self.full: Best | None = None
         self.compact = False
-        #: Whether the others were seen to read nothing of those that have finished; None before that is tried.
+        #: Whether unfinished problems were seen not to read finished ones; None before that is tried.
         self.unread: bool | None = True if problem.separates else None
         if pad and self.count > 0 and initial.numel() > 0:
             padded = self._rounded_up(self.count)
@@ -187,7 +187,7 @@ class Rows:
         if self.rows is None:
             return best
         assert self.full is not None
-        # No rows leave a solve that is traced, so that there is no energy.
+        # There is no energy, as no rows leave a solve that is traced.
         value = put(self.full.value, self.rows, best.value)
         record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
         return best._replace(value=value, record=record)

@@ -31,7 +31,7 @@ class Proposal(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last accepted point, the step tried from it (if it may be tried again), and what the method remembers.
+    """The last accepted point, the step tried from it (if it may be tried again), and the memory of the method.
 
     force: -grad E there, and promise: by how much the plain step would lower E, where that is not r and |r|^2/2.
     """
@@ -103,7 +103,7 @@ class Safeguarded(Solver):
         return "energy" if problem.has_energy else "residual"
 
     def _keeps_step(self, problem: Problem) -> bool:
-        """Whether a step is looked at again: its energy is compared with what it promised, or it may be shortened."""
+        """Whether a step is kept for a test of its energy against its promise, or to be shortened."""
         return self.backtracks or self._guard(problem) == "energy"
 
     def _stretches(self, problem: Problem) -> bool:
@@ -119,7 +119,7 @@ class Safeguarded(Solver):
         """Number of first steps that are plain and that the method does not learn from."""
         return 0
 
-    # What a method defines.
+    # Hooks of a method.
 
     def init_history(self, z: Tensor) -> Any:
         """The method's memory before any step."""
@@ -162,7 +162,7 @@ class Safeguarded(Solver):
             good = self._descends(problem, state, point)
         else:
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
-            # Nothing is better than 0, and a step from there that is given up would leave plain ones in its place.
+            # Nothing is better than 0; a step that is given up there would be replaced by plain ones.
             good = good | (point.residual == 0)
         if problem.plain_steps_descend or guard == "residual":
             # A plain step needs no test: it descends, or there is nothing better to fall back on.
@@ -181,7 +181,7 @@ class Safeguarded(Solver):
             assert point.force is not None
             before, now = state.force, point.force
             slope = (before * state.direction).sum(-1)
-            # A plain step of a metric that grows along it may be promised more than any part of it can hold.
+            # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
             plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
             required = DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
         rounding = torch.finfo(point.z.dtype).eps * torch.maximum(point.energy.abs(), state.energy.abs())
@@ -227,7 +227,8 @@ class Safeguarded(Solver):
         if force is not None and promise is not None:
             assert point.force is not None
             force = rows_where(accepted, point.force, force)
-            promise = torch.where(accepted, _promised(problem, point), promise)
+            states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
+            promise = torch.where(accepted, problem.divergence(*states), promise)
         # Mostly all are accepted: then one look spares those of `rows_where`.
         whole = host_may_look(accepted) and bool(accepted.all())
         if not whole:
@@ -280,10 +281,6 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
-
-
-def _promised(problem: Problem, point: Iteration) -> Tensor:
-    return problem.divergence(unflat(point.z, point.event_shape), unflat(point.mapped, point.event_shape))
 
 
 def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
