@@ -89,7 +89,7 @@ __all__ = [
     "Unrolled",
 ]
 
-#: Where the public names are. A module loads when it, or a name that it has, is asked for.
+#: The public names of each module, which is imported when it or one of its names is first read.
 _NAMES = {
     "_solve": ("solve",),
     "adjoints": ("Implicit", "OneStep", "Phantom", "Unrolled"),
@@ -135,8 +135,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    return found
+    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Queries of tensors' autograd state, precision and readability, and small helpers around torch's autograd."""
+"""The state of tensors in autograd, their precision and readability, and small helpers around torch's autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transforms_active() -> bool:
 
 
 def unobserved() -> bool:
-    """Whether torch runs eagerly, and no transform, mode or recording sees or changes what is called."""
+    """Whether torch runs eagerly, and no transform, mode or recording sees or changes the operations."""
     return not (
         torch.compiler.is_compiling()
         or _are_functorch_transforms_active()
@@ -44,7 +44,7 @@ def unobserved() -> bool:
     )
 
 
-#: What torch.compile calls for each frame, also for those that a frame which it gave up calls.
+#: The callback of torch.compile for each frame, also for frames called by a frame that it gave up.
 _eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -79,7 +79,7 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether there is a shape, but no numbers: on the device meta, or under torch's FakeTensorMode."""
+    """Whether the tensor has a shape but no numbers: on the device meta, or under torch's FakeTensorMode."""
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 
@@ -101,7 +101,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def may_have_tangent(tensor: Tensor) -> bool:
-    """The same at any level; yes inside torch.func, where only the innermost can be asked, and torch.compile."""
+    """Whether `tensor` may have a tangent at any level; true inside torch.func, which shows one, and torch.compile."""
     if forward_ad._current_level < 0:
         return False
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -128,9 +128,9 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def at_least_single(given: Any) -> Any:
-    """A tensor of half precision in float32; all else, other objects than tensors included, as it is."""
-    return given.float() if isinstance(given, Tensor) and given.dtype in HALF else given
+def at_least_single(value: Any) -> Any:
+    """A tensor of half precision in float32; any other object as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -163,13 +163,13 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
             result = function(*args, **kwargs)
         if torch.is_grad_enabled() and not transforms_active():
             _differentiate_exactly(result, first)
-        return _asked_later(result)  # type: ignore[no-any-return]
+        return _with_exact_functions(result)  # type: ignore[no-any-return]
 
     return call
 
 
-def _asked_later(result: Any) -> Any:
-    """`result`, whose functions, such as products with a Jacobian, compute in their own precision, too."""
+def _with_exact_functions(result: Any) -> Any:
+    """`result`, whose functions, such as products with a Jacobian, compute in the precision of their tensors, too."""
     named = result._asdict() if isinstance(result, tuple) and hasattr(result, "_asdict") else {}
     later = {name: in_own_precision(f) for name, f in named.items() if isinstance(f, FunctionType)}
     return result._replace(**later) if later else result
@@ -225,7 +225,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
-        # Of a frame that it gave up the compiler still traces what is called there, each function by itself.
+        # The compiler still traces each function that is called by a frame which it gave up.
         if torch.compiler.is_compiling() or _eval_frame_callback() is not None:
             outside: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             return outside(*args, **kwargs)
@@ -239,7 +239,8 @@ def into_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-# The strict tracer, which ONNX tries where the other failed, has an answer of its own, "no". This mark has it ask.
+# The strict tracer, which ONNX tries where the other failed, would take the answer for a constant "no". This mark
+# makes it call the function.
 into_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -275,7 +276,7 @@ def host_may_look(*tensors: Tensor) -> bool:
 
 
 def host_may_look_at_constant(*tensors: Tensor) -> bool:
-    """The same of tensors such as masks, which inside torch.func are the same for all that it varies."""
+    """`host_may_look` for tensors such as masks, which torch.func does not vary."""
     if torch.compiler.is_compiling() or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return False
     if torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
@@ -283,18 +284,18 @@ def host_may_look_at_constant(*tensors: Tensor) -> bool:
     return not any(t.device.type != "cpu" or is_fake(t) for t in tensors)
 
 
-def looks_every(asked: int | None, *tensors: Tensor) -> int:
-    """After how many steps the host looks whether a loop has finished: as `asked`, 0 for never, inside torch.vmap.
+def looks_every(wanted: int | None, *tensors: Tensor) -> int:
+    """The number of steps between two looks of the host whether a loop has finished; 0, for never, inside torch.vmap.
 
-    Reading numbers of another device than the CPU waits for it, so that the host looks there less often.
+    Where none is `wanted` the host looks less often at another device than the CPU, for which it has to wait.
     """
     if is_batched(*tensors):
         return 0
-    return asked or (1 if tensors[0].device.type == "cpu" else 4)
+    return wanted or (1 if tensors[0].device.type == "cpu" else 4)
 
 
 def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Raise if `result` = function(*inputs) changes with inputs of which derivatives are recorded, but has no graph.
+    """Raise if `result` = function(*inputs) changes with inputs that are differentiated, but has no graph.
 
     Its derivative would silently be zero. Where the host cannot look, under torch.vmap and torch.compile, nothing is
     checked.

@@ -39,7 +39,7 @@ def _tree(
         clone.__dict__ = state
         state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
         if "dynamo_ctx" in state:
-            # What torch.compile(module) returns: the same code with other tensors is not compiled again.
+            # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
         elif (compiled := state.get("_compiled_call_impl")) is not None:
             state["_compiled_call_impl"] = _compiled_like(compiled, clone._call_impl)
@@ -47,7 +47,7 @@ def _tree(
 
 
 def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`function` compiled as `compiled` was; None, which is not at all, where torch does not tell how."""
+    """`function` compiled as `compiled` was; None, for not compiled, where torch does not show how."""
     cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=False)
     context = {name: cell.cell_contents for name, cell in cells}.get("self")
     return context(function) if callable(context) else None
@@ -73,7 +73,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module itself of what torch.compile(module) returns."""
+    """The module itself; for a result of torch.compile(module) the one inside."""
     return cast(nn.Module, module._modules["_orig_mod"]) if "dynamo_ctx" in vars(module) else module
 
 
@@ -87,7 +87,7 @@ def _kept_apart(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
 
 
 def _is_parametrized(module: nn.Module) -> bool:
-    # What torch.compile(module) returns has the attributes of the module inside.
+    # The result of torch.compile(module) has the attributes of the module inside.
     return "parametrizations" in module._modules
 
 
@@ -99,22 +99,22 @@ def _computes(module: nn.Module) -> bool:
 
 def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
     """For `_tree`: the weights that the module computes are computed now, and are its parameters."""
-    held, hooks = state["_parameters"], module._forward_pre_hooks
+    parameters, hooks = state["_parameters"], module._forward_pre_hooks
     state["_forward_pre_hooks"] = kept = copy.copy(hooks)
     for key, hook in hooks.items():
         if isinstance(hook, WeightNorm | SpectralNorm):
             options = (module.training,) if isinstance(hook, SpectralNorm) else ()
-            held[hook.name] = hook.compute_weight(module, *options)
+            parameters[hook.name] = hook.compute_weight(module, *options)
             del kept[key], state[hook.name]
     if not _is_parametrized(module):
         return type(module)
-    held |= {name: getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)}
+    parameters |= {name: getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)}
     del state["_modules"]["parametrizations"]
     return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
 
 
 def named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors in `value`, which is called `name`."""
+    """The tensors in `value` with their names, which begin with `name`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Declared):
@@ -176,7 +176,7 @@ _SHOWN = 4
 
 
 def _text(name: str, value: Any) -> str:
-    """An attribute in a few words; nothing for what is not there or switched off."""
+    """An attribute in a few words; empty for one that is None or False."""
     if isinstance(value, Tensor):
         return f"{name} {tuple(value.shape)}"
     if isinstance(value, Declared):
@@ -185,10 +185,10 @@ def _text(name: str, value: Any) -> str:
         return type(value).__name__
     if isinstance(value, tuple | list | dict):
         parts = value.values() if isinstance(value, dict) else value
-        told = [text for part in parts if (text := _text("", part).strip())]
+        texts = [text for part in parts if (text := _text("", part).strip())]
         label = "" if any(isinstance(part, Declared) for part in parts) else f"{name} "
-        more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
-        return label + ", ".join([*told[:_SHOWN], *more]) if told else ""
+        more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+        return label + ", ".join([*texts[:_SHOWN], *more]) if texts else ""
     if value is None or value is False:
         return ""
     if value is True:
@@ -198,12 +198,12 @@ def _text(name: str, value: Any) -> str:
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     text = f"{name} {value!r}"
-    # What prints its address, or pages of it, says no more than its class.
+    # An object that prints its address, or pages of text, is shown by its class.
     return text if len(text) <= 60 and " at 0x" not in text else f"{name} {type(value).__name__}"
 
 
 class Withdrawn:
-    """Stands in the place of an inherited formula that does not hold for the class, and says so when asked for."""
+    """Replaces an inherited formula that does not hold for a class, and raises where it is read."""
 
     def __init__(self, name: str, cause: str, owner: str) -> None:
         self.name, self.cause, self.owner = name, cause, owner
@@ -217,7 +217,7 @@ class Withdrawn:
 
 
 class Declared:
-    """Base of potentials, energies and maps: every tensor held in an attribute is declared, in order of assignment.
+    """Base of potentials, energies and maps: every tensor in an attribute is declared, in order of assignment.
 
     Attributes may be tensors, other `Declared` objects, modules (their parameters and buffers) and tuples, lists or
     dicts of these. Nothing needs to be registered: a subclass only assigns its attributes.
@@ -230,9 +230,9 @@ class Declared:
 
     #: method -> the methods and claims that were derived from it, and do not hold where a subclass overrides it.
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {}
-    #: Those that the general class cannot make of the others.
+    #: The methods that the general class cannot derive from others.
     _underived: ClassVar[tuple[str, ...]] = ()
-    #: Whether the methods of this very class hold for all of its subclasses.
+    #: Whether the methods of this class hold for all of its subclasses.
     _general: ClassVar[bool] = True
 
     def __init_subclass__(cls, *, general: bool = False, **options: Any) -> None:
@@ -242,7 +242,8 @@ class Declared:
             if isinstance(method, FunctionType) and not name.startswith("_"):
                 setattr(cls, name, in_own_precision(method))
         names = {name for cause, followers in cls._follows.items() for name in (cause, *followers)}
-        places = {name: cls._place_of(name) for name in names}
+        # The number in the order of inheritance of the class that defines each; -1 if none does.
+        places = {name: next((i for i, base in enumerate(cls.__mro__) if name in vars(base)), -1) for name in names}
         for cause, followers in cls._follows.items():
             for name in followers:
                 owner = cls.__mro__[places[name]]
@@ -254,13 +255,8 @@ class Declared:
         general = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
         return general[0] if general and name not in cls._underived else Withdrawn(name, cause, owner)
 
-    @classmethod
-    def _place_of(cls, name: str) -> int:
-        """The number in the order of inheritance of the class that defines it; -1 if none does."""
-        return next((place for place, base in enumerate(cls.__mro__) if name in vars(base)), -1)
-
     def __repr__(self) -> str:
-        """One line of shapes and numbers of the host: no tensor is read, so that it may be asked for anywhere."""
+        """One line of shapes and Python numbers: no tensor is read, so that it works inside transforms and graphs."""
         kinds = {f"{t.dtype}".removeprefix("torch.") for t in self.tensors() if t.is_floating_point()}
         places = {f"{t.device}" for t in self.tensors() if t.device.type != "cpu"}
         return f"{self._name()}({', '.join([*self._shown(), *sorted(kinds), *sorted(places)])})"
@@ -271,11 +267,11 @@ class Declared:
     def _shown(self) -> Iterator[str]:
         """Its attributes as text."""
         for name, value in vars(self).items():
-            if not name.startswith("_") and (told := _text(name, value)):
-                yield told
+            if not name.startswith("_") and (text := _text(name, value)):
+                yield text
 
     def attributes(self) -> Iterator[str]:
-        """The names of its attributes, and of those of the `Declared` objects in them."""
+        """The names of its attributes, and of the attributes of `Declared` objects in them."""
         for name, value in vars(self).items():
             yield name
             for part in leaves(value):
@@ -305,8 +301,8 @@ class Declared:
     def apart(self) -> Self:
         """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
 
-        What they keep while they train, such as a running mean, is copied. (A compiler that meets torch.func in a
-        module gives it up for all later calls.)
+        Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
+        in a module gives the module up for all later calls.)
         """
         if not any(_is_compiled(part) or part.training for module in _modules(self) for part in module.modules()):
             return self
@@ -316,8 +312,8 @@ class Declared:
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.
 
-        These (parametrizations) are computed once, with their graph: a whole solve reads the same, also where computing
-        them moves buffers.
+        These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
+        where their computation changes buffers.
         """
         if not any(_computes(part) for module in _modules(self) for part in module.modules()):
             return self
@@ -339,15 +335,15 @@ class Declared:
         return clone
 
 
-def restricted(held: _D, index: Tensor, **own: int) -> _D:
-    """The problems `index` (*batch, K) of the last axis that numbers problems: what `select` returns.
+def restricted(declared: _D, index: Tensor, **own: int) -> _D:
+    """The problems `index` (*batch, K) of the last axis that numbers problems, as `select` returns them.
 
     Args:
-        held: an object that holds tensors (*#batch, #N, *own) of N problems each.
+        declared: an object with tensors (*#batch, #N, *own) of N problems each.
         index: which problems, for each batch entry.
         own: for each attribute that numbers problems, how many of its axes belong to one. Numbers are left alone.
     """
-    clone = held.replace(*held.tensors())
+    clone = declared.replace(*declared.tensors())
     for name, count in own.items():
         tensor = getattr(clone, name)
         if isinstance(tensor, Tensor):

@@ -30,8 +30,8 @@ def solve(a: Tensor, b: Tensor) -> Tensor:
 def inverse(a: Tensor) -> Tensor:
     """a^{-1}, (*batch, n, n); not finite where a is singular. See `solve`."""
     if _has_lu(a):
-        found: Tensor = torch.linalg.inv_ex(a).inverse
-        return found
+        result: Tensor = torch.linalg.inv_ex(a).inverse
+        return result
     return solve(a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape))
 
 

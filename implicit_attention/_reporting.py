@@ -19,9 +19,9 @@ from .status import Status
 SHOWN = 3
 # The estimate of a gradient's error is of first order: beyond this it says only that the error is large.
 UNKNOWN = 0.25
-# Of a layer so few of them are not told of, which any training meets; its `last_solve` counts them.
+# A layer does not warn of so few doubtful gradients, which any training meets; its `last_solve` counts them.
 RARE = FailurePolicy(tolerate=1e-3, window=100, over="warn")
-# What is told of beside statuses: gradients that may be off, and what a layer has to say.
+# The kinds of warnings beside statuses: gradients that may be off, and findings of a layer.
 _UNSURE_KIND, OTHER_KIND = 100, 101
 
 
@@ -87,8 +87,8 @@ def report_failures(
         f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
         f"{record.message(first[0], remedies)}"
     )
-    if told := cause():
-        message += f"; {told}"
+    if reason := cause():
+        message += f"; {reason}"
     _tell(policy, site, side, int(record.status.max()), message, too_many)
 
 
@@ -96,11 +96,11 @@ def _too_many(policy: FailurePolicy, site: FailureSite | None, side: Side, faile
     """Return the text on the window after this call, empty where calls are not counted; None for tolerated failures."""
     if not policy.counts:
         return ""
-    found = (site or policy._site).window(side, policy).add(failed)
-    if found is None or found[0] <= policy.tolerate * found[1]:
+    counted = (site or policy._site).window(side, policy).add(failed)
+    if counted is None or counted[0] <= policy.tolerate * counted[1]:
         return None
     calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
-    return f" {found[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {found[1]:.0f}."
+    return f" {counted[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {counted[1]:.0f}."
 
 
 def _tell(
@@ -128,21 +128,21 @@ def tell(
     but: str = "",
     site: FailureSite | None = None,
 ) -> None:
-    """Raise or warn of what a layer found by itself in the problems that `failed`.
+    """Raise or warn of failures that a layer finds by itself.
 
-    `but` follows a warning, and `received` says what is returned.
+    `but` follows a warning, and `received` names the value that is returned.
     """
     policy = policy_of(on_failure)
-    # What checkpointing computes again was told of before.
+    # Checkpointing computes a forward pass again, whose failures were reported before.
     if policy.over == "ignore" or is_batched(failed) or backward_running():
         return
     too_many = _too_many(policy, site, "layer", failed)
     if too_many is None or not bool(failed.any()):
         return
-    told = message()
+    text = message()
     if policy.over == "raise":
-        _tell(policy, site, "forward", OTHER_KIND, told, too_many, received)
-    _warn(site, "forward", OTHER_KIND, f"{told}{f'.{too_many[:-1]}' if too_many else ''}{but}")
+        _tell(policy, site, "forward", OTHER_KIND, text, too_many, received)
+    _warn(site, "forward", OTHER_KIND, f"{text}{f'.{too_many[:-1]}' if too_many else ''}{but}")
 
 
 def report_gradients(
@@ -154,9 +154,9 @@ def report_gradients(
     *,
     site: FailureSite | None = None,
 ) -> None:
-    """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils.
+    """Report failures of backward solves, and warn of gradients that the residual of the states spoils.
 
-    A layer tells of such gradients where they are not `RARE`, a function each time.
+    A layer warns of such gradients where they are not `RARE`, a function each time.
     """
     policy, site = policy_of(on_failure), site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(record.status):
@@ -222,17 +222,17 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
 def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> Tensor:
     """The answer (*lead, *event) of a linear system; with backward="zero" one that was left out has no derivative.
 
-    It is known by being 0 for a right-hand side that is not, which no solution is.
+    Such an answer is 0 for a right-hand side that is not 0, as no solution is.
     """
     if policy_of(on_failure).backward == "keep":
         return answer
     zeros = ((t == 0) for t in (answer, rhs))
-    nothing, unasked = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
-    return torch.where(_per_problem(nothing & ~unasked, answer), answer.detach(), answer)
+    nothing, no_system = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
+    return torch.where(_per_problem(nothing & ~no_system, answer), answer.detach(), answer)
 
 
 def lost(status: Tensor, cotangent: Tensor) -> Tensor:
-    """(*lead), where what comes from above is not finite: no solve can make a gradient of that, and none failed."""
+    """(*lead), where the gradient from above is not finite, so that there is no gradient and no solve failed."""
     finite = torch.isfinite(cotangent)
     return ~(finite.flatten(status.ndim).all(-1) if finite.ndim > status.ndim else finite)
 

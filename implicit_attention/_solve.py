@@ -110,8 +110,8 @@ def solve(
     problem.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
     request = Request(problem, initial, solver, impl, trace, report, callback)
     watched = trace or callback is not None or _sampled(report) is not None
-    if not watched and (found := _natively(request, adjoint)) is not None:
-        outcome, failed = found
+    if not watched and (native := _natively(request, adjoint)) is not None:
+        outcome, failed = native
         return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
     return _by_adjoint(request, adjoint)
 
@@ -127,7 +127,7 @@ def _report(on_failure: Any) -> AdjointReport:
 
 
 def _sampled(report: AdjointReport) -> Any:
-    """The tally of the layer that asks, if it takes samples of problems and states."""
+    """The tally of the layer that solves, if it takes samples of problems and states."""
     site = report.site
     return None if site is None or site.tally is None or not site.tally.spectral else site.tally
 
@@ -165,18 +165,18 @@ def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback |
     if callback is None and not every:
         return None
     name = "callback" if callback is not None else "verbose"
-    required, given = "be left out inside torch.func and torch.vmap, where the host sees no numbers", "one"
-    _validate.require(not transforms_active(), name, required, given, "use trace=True")
+    required = "be left out inside torch.func and torch.vmap, where the host sees no numbers"
+    _validate.require(not transforms_active(), name, required, "one", "use trace=True")
     required = f"be left out for {type(solver).__name__}, whose steps are not made by this library's loop"
-    _validate.require(type(solver).run is Solver.run, name, required, given, "use trace=True")
+    _validate.require(type(solver).run is Solver.run, name, required, "one", "use trace=True")
 
-    def told(step: int, residual: Tensor, active: Tensor) -> None:
+    def both(step: int, residual: Tensor, active: Tensor) -> None:
         if callback is not None:
             callback(step, residual, active)
         if every and (step % every == 0 or not bool(active.any())):
             print(_line(step, residual, active))
 
-    return told
+    return both
 
 
 def _line(step: int, residual: Tensor, active: Tensor) -> str:
@@ -212,12 +212,11 @@ def concluded(
 ) -> Solution:
     """The solution with its evidence, once failures are reported as `report.on_failure` says, with their `cause`.
 
-    advice: what the problem makes of the remedies of the solver.
+    advice: adds to the solver's remedies what the problem knows.
     failed: whether a problem may have no answer; False spares a look at all of them.
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
-    on_failure, record, value = report.on_failure, outcome.record, outcome.value
-    course = outcome.states
+    on_failure, record, value, course = report.on_failure, outcome.record, outcome.value, outcome.states
     if failed:
         value = without_gradient(on_failure, record.failed, value)
         course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
@@ -236,14 +235,14 @@ def concluded(
         if adjoint.needs_solution:
             report.unsolved = solution.failed
 
-    def told() -> str:
+    def explained() -> str:
         policy = policy_of(on_failure)
         wrong = report.awaited and adjoint.needs_solution and (policy.over, policy.backward) == ("warn", "keep")
         return cause() or (NO_GRADIENT if wrong else "")
 
-    # What checkpointing computes again was told of before.
+    # Checkpointing computes a forward pass again, whose failures were reported before.
     if (failed or policy_of(on_failure).counts) and not backward_running():
-        report_failures(on_failure, type(solver).__name__, record, solution.remedies, told, site=report.site)
+        report_failures(on_failure, type(solver).__name__, record, solution.remedies, explained, site=report.site)
     return solution
 
 
@@ -259,9 +258,9 @@ def _natively(request: Request, adjoint: Adjoint) -> tuple[Outcome, int] | None:
     answer = solve_natively(problem, initial, rule, impl, mean=is_differentiated(*problem), evidence=True)
     if answer is None:
         return None
-    value, mean, told, failed = answer
-    assert told is not None
-    record = told.record
+    value, mean, evidence, failed = answer
+    assert evidence is not None
+    record = evidence.record
     if mean is not None:
         native = NativeSolve(solver, impl, request.report, failed == 0, told)
         value = native.states(problem, value, mean)
@@ -276,7 +275,7 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     for name, tensor in (*named, ("initial", initial)):
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
-        # How often f is evaluated depends on them.
+        # The number of evaluations depends on the numbers.
         _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     floating = [t.dtype for _, t in named if t.is_floating_point()]
     if initial.dtype in floating or not floating or not (floating[0] in HALF and initial.dtype == torch.float32):

@@ -11,7 +11,7 @@ from .failure_policy import FailurePolicy, Word
 
 #: A linear map on one vector per problem, (*batch, n) -> (*batch, n).
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
-#: What is done about problems without an answer.
+#: The treatment of problems without an answer.
 OnFailure: TypeAlias = Word | FailurePolicy
 Impl: TypeAlias = Literal["auto", "reference", "native", "tiled", "triton"]
 IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)

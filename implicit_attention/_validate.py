@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._autograd import host_may_look, is_fake
 
-#: Of a query's place among keys: 64 bits count on from there.
+#: The largest index of a query among the keys: 64 bits leave room for those after it.
 LARGEST_OFFSET = 2**62
 
 
@@ -40,7 +40,7 @@ def check_instance(
 def not_an_instance(
     argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
 ) -> TypeError:
-    """The error that says so; the remedy for a class in the place of an instance is to make one."""
+    """The TypeError of `check_instance`; the remedy for a class in the place of an instance is to call it."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     received = repr(value) if isinstance(value, str) else type(value).__name__
     if isinstance(value, str) and (meant := _called(value, kinds)) is not None:
@@ -55,19 +55,19 @@ def not_an_instance(
 
 
 def _called(name: str, kinds: Iterable[type]) -> type | None:
-    """The class among `kinds` and what is derived of them that has this name, in upper or lower case, or None."""
+    """The class with this name, in upper or lower case, among `kinds` and their subclasses, or None."""
     wanted = name.replace("_", "").replace("-", "").casefold()
     for kind in kinds:
-        found = kind if kind.__name__.casefold() == wanted else _called(name, kind.__subclasses__())
-        if found is not None:
-            return found
+        match = kind if kind.__name__.casefold() == wanted else _called(name, kind.__subclasses__())
+        if match is not None:
+            return match
     return None
 
 
-def _needs_arguments(made: type) -> bool:
+def _needs_arguments(kind: type) -> bool:
     try:
-        parameters = inspect.signature(made).parameters.values()
-    except (TypeError, ValueError):  # of what is not written in Python
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):  # a class that is not written in Python
         return True
     named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     return any(p.default is p.empty for p in named)
@@ -100,7 +100,7 @@ def joined(value: Any) -> str:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` is a DTensor, told by an attribute: the class would have to be imported."""
+    """Whether `value` is a DTensor, by an attribute of it: the class would have to be imported."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
@@ -152,13 +152,13 @@ def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: 
     fits = len(shape) <= len(target) and all(
         s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
     )
-    # Words only where something is wrong: written out, sizes that torch.compile keeps open would be fixed.
+    # The text is made for an error only: sizes that torch.compile keeps open would be fixed by it.
     if not fits:
         raise ValueError(message(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}"))
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy's, or of another library, as Python's own: tensors take no others."""
+    """A number of numpy or another library as a Python number, which tensors require."""
     if type(value) in (bool, int, float):
         return value
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
@@ -191,15 +191,16 @@ def check_number(
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(message(argument, "be a number", repr(value), remedy))
-    bounds = (
-        f"{'>' if open_low else '>='} {low:g}"
-        if math.isinf(high)
-        else f"in {'(' if open_low else '['}{low:g}, {high:g}]"
-    )
     finite = torch.compiler.is_compiling() or math.isfinite(value)
     inside = (value > low if open_low else value >= low) and value <= high and finite
-    require(inside, argument, f"be {bounds}", value, remedy)
+    require(inside, argument, f"be {_bounds(low, high, open_low)}", value, remedy)
     return value
+
+
+def _bounds(low: float, high: float, open_low: bool) -> str:
+    if math.isinf(high):
+        return f"{'>' if open_low else '>='} {low:g}"
+    return f"in {'(' if open_low else '['}{low:g}, {high:g}]"
 
 
 def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> Any:
@@ -212,7 +213,7 @@ def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> A
 
 
 def check_offset(argument: str, value: Any) -> int:
-    """The index of a first query among the keys, to which that of any query may be added without overflow."""
+    """The index of the first query among the keys; those of all queries can be added to it without overflow."""
     offset: int = check_integer(argument, value, low=0)
     remedy = "pass min(offset, number of keys), beyond which every query attends to every key"
     require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, remedy)
@@ -239,7 +240,7 @@ def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_lo
     """A tensor with NaN where it lies outside [low, high], so that the problems that read it report it.
 
     For numbers that the host cannot read without waiting, and for parameters that change after they were checked. A
-    number of Python's was checked once for all and is returned as it is.
+    Python number, which was checked before, is returned as it is.
     """
     if not isinstance(value, Tensor):
         return value
@@ -248,7 +249,7 @@ def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_lo
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
-    """Not a tensor that has a shape alone."""
+    """Raise for a tensor that has a shape but no numbers."""
     if is_fake(tensor):
         received = "a tensor on the device meta" if tensor.device.type == "meta" else "a FakeTensor"
         raise ValueError(message(argument, "hold numbers", received, remedy))
@@ -263,9 +264,7 @@ def check_range(
     inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
     if not bool(inside.all()):
         worst = value.detach()[~inside].flatten()[0].item()
-        opening = "(" if open_low else "["
-        bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in {opening}{low:g}, {high:g}]"
-        raise ValueError(message(argument, f"be {bounds} everywhere", worst, remedy))
+        raise ValueError(message(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy))
 
 
 def check_per_batch(

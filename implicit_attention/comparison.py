@@ -1,4 +1,4 @@
-"""Several solvers on one problem: what each of them reached, and what it cost."""
+"""Several solvers on one problem: the residual that each of them reached, and its cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["SolverComparison", "SolverRecord", "compare_solvers"]
 
 #: Names of the statuses by their numbers.
 STATUS_NAMES = {int(status): status.name for status in Status}
-#: What the columns of a table say of every record.
+#: The columns of a table of records.
 HEADERS = ("solver", "evaluations\nmedian/max", "residual\nmax", "converged", "saddles", "seconds", "status")
 MISSING = "-"
 
@@ -38,10 +38,10 @@ class SolverRecord:
     Attributes:
         name: of the solver.
         solver: itself, with its options.
-        solution: what it found; None where it refuses the problem, and then all numbers are None, too.
+        solution: of all problems; None where the solver refuses them, and then all numbers are None, too.
         evaluations_median: of the map, for one problem; those of problems that finish early count no further.
         evaluations_max: for the problem that needed most.
-        residual_median: |f(z) - z| at what was found, of the problems where that is finite.
+        residual_median: |f(z) - z| at the solution, of the problems where that is finite.
         residual_max: the largest of these.
         converged: share of the problems that met the solver's tolerance, in [0, 1].
         saddles: how many of these ended where the energy curves downwards; None where there is no energy.
@@ -174,10 +174,8 @@ def compare_solvers(
 
     Not for what a solver's gradient costs: time `solve(...).value.sum().backward()`.
     """
-    given: Any = problem
-    if not isinstance(given, Problem):
-        remedy = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"
-        raise TypeError(_validate.message("problem", "be an instance of Problem", type(given).__name__, remedy))
+    remedy = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"
+    _validate.check_instance("problem", problem, Problem, "be an instance of Problem", remedy)
     problem.check_state(initial)
     _validate.check_number("min_seconds", min_seconds, low=0.0)
     chosen = _named(solvers)

@@ -17,7 +17,7 @@ from . import _validate
 
 Word: TypeAlias = Literal["raise", "warn", "ignore"]
 WORDS: tuple[Word, ...] = ("raise", "warn", "ignore")
-#: Of what is counted: solves, backward solves, and what a layer finds by itself.
+#: The kinds of failures that are counted: of solves, of backward solves, and those that a layer finds by itself.
 Side: TypeAlias = Literal["forward", "backward", "layer"]
 
 
@@ -66,7 +66,7 @@ class FailurePolicy:
     window: int = 100
     over: Word = "raise"
     #: For calls that no layer counts, and for operations in compiled graphs, which take texts. Each policy has its own;
-    #: declared so, they are no fields, of which `dataclasses.asdict` and `replace` would know.
+    #: class variables, they are no fields for `dataclasses.asdict` and `replace`.
     _site: ClassVar[FailureSite]
     _text: ClassVar[str]
 
@@ -113,7 +113,7 @@ class FailureWindow:
         if on_host and self._current:
             self._failed += count - int(oldest[0])
         elif on_host:
-            # The layer was moved here from a device whose counts nobody has read yet.
+            # The layer was moved from a device whose counts were not read yet.
             self._failed, self._current = sum(int(f) for f, _ in calls), True
         elif self._since % length:
             self._current = False
@@ -129,7 +129,7 @@ class FailureWindow:
 
 
 class FailureSite:
-    """A place that solves again and again, such as a layer: what was told of it, and who watches it.
+    """A place that solves again and again, such as a layer: the failures that it reported, and who watches it.
 
     Copies and pickles of it are new.
     """
@@ -144,9 +144,9 @@ class FailureSite:
         #: The same number for operations of a compiled graph, which would be compiled anew for each integer.
         with unset_fake_temporarily(), torch.inference_mode(False):
             self.handle = torch.tensor(number, device="cpu")
-        #: What `training.watch` has put here.
+        #: The counts of `training.watch`, while it watches.
         self.tally: Any = None
-        self._told: Counter[Side] = Counter()
+        self._failing_calls: Counter[Side] = Counter()
         self._lines: Counter[Side] = Counter()
         self._kinds: set[tuple[Side, int]] = set()
         self._windows: dict[tuple[Side, FailurePolicy], FailureWindow] = {}
@@ -166,10 +166,10 @@ class FailureSite:
     def again(self, side: Side, kind: int) -> str | None:
         """Return the text that follows a warning of this kind; None where the warning is not due.
 
-        It is told of the first failing call of a kind, and of the 10th, 100th, ... failing call of the side. A kind
-        that comes between skips the next of these: 10,000 failing calls of up to two kinds give five lines.
+        A warning is due at the first failing call of a kind, and at the 10th, 100th, ... failing call of the side. A
+        kind that comes between skips the next of these: 10,000 failing calls of up to two kinds give five lines.
         """
-        count = self._told[side] = self._told[side] + 1
+        count = self._failing_calls[side] = self._failing_calls[side] + 1
         new = (side, kind) not in self._kinds
         self._kinds.add((side, kind))
         if not new and count != 10 ** self._lines[side]:
@@ -220,5 +220,5 @@ def of_text(text: str) -> Any:
     return _POLICIES[text]
 
 
-#: The words as policies, and those of texts.
+#: Policies by their words, and by their texts.
 _POLICIES: dict[Any, FailurePolicy] = {word: FailurePolicy(tolerate=0.0, window=1, over=word) for word in WORDS}

@@ -1,4 +1,4 @@
-"""Problems that are made of a user's function or module."""
+"""Problems of a user's function or module."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ class Shared:
     value: Any
 
 
-#: Function -> what `check_undeclared` was passed with, so that problems made anew of one function are asked once.
+#: Function -> the cases for which it passed `check_undeclared`: further problems of one function are not checked again.
 _PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
 
 
-#: In what torch raises of tensors that do not fit each other.
+#: The texts of torch's errors about tensors that do not fit each other.
 _OF_SHAPES = re.compile(r"size of tensor|sizes? of|shapes? |Expected size|size mismatch|must match", re.IGNORECASE)
 
 
 class UserProblem(Problem):
-    """A problem made of a user's function(z, *inputs) or of a module; `inputs` and the module hold its tensors."""
+    """A problem of a user's function(z, *inputs) or module; its tensors are those of `inputs` and of the module."""
 
     separates = False
 
@@ -103,10 +103,10 @@ class UserProblem(Problem):
         self.event_ndim = event_ndim
         self._own = tuple(isinstance(given, PerSample) for given in inputs)
         wrapped = [isinstance(given, PerSample | Shared) for given in inputs]
-        # Modules hold nothing of a problem's own.
+        # Modules have no tensors of single problems.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))
-        # Of other objects among the inputs the next may read another tensor.
+        # Other objects among the inputs may make the next problem read another tensor.
         legible = all(isinstance(leaf, Tensor | numbers.Number | str | None) for leaf in leaves(self.inputs))
         self._passed = _passed_by(function) if legible else set()
 
@@ -155,10 +155,10 @@ class UserProblem(Problem):
         return clone
 
     def _called(self, z: Tensor) -> Any:
-        # Transforms refuse modules that write to what they keep, and spoil what is compiled.
-        held = self.apart() if transforms_active() else self
+        # Transforms refuse modules that write to their buffers, and spoil compiled ones.
+        problem = self.apart() if transforms_active() else self
         try:
-            return held.function(z, *held.inputs)
+            return problem.function(z, *problem.inputs)
         except RuntimeError as error:
             # Torch speaks of sizes that the caller never wrote.
             if type(error) is not RuntimeError or _OF_SHAPES.search(str(error)) is None:
@@ -200,28 +200,28 @@ def _passed_by(function: Callable[..., Any]) -> set[Any]:
     try:
         return _PASSED.setdefault(function, set())
     except TypeError:
-        # It has no hash, or no weak references.
+        # The function has no hash, or no weak references.
         return set()
 
 
 def _closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
-    found = []
+    names = []
     for part in function.modules() if isinstance(function, nn.Module) else (function,):
         for name, value in _scope(part).items():
             for leaf in leaves(value):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    found.append(f"`{name}`")
+                    names.append(f"`{name}`")
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
-                    found.append(f"the parameters of `{name}`")
-    return " and ".join(dict.fromkeys(found)) or "a tensor"
+                    names.append(f"the parameters of `{name}`")
+    return " and ".join(dict.fromkeys(names)) or "a tensor"
 
 
 def _scope(function: Any) -> dict[str, Any]:
-    """Return what a function reads by name: closure, globals, bound object; of a module unregistered names."""
+    """The objects that a function reads by name (closure, globals, bound object), or a module by unregistered names."""
     code_of = type(function).forward if isinstance(function, nn.Module) else function
-    # What decorators wrap, as they wrap the methods of potentials.
+    # Methods of potentials are wrapped by decorators.
     code_of = inspect.unwrap(code_of)
     code = getattr(code_of, "__code__", None)
     cells = zip(getattr(code, "co_freevars", ()), getattr(code_of, "__closure__", None) or (), strict=False)

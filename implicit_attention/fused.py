@@ -1,7 +1,6 @@
-"""Fused work: which operation of `ops` solves a problem as a solver would, if there is one.
+"""The choice of a fused operation of `ops` that solves a problem as a solver would, if there is one.
 
-`lower` is the only place where solves and adjoints learn of operations. Everything that it does not lower is done by
-the solvers' loop and by linear solvers.
+Solves and adjoints use operations only by `lower`. The solvers' loop and the linear solvers do everything else.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from .solvers.iterate import Solver
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """`AnchoredEnergy` of `LogSumExp` as the operations on log-sum-exp energies do it.
+    """The fused solve of an `AnchoredEnergy` of `LogSumExp`, and its adjoint.
 
-    potential: that of the energy, or the `LogSumExp` that computes it.
-    rule: the solver's steps and tolerances; None where only the adjoint is asked for.
+    potential: the potential of the energy, or the `LogSumExp` that computes it.
+    rule: the solver's steps and tolerances; None for the adjoint alone.
     """
 
     energy: AnchoredEnergy
@@ -47,13 +46,13 @@ class Lowered:
         assert self.rule is not None
         problem, poison = self._isolated()
         initial = _poisoned(initial, poison)
-        found = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
-        return found.state, found.record
+        solved = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
+        return solved.state, solved.record
 
     def in_graph(self, initial: Tensor, on_failure: OnFailure, site: FailureSite | None) -> tuple[Tensor, Record]:
-        """The same as one operation that a compiler keeps in its graph, with a first derivative.
+        """`solve` as one operation that a compiler keeps in its graph, with a first derivative.
 
-        A backward solve that fails is told as `on_failure` says, of the `site`.
+        A backward solve that fails is reported as `on_failure` says, at the `site`.
         """
         assert self.rule is not None
         problem, poison = self._isolated()
@@ -62,16 +61,17 @@ class Lowered:
         numbered = (
             site is not None and not is_fake(initial) and (initial.device.type == "cpu" or site.tally is not None)
         )
-        told = (text_of(on_failure), site.handle if site is not None and numbered else None)
-        found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, *told))
-        return found.state, found.record
+        handle = site.handle if site is not None and numbered else None
+        initial = _poisoned(initial, poison)
+        solved = Solved(*registration.solve_op(*problem, initial, *self.rule, impl, text_of(on_failure), handle))
+        return solved.state, solved.record
 
     def adjoint(
         self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
     ) -> tuple[tuple[Tensor | None, ...], AdjointAnswer] | None:
-        """The gradients of the energy's tensors, by conjugate gradients at z; None for that of a bias that it has not.
+        """The gradients of the energy's tensors, by conjugate gradients at z; None where it lacks that of a bias.
 
-        It has that of a bias per key, which is the same for all queries.
+        It has the gradient of a bias per key, which is the same for all queries.
 
         A problem that it could not solve has a failing status and an approximate gradient or NaN, but never 0.
         """
@@ -100,14 +100,14 @@ class Lowered:
 
     @property
     def _own(self) -> LogSumExp:
-        """The potential that holds the tensors which were given."""
-        given = self.energy.potential
-        found = given.parts[0] if isinstance(given, OverLogSumExp) else given
-        assert isinstance(found, LogSumExp)
-        return found
+        """The user's `LogSumExp`, with the tensors that may need a gradient."""
+        potential = self.energy.potential
+        own = potential.parts[0] if isinstance(potential, OverLogSumExp) else potential
+        assert isinstance(own, LogSumExp)
+        return own
 
     def _isolated(self) -> tuple[Hopfield, Tensor | None]:
-        """The same with keys that are not finite read as 0, and NaN for the queries that attend to such a key."""
+        """The problem, in which keys that are not finite are 0, and NaN for the queries that attend to such a key."""
         problem = hopfield_of(self.energy, self.potential)
         if (problem.mask is None and problem.first is None) or surely_finite(problem.keys):
             return problem, None
@@ -144,13 +144,13 @@ def _poisoned(initial: Tensor, poison: Tensor | None) -> Tensor:
 
 
 def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Lowered | None:
-    """The operation that does to `problem` what `solver` does, or None if there is none or `impl` is "reference".
+    """The operation that solves `problem` as `solver` does, or None if there is none or `impl` is "reference".
 
     Args:
-        problem: what is solved.
-        solver: its method; None for the adjoint alone, whatever method solved the problem.
+        problem: the problem to solve.
+        solver: the method; None for the adjoint alone, whatever method solved the problem.
         impl: "auto" takes an operation where there is one; "native", "tiled" and "triton" insist on theirs.
-        every_step: every step is to be recorded, for a trace or for a gradient through the steps.
+        every_step: whether every step must be recorded, for a trace or for a gradient through the steps.
 
     Raises:
         UnsupportedImplementation: an `impl` was named that cannot do it, and why.
@@ -180,7 +180,7 @@ def _matched(
     """Return the fused operation for the problem, or the reason why there is none, as "reason; remedy"."""
     potential = getattr(problem, "potential", problem)
     made_of = as_log_sum_exp(potential) if isinstance(potential, Potential) else None
-    # Of exact types: a subclass may compute something else, and so may attributes that were added.
+    # Exact types: a subclass may compute something else, and so may attributes that were added.
     if type(problem) is not AnchoredEnergy or made_of is None or not problem._has_only("potential", "field", "anchor"):
         names = f"not for {type(problem).__name__} of {type(potential).__name__}"
         return None, f"it exists for AnchoredEnergy of LogSumExp, {names} (or with added attributes); use impl='auto'"
@@ -203,7 +203,7 @@ def is_per_key(bias: Tensor) -> bool:
 
 
 def _underivable(potential: LogSumExp, impl: Impl) -> str | None:
-    """Why a named implementation would leave out a derivative that is asked for."""
+    """The reason why a named implementation would leave out a derivative; None if it leaves out none."""
     if transforms_active():
         return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
     bias = potential.bias

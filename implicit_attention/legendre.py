@@ -105,9 +105,9 @@ def conjugate(
 
 
 class _Stationary(torch.autograd.Function):
-    """A state where the derivative of what is made of it is 0: exactly so, with the derivatives of that derivative.
+    """A state at which the derivative of a function is made exactly 0, with the derivatives of that derivative.
 
-    What rounding leaves of it would be divided by the curvature, which may be small, or 0 in some directions.
+    A rounding error of it would be divided by the curvature, which may be small, or 0 in some directions.
     """
 
     generate_vmap_rule = True
@@ -169,7 +169,7 @@ def _inverted(potential: Potential, m: Tensor, solver: Solver | None) -> Tensor:
     except ConvergenceError:
         if transforms_active():
             raise
-        # Once more for what is told below. Not at first: a backward solve that fails would be ignored, too.
+        # Once more for the message below. Not at first: a backward solve that fails would be ignored, too.
         solution = solve(problem, initial, solver=solver, on_failure="ignore")
     eta = solution.value
     short = (m - potential.mean(eta)).detach()
@@ -188,12 +188,8 @@ def _explain(potential: Potential, m: Tensor, eta: Tensor, short: Tensor, failed
     if type(potential) in (LogSumExp, Entmax):
         assert isinstance(potential, LogSumExp | Entmax)
         keys = potential.keys.detach()
-        rounding = (
-            8
-            * m.shape[-1]
-            * torch.finfo(m.dtype).eps
-            * (m.norm(dim=-1) + keys.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max())
-        )
+        sizes = m.norm(dim=-1) + keys.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
+        rounding = 8 * m.shape[-1] * torch.finfo(m.dtype).eps * sizes
         masked = potential.masked_for(m.shape[-2])
         attended = joined(masked.mask, masked.bias)[1]
         for direction in (torch.nn.functional.normalize(d, dim=-1) for d in (eta, short)):

@@ -1,4 +1,4 @@
-"""`SolveOptions`: how an equilibrium is found and differentiated, for every function and layer that solves for one."""
+"""`SolveOptions`: the options of every function and layer that solves for an equilibrium."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing_extensions import TypedDict, Unpack
 from . import _validate
 from ._fused_rule import FusedRule
 from ._reporting import check_on_failure
-from ._types import Impl, OnFailure
+from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Unrolled
 from .adjoints.native import native_rule
 from .solution import Remedies
 from .solvers import Anderson, Solver
 from .status import of_attention
-
-_IMPLEMENTATIONS = ("auto", "reference", "native", "tiled", "triton")
 
 
 class SolveKeywords(TypedDict, total=False):
@@ -36,12 +34,12 @@ _NAMES = tuple(SolveKeywords.__annotations__)
 
 
 class Plan(NamedTuple):
-    """The choice that options make once for all calls.
+    """The choices that options make once for all calls.
 
     solver, adjoint, impl: with defaults and the budget filled in.
     rule: that of the native operation, for problems of plain tensors; None where the options want another way.
     explicit: whether nothing is solved.
-    remedies: what is advised about queries that fail.
+    remedies: the advice about queries that fail, by status.
     """
 
     solver: Solver
@@ -95,27 +93,24 @@ class SolveOptions:
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
-        for name, value, kind, required, example in (
-            ("solver", self.solver, Solver, "be None or a Solver", "Anderson()"),
-            ("adjoint", self.adjoint, Adjoint, "be None or an Adjoint", "Implicit()"),
-        ):
-            if value is not None:
-                _validate.check_instance(name, value, kind, required, f"for example {example}")
-        _validate.check_choice("impl", self.impl, _IMPLEMENTATIONS)
+        solver, adjoint = (Solver, type(None)), (Adjoint, type(None))
+        _validate.check_instance("solver", self.solver, solver, "be None or a Solver", "for example Anderson()")
+        _validate.check_instance("adjoint", self.adjoint, adjoint, "be None or an Adjoint", "for example Implicit()")
+        _validate.check_choice("impl", self.impl, IMPLEMENTATIONS)
         if self.max_steps is not None:
             _validate.check_integer("max_steps", self.max_steps, low=0)
         check_on_failure(self.on_failure)
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
-        """These options with the given ones replaced; None keeps what is there."""
+        """These options with some replaced; None keeps an option as it is."""
         if not given:
             return self
-        # Equal policies count apart from each other.
+        # Not for policies: equal ones count failures separately.
         if isinstance(given.get("on_failure", self.on_failure), str) and not torch.compiler.is_compiling():
             try:
                 return _overridden(self, **given)
             except TypeError:
-                # Told below, or of a solver that has no hash.
+                # An unknown option, for which `_overridden` raises, or a solver that has no hash.
                 pass
         return self._overridden(**given)
 
@@ -163,5 +158,5 @@ class SolveOptions:
         return Unrolled() if unrolls else self.adjoint
 
 
-#: Options that calls asked for, by the options that they replaced: calls are many, their options few.
+#: The options of calls, by the options that they replaced: calls are many, their options few.
 _overridden = functools.lru_cache(maxsize=256, typed=True)(SolveOptions._overridden)

@@ -1,4 +1,4 @@
-"""The base of problems: z = f(z), one per leading index, with what a solver may know of f."""
+"""The base of problems z = f(z), one per leading index, with the properties of f that solvers use."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ _OF_ALL = (
 
 
 class TokenOrder:
-    """Which tokens read which: all those before them, or by a mask some, directly or through others.
+    """The order of causal tokens: each reads all tokens before it, or by a mask some, directly or through others.
 
     Args:
         pairs: boolean, broadcasts to (*lead, N, N): True = token i reads token j <= i. None is all before it.
     """
 
     def __init__(self, pairs: Tensor | None = None) -> None:
-        #: Which token reads which, directly or through others; None where all later ones do.
+        #: Whether token i reads token j, directly or through others; None where all later tokens read a token.
         self._readers: Tensor | None = None
         if pairs is None:
             return
@@ -96,10 +96,10 @@ class TokenOrder:
         """The `tokens`, boolean, (*lead, N), and those that read them."""
         if self._readers is None:
             return tokens.cumsum(-1) > 0
-        given = tokens.to(self._readers.dtype)
+        chosen = tokens.to(self._readers.dtype)
         if self._readers.ndim == 2:
-            return given @ self._readers.mT > 0
-        return (self._readers @ given[..., None])[..., 0] > 0
+            return chosen @ self._readers.mT > 0
+        return (self._readers @ chosen[..., None])[..., 0] > 0
 
 
 class Problem(Declared, general=True):
@@ -145,21 +145,21 @@ class Problem(Declared, general=True):
     #: E then tells whether a step descends, but not how far it should.
     steps_rescaled: bool = False
     #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
-    #: kernels promise nothing there; attention was measured to give a row the same bits for all multiples of 32.
+    #: kernels do not promise that; attention was measured to give a row the same bits for all multiples of 32.
     row_block: int = 32
     #: Whether E(f(z)) <= E(z) - divergence(z, f(z)) is guaranteed, |f(z) - z|^2/2 without a metric (with
     #: `steps_rescaled`: times a number > 0 that depends on z), so that plain steps need no test.
     plain_steps_descend: bool = False
-    #: Whether f is known to compute each problem by itself. What others do with a part of the problems is compared with
-    #: what they do with all before any is left out, and their adjoints keep all together.
+    #: Whether f is known to compute each problem by itself. Otherwise f of a part of the problems is compared with f of
+    #: all before any problem is left out, and adjoints keep all together.
     separates: bool = True
-    #: Where the axis before the last numbers tokens that read none behind them: then the loop stops each on its own.
+    #: Where the axis before the last numbers tokens that read no later ones: the loop then stops each on its own.
     token_order: TokenOrder | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if isinstance(vars(cls).get("energy"), Withdrawn):
-            # The map may be any now: nothing says that it descends from an energy.
+            # The map may be any now, and need not descend from an energy.
             for claim in ("has_energy", "symmetric"):
                 if claim not in vars(cls):
                     setattr(cls, claim, False)
@@ -228,31 +228,30 @@ class Problem(Declared, general=True):
             _validate.require(fits, "solver", required, type(solver).__name__, "use Anderson(history=1) or Picard()")
 
     def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
-        """Raise if a solve cannot start with what it is `given`, by argument: for parts that several processes hold."""
+        """Raise if a solve cannot start with the arguments `given`, by name: for parts that several processes share."""
         for part in vars(self).values():
             if hasattr(part, "check_start"):
                 part.check_start(given, solver, adjoint)
 
-    #: What to do about a state that is `outside`.
+    #: The remedy for a state that is `outside`.
     if_outside: str = ""
 
-    #: What to check where no step ends the descent of the energy; nothing if its lower bound is certain.
+    #: The check to advise where no step ends the descent of the energy; empty if its lower bound is certain.
     if_bottomless: str = ""
 
     @property
     def to_contract(self) -> str:
-        """Which of the numbers that the problem holds make f contract more; nothing if it holds none of that kind."""
-        held = set(self.attributes())
-        return " or ".join(told for name, told in LEVERS.items() if name in held)
+        """The remedies by numbers of the problem that make f contract more; empty if it has no such number."""
+        names = set(self.attributes())
+        return " or ".join(remedy for name, remedy in LEVERS.items() if name in names)
 
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
         """Return the remedies for this problem's failures by status, given those of the solver."""
-        told = advice(remedies, self.to_contract)
+        texts = advice(remedies, self.to_contract)
         if self.if_bottomless:
-            for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):
-                if status in told:
-                    told[status] = f"{self.if_bottomless}; if so, {told[status]}"
-        return told | {Status.OUT_OF_RANGE: self.if_outside} if self.if_outside else told
+            for status in texts.keys() & {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED}:
+                texts[status] = f"{self.if_bottomless}; if so, {texts[status]}"
+        return texts | {Status.OUT_OF_RANGE: self.if_outside} if self.if_outside else texts
 
     def outside(self, z: Tensor) -> Tensor | None:
         """Which states (*lead) f leaves where they are without solving anything; None where that cannot happen."""
@@ -277,10 +276,10 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
-    #: What to do about a map that turns out to be random.
+    #: The remedy for a map that turns out to be random.
     if_random: str = "call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
 
-    #: Whether all that the problems given to `without` still read is finite.
+    #: Whether the problems that `without` returns read finite numbers only.
     knows_own: bool = False
 
     def without(self, left_out: Tensor) -> Self:
@@ -292,13 +291,13 @@ class Problem(Declared, general=True):
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
 
     def check_undeclared(self, z: Tensor) -> None:
-        """Raise if f reads a tensor whose gradient would silently be zero: one not declared, or kept from before."""
+        """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
         tensors = self.tensors()
         apart = self.apart()
         detached = apart.replace(*(t.detach() for t in apart.tensors()))
         declared = {name for name, _ in apart.named_tensors()}
         with torch.enable_grad():
-            # A copy, as maps that work in place are found out later.
+            # A copy, as a map that works in place is reported later.
             result = detached.fixed_point_map(z.detach().clone())
         for name, _ in detached.named_tensors():
             _validate.require(
@@ -331,40 +330,37 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 
     In half precision a state would sit up to a percent away from the solution.
     """
-    given = problem.tensors()
-    wide = tuple(map(at_least_single, given))
-    changed = any(a is not b for a, b in zip(given, wide, strict=True))
+    tensors = problem.tensors()
+    wide = tuple(map(at_least_single, tensors))
+    changed = any(a is not b for a, b in zip(tensors, wide, strict=True))
     return problem.replace(*wide) if changed else problem, tuple(map(at_least_single, states))
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:
-    """`problem.evaluate(z)`, or an error if the map changes z, so that f(z) - z would be read from what is overwritten.
+    """`problem.evaluate(z)`, or an error if the map changes z, with which f(z) - z would be wrong.
 
-    The first calls, 0 and 1, get copies: the state may be a tensor of the user's, or what the map itself returned.
+    The first calls, 0 and 1, get copies: the state may be a tensor of the user, or a result of the map itself.
     """
     if torch.compiler.is_exporting():
-        # What is recorded has no memory to look at; torch turns what is done in place into operations that are not.
+        # A graph that is recorded has no memory to look at, and its operations do not work in place.
         return problem.evaluate(z, energy=energy)
-    given = counted_copy(z) if call < 2 else z
-    writes = writes_to(given)
-    found = problem.evaluate(given, energy=energy)
-    # What is written past torch (by numpy, through `.data`) is not counted.
+    state = counted_copy(z) if call < 2 else z
+    writes = writes_to(state)
+    evaluation = problem.evaluate(state, energy=energy)
+    # Torch does not count writes of others (by numpy, through `.data`).
     visible = call == 0 and z.device.type == "cpu" and not transforms_active()
-    if writes_to(given) != writes or (visible and not same(given, z)):
+    if writes_to(state) != writes or (visible and not same(state, z)):
+        required, received = "leave its state as it is", "a map that works on it in place"
         remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
-        raise ValueError(
-            _validate.message(
-                problem._map_name(), "leave its state as it is", "a map that works on it in place", remedy
-            )
-        )
-    return found
+        raise ValueError(_validate.message(problem._map_name(), required, received, remedy))
+    return evaluation
 
 
 def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Tensor]:
     """Problem and state with those `left_out` (*lead) reading nothing that is not finite.
 
-    What they add to a gradient is 0, and 0 * NaN would be NaN in all that they share. Of a problem that does not know
-    which numbers are whose, those that are not finite become 1 where f of all others stays the same.
+    They add 0 to a gradient, and 0 * NaN would be NaN in all tensors that they share. Where a problem does not know
+    which numbers belong to which row, numbers that are not finite become 1 if f of all other rows stays the same.
     """
     batched = is_batched(left_out, z, *problem.tensors())
     if not batched and z.device.type == "cpu" and not bool(left_out.any()):
@@ -409,7 +405,7 @@ def lost_rows(z: Tensor, event_ndim: int) -> Tensor:
 
 
 def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
-    """Raise where what a map returned at one call was overwritten by the next."""
+    """Raise where a later call of a map overwrote an earlier result."""
     if not same(now, before):
         remedy = "return buffer.clone()"
         received = "a map that writes into what it returned before"
@@ -426,7 +422,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 def counted_copy(z: Tensor) -> Tensor:
     if not z.is_inference():
         return z.clone()
-    # Torch does not count what is written to inference tensors.
+    # Torch does not count writes to inference tensors.
     with torch.inference_mode(False):
         return z.clone()
 
@@ -443,8 +439,8 @@ def pullback(
 ) -> tuple[Tensor | None, ...]:
     """(df/dt)^T u at fixed z for every tensor t that is `needed`; differentiable when derivatives are recorded.
 
-    None are those that require grad, or all if none does. What torch cannot differentiate, such as the running mean of
-    a normalisation, may be among the others.
+    `needed` is None for those that require grad, or for all if none does. The others may hold tensors that torch cannot
+    differentiate, such as the running mean of a normalisation.
     """
     tensors = problem.tensors()
     if needed is None and any(t.requires_grad for t in tensors):
@@ -452,20 +448,17 @@ def pullback(
     where = [i for i, t in enumerate(tensors) if t.is_floating_point() and (needed is None or needed[i])]
 
     def unchecked(*floating: Tensor) -> Tensor:
-        new = list(tensors)
-        for i, t in zip(where, floating, strict=True):
-            # Under nested transforms torch loses an input that an operation of the map saves as it is.
-            new[i] = t.view_as(t)
-        return problem.replace(*new).fixed_point_map(z.view_as(z))
+        # Under nested transforms torch loses an input that an operation of the map saves as it is.
+        new = {i: t.view_as(t) for i, t in zip(where, floating, strict=True)}
+        return problem.replace(*(new.get(i, t) for i, t in enumerate(tensors))).fixed_point_map(z.view_as(z))
 
     def mapped(*floating: Tensor) -> Tensor:
         result = unchecked(*floating)
         check_graph(problem._map_name(), result, unchecked, *floating)
         return result
 
-    result: list[Tensor | None] = [None] * len(tensors)
-    if where:
-        _, by_tensors = vjp(mapped, *(tensors[i] for i in where))
-        for i, gradient in zip(where, by_tensors(cotangent), strict=True):
-            result[i] = gradient
-    return tuple(result)
+    if not where:
+        return (None,) * len(tensors)
+    _, by_tensors = vjp(mapped, *(tensors[i] for i in where))
+    gradients = dict(zip(where, by_tensors(cotangent), strict=True))
+    return tuple(map(gradients.get, range(len(tensors))))

@@ -22,7 +22,7 @@ from .status import Status
 __all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trace", "summarize"]
 
 
-#: What a method advises where one of its problems ends with a status.
+#: The advice of a method about problems that ended with a status.
 Remedies: TypeAlias = Mapping[Status, str]
 NO_REMEDIES: Remedies = {}
 #: Estimated relative errors of gradients that a user should know of.
@@ -70,11 +70,11 @@ class Record(NamedTuple):
     @property
     def failed(self) -> Tensor:
         """(*lead), True where the value is not an answer."""
-        # torch.compile compares tensors with numbers, not with what is derived from them.
+        # torch.compile compares tensors with numbers, not with subclasses of int.
         return self.status > int(Status.UNSTABLE)
 
     def worst(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The whole index of the problem that went worst among those that `index` selects by the first axes."""
+        """The whole index of the worst problem among those that `index` selects by the first axes."""
         axes = self.status.shape[len(index) :]
         if not axes:
             return index
@@ -88,12 +88,12 @@ class Record(NamedTuple):
         """Describe the outcome of one problem, with the remedy for its status if there is one."""
         code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
         status = Status(int(code))
-        told = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
-        return f"{told}; {remedies[status]}" if status in remedies else told
+        text = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
+        return f"{text}; {remedies[status]}" if status in remedies else text
 
 
 class Trace(NamedTuple):
-    """The course of a solve: the best state after every iteration, and what was measured there.
+    """The course of a solve: the best state after every iteration, and the numbers measured at it.
 
     Attributes:
         residual: of the best state so far, (iterations, *lead).
@@ -161,7 +161,7 @@ class AdjointReport(Deferred):
         unsolved: (*lead), where the solve itself failed, for an adjoint whose gradient is then wrong; None for others.
         lead: the shape of the fields, where heads or sites have axes of their own that the problems solved have not.
         on_failure: how a backward solve that fails is reported: "raise", "warn", "ignore" or a `FailurePolicy`.
-        site: the layer that solved, as failures of it are told and counted.
+        site: the layer that solved, at which failures are reported and counted.
         awaited: whether the returned value has a graph, whose backward pass fills this report.
         in_graph: whether the solve was a part of a compiled graph. Its backward pass leaves this report empty, and
             warns of failures itself, unless `on_failure` is "ignore".
@@ -211,12 +211,12 @@ class AdjointReport(Deferred):
             if self.in_graph:
                 return "AdjointReport(not kept by a compiled graph, whose backward pass warns of what fails)"
             return "AdjointReport(no backward pass yet)"
-        told = "" if self.gradient_error is None else f"; gradient error <= {_largest(self.gradient_error):.1e}"
+        text = "" if self.gradient_error is None else f"; gradient error <= {_largest(self.gradient_error):.1e}"
         if self.gradient_error is not None and (count := int((self.gradient_error > UNSURE).sum())):
-            told += f", beyond {UNSURE:.0%} for {count}"
+            text += f", beyond {UNSURE:.0%} for {count}"
         if self.unsolved is not None and (count := int(self.unsolved.sum())):
-            told += f"; {count} at states that are no solution, where it is wrong"
-        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{told})"
+            text += f"; {count} at states that are no solution, where it is wrong"
+        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{text})"
 
 
 for _field in dataclasses.fields(AdjointReport):
@@ -317,13 +317,13 @@ class SolveReport(Recorded):
         if count == 0:
             return "no problems"
         worst = self.record.worst(index)
-        told = self._sentence(worst)
-        return told if count == 1 else f"the worst of {count} problems, {shown_index(worst)}: {told}"
+        text = self._sentence(worst)
+        return text if count == 1 else f"the worst of {count} problems, {shown_index(worst)}: {text}"
 
     def _sentence(self, index: tuple[int, ...]) -> str:
-        told, adjoint = self.record.message(index, self.remedies), self.adjoint
+        text, adjoint = self.record.message(index, self.remedies), self.adjoint
         wrong = adjoint.awaited and adjoint.unsolved is not None and bool(self.failed[index])
-        return f"{told}; {NO_GRADIENT}" if wrong else told
+        return f"{text}; {NO_GRADIENT}" if wrong else text
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The report with `function` applied to every field, as where heads or sites get axes of their own.
@@ -392,14 +392,14 @@ class Solution(SolveReport):
             received = "one without a trace" if self.trace is None else "one of which no graph of the steps is kept"
             remedy = "pass both to `solve`" if self.trace is None else "read `trace.value` for the numbers alone"
             raise ValueError(_validate.message("states", required, received, remedy))
-        made, first = len(self.course) - 1, self.course[0]
+        steps, first = len(self.course) - 1, self.course[0]
         spent = torch.tensor([Status.EXPLICIT, Status.BUDGET, Status.MAX_STEPS], device=first.device)
         ended = is_batched(self.status) or bool(torch.isin(self.status, spent).any())
         for count in at:
             _validate.check_integer("at", count, low=0)
-            few = ended and count > made
-            _validate.require(not few, "at", f"be at most the {made} steps that were made", count, "raise max_steps")
-        picked = [self.course[min(count, made)] for count in at]
+            few = ended and count > steps
+            _validate.require(not few, "at", f"be at most the {steps} steps that were made", count, "raise max_steps")
+        picked = [self.course[min(count, steps)] for count in at]
         return torch.stack(picked) if picked else first.new_empty((0, *first.shape))
 
     @property
@@ -409,17 +409,17 @@ class Solution(SolveReport):
         return torch.where(self.residual == 0, 0.0, self.residual / norm(value))
 
     def _sentence(self, index: tuple[int, ...]) -> str:
-        told, relative = super()._sentence(index), float(self.relative_residual[index])
+        text, relative = super()._sentence(index), float(self.relative_residual[index])
         loose = int(self.status[index]) == Status.CONVERGED and relative > LOOSE
-        return f"{told}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else told
+        return f"{text}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else text
 
     def __repr__(self) -> str:
         relative = self.relative_residual
         if is_batched(relative, self.status) or is_fake(self.status):
             return super().__repr__()
         loose = int(((self.status == Status.CONVERGED) & (relative > LOOSE)).sum())
-        told = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
-        return f"{super().__repr__()[:-1]}{told})"
+        text = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
+        return f"{super().__repr__()[:-1]}{text})"
 
     @property
     def report(self) -> SolveReport:

@@ -57,9 +57,9 @@ _SENTENCES = {
     Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but out of the range of the approximation or energy",
 }
 
-#: What helps plain steps and with them every method. Solvers advise it; the problem says by which of its own numbers.
+#: The remedy that helps plain steps, and with them every method; the problem adds which of its numbers do it.
 CONTRACT = "make f contract more"
-#: How, by the name of the attribute that holds the number.
+#: The remedies by the attributes that hold these numbers.
 LEVERS = {"beta": "lower beta", "anchor": "raise the anchor"}
 OF_ATTENTION = " or ".join(LEVERS.values())
 
@@ -73,4 +73,4 @@ def advice(remedies: Mapping[Status, str], to_contract: str) -> dict[Status, str
     """The remedies of a solver, with what makes f of the problem at hand contract more, where that is known."""
     if not to_contract:
         return dict(remedies)
-    return {status: told.replace(CONTRACT, f"{CONTRACT} ({to_contract})") for status, told in remedies.items()}
+    return {status: text.replace(CONTRACT, f"{CONTRACT} ({to_contract})") for status, text in remedies.items()}

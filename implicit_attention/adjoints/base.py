@@ -47,12 +47,12 @@ class Request:
 
     def solved(self, problem: Problem, initial: Tensor) -> Outcome:
         """The outcome for `problem` without a graph, by a fused operation where `impl` has or wants one."""
-        told = self.callback is not None
-        lowered = lower(problem, self.solver, self.impl, every_step=self.trace or told)
+        every_step = self.trace or self.callback is not None
+        lowered = lower(problem, self.solver, self.impl, every_step=every_step)
         return self.run(problem, initial) if lowered is None else Outcome(*lowered.solve(initial))
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
-        """The outcome for `problem` by the solver's own steps, of each of which the callback is told."""
+        """The outcome for `problem` by the solver's own steps, after each of which the callback is called."""
         if self.callback is None:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         # `solve` has refused a callback for solvers that run otherwise.
@@ -85,14 +85,14 @@ class Adjoint:
         return False
 
     def check(self, request: Request) -> None:
-        """Raise if the gradient that is asked for would be wrong."""
+        """Raise if the gradient would be wrong."""
 
     def advice(self, remedies: Remedies) -> Remedies:
         """Return the remedies for problems that failed, given those of their solver."""
         return remedies
 
     def through(self, problem: Problem, value: Tensor) -> Tensor | None:
-        """`value`, which need be no solution, with a gradient made of steps from there; None if there is no such."""
+        """`value`, which need be no solution, with a gradient through steps from it; None where that makes no sense."""
         return None
 
     def run(self, request: Request) -> Outcome:

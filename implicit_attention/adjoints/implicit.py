@@ -1,8 +1,8 @@
 """The exact gradient of a fixed point, from the implicit function theorem, differentiable to any order.
 
-z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. Two autograd functions hold all of it: `_FixedPoint`
-solves the problem, `_AdjointSolve` the linear system; the backward of each is written with the other's tools, so that
-it can be differentiated again.
+z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. There are two autograd functions: `_FixedPoint` solves
+the problem, `_AdjointSolve` the linear system. The backward of each calls `_AdjointSolve`, so that it can be
+differentiated again.
 """
 
 from __future__ import annotations
@@ -95,26 +95,16 @@ class Implicit(Adjoint):
         return self.fallback is None
 
     def check(self, request: Request) -> None:
-        solver, problem = request.solver, request.problem
-        symmetric = problem.symmetric or problem.has_metric
-        if self.linear_solver is not None and self.linear_solver.symmetric and not symmetric:
-            raise ValueError(
-                _validate.message(
-                    "linear_solver",
-                    "suit a map whose Jacobian is not symmetric",
-                    type(self.linear_solver).__name__,
-                    "use GMRES() or Neumann(), or declare FixedPointMap(..., symmetric=True)",
-                )
-            )
+        solver, problem, method = request.solver, request.problem, self.linear_solver
+        fits = method is None or not method.symmetric or problem.symmetric or problem.has_metric
+        required = "suit a map whose Jacobian is not symmetric"
+        remedy = "use GMRES() or Neumann(), or declare FixedPointMap(..., symmetric=True)"
+        _validate.require(fits, "linear_solver", required, type(method).__name__, remedy)
         if is_differentiated(*problem.tensors()) and (solver.fixed_budget or solver.max_steps == 0):
-            raise ValueError(
-                _validate.message(
-                    "adjoint",
-                    "not be Implicit() for a fixed number of steps: where they end is no solution",
-                    f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}",
-                    "use Unrolled() or Phantom(), or a positive rtol",
-                )
-            )
+            required = "not be Implicit() for a fixed number of steps: where they end is no solution"
+            received = f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}"
+            remedy = "use Unrolled() or Phantom(), or a positive rtol"
+            raise ValueError(_validate.message("adjoint", required, received, remedy))
 
     def run(self, request: Request) -> Outcome:
         outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)
@@ -125,10 +115,9 @@ class Implicit(Adjoint):
     def advice(self, remedies: Remedies) -> Remedies:
         if self.fallback is None:
             return remedies
-        told = {Status.NONFINITE: "no gradient"}
-        given = dict.fromkeys((Status.MAX_STEPS, Status.STALLED, Status.DIVERGED), f"gradient by {self.fallback}")
-        found = {status: f"{remedies[status]}; {said}" for status, said in (given | told).items() if status in remedies}
-        return {**remedies, **found}
+        gradients = dict.fromkeys((Status.MAX_STEPS, Status.STALLED, Status.DIVERGED), f"gradient by {self.fallback}")
+        gradients[Status.NONFINITE] = "no gradient"
+        return {s: f"{remedy}; {gradients[s]}" if s in gradients else remedy for s, remedy in remedies.items()}
 
 
 def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tensor:
@@ -177,7 +166,7 @@ def gradients_at(
             "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
         )
     problem = request.problem
-    # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
+    # A failed problem that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
     plain = not torch.is_grad_enabled() and not transforms_active()
     if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
         left_out = ~_any(torch.isfinite(z) | (cotangent != 0), problem.event_ndim)
@@ -288,8 +277,8 @@ class _AdjointSolve(torch.autograd.Function):
 
         with exact_precision(z):
             primals = (z, *(tensors[i] for i in where))
-            given = (dz, *(dtensors[i] for i in where))
-            change = jvp_by_vjp(product, primals, [_or_zeros(d, p) for d, p in zip(given, primals, strict=True)])
+            tangents = (torch.zeros_like(z) if dz is None else dz, *(dtensors[i] for i in where))
+            change = jvp_by_vjp(product, primals, tangents)
             rhs = change if drhs is None else change + drhs
             return cast(Tensor, _apply(_AdjointSolve, request, transpose, z, rhs, *tensors))
 
@@ -313,7 +302,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _needed(ctx: Any, tensors: list[Tensor]) -> list[bool]:
-    """Return for each tensor, the last inputs of an autograd function, whether its gradient is asked for."""
+    """Whether the gradient of each tensor is needed; they are the last inputs of an autograd function."""
     if transforms_active():
         return [_is_tracked(t) for t in tensors]
     return list(ctx.needs_input_grad[-len(tensors) :]) if tensors else []
@@ -350,26 +339,18 @@ def _bilinear_gradient(
         return cast(Tensor, (by_state(left)[0] * right).sum())
 
     by_z, *by_floating = grad(bilinear, argnums=tuple(range(1 + len(where))))(z, *(tensors[i] for i in where))
-    gradients: list[Tensor | None] = [None] * len(tensors)
-    for i, gradient in zip(where, by_floating, strict=True):
-        gradients[i] = gradient
-    return (by_z, *gradients)
+    gradients = dict(zip(where, by_floating, strict=True))
+    return (by_z, *map(gradients.get, range(len(tensors))))
 
 
 def _filled(tensors: list[Tensor], where: list[int], new: tuple[Tensor, ...]) -> list[Tensor]:
-    filled = list(tensors)
-    for i, tensor in zip(where, new, strict=True):
-        filled[i] = tensor
-    return filled
+    replaced = dict(zip(where, new, strict=True))
+    return [replaced.get(i, tensor) for i, tensor in enumerate(tensors)]
 
 
 def _any(entries: Tensor, event_ndim: int) -> Tensor:
     """Whether any entry of a problem is true, (*lead)."""
     return entries.flatten(entries.ndim - event_ndim).any(-1) if event_ndim else entries
-
-
-def _or_zeros(tangent: Tensor | None, primal: Tensor) -> Tensor:
-    return torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:

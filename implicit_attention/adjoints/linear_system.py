@@ -32,7 +32,7 @@ from .tape import Gradients, Tape
 # batch entry, so that the matrix products are worth their call.
 TILE = 1024
 TILE_ROWS = 64
-# The part of a state that is told from zero where only an absolute tolerance says so: the default rtol.
+# The part of a state that counts as zero where there is an absolute tolerance only: the default rtol.
 SCALE = 1e-4
 
 
@@ -55,9 +55,9 @@ def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, 
 def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: Tensor) -> Gradients:
     """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
 
-    The tensors are leaves that nobody else holds: those of which a gradient is asked for require grad.
+    The tensors are leaves that nobody else keeps: those that need a gradient require grad.
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
-    where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
+    where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is kept.
     """
     method = request.linear_solver or _default_method(problem, z.dtype)
     gradients, answer, tape = _gradients(request, method, problem, z, cotangent)
@@ -77,7 +77,7 @@ def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: 
 def _gradients(
     request: Request, method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor
 ) -> tuple[Gradients, LinearSolution, Tape | None]:
-    """The gradients, the answer of the linear system behind them, and what was recorded for it."""
+    """The gradients, the solution of the linear system behind them, and the tape if one was recorded."""
     default = request.linear_solver is None and isinstance(method, CG)
     if default and (lowered := lower(problem, None, request.impl)) is not None:
         steps = method.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
@@ -135,7 +135,7 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
 
 
 def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """`old` (*lead, ...) with the problems `chosen` among those of `index` taken from `new`."""
+    """`old` (*lead, ...), in which those problems of `index` that are `chosen` come from `new`."""
     where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - chosen.ndim)))
     rows = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), rows_of(old, index))
     if index is None:
@@ -224,7 +224,6 @@ def _solve(
         answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)
     stalled = answer.status == Status.STALLED
     if not (host_may_look(stalled) and not bool(stalled.any())):
-        # There is something to forgive.
         sizes = (_norm(t, problem.event_ndim) for t in (answer.value, system.rhs))
         status, tolerance = forgiven(*answer.record[:3], answer.negative_curvature, *sizes)
         answer = answer.amended(status=status, tolerance=tolerance)
@@ -292,7 +291,7 @@ def _gradient_error(
     rhs: Tensor,
     mapped: Callable[[], Tensor],
 ) -> tuple[Tensor | None, bool]:
-    """`AdjointReport.gradient_error`, (*lead), and whether something may have to be told: one look of the host.
+    """`AdjointReport.gradient_error`, (*lead), and whether there may be something to report: one look of the host.
 
     `mapped` gives f(z).
     """
@@ -310,7 +309,7 @@ def _gradient_error(
     worst = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
     if not worst:
         return error, False
-    # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
+    # Only the part of the residual along u moves the state far. It costs an evaluation, which is rarely needed.
     r, u = (normalised(t)[0] for t in ((mapped() - states).reshape(u.shape), u))
     along = (r * u).sum(-1).abs() / (length(r) * length(u))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
@@ -326,21 +325,21 @@ def _inverse(u: Tensor, g: Tensor, indefinite: Tensor | None) -> Tensor:
 
     The quotient <u, u>/<u, A u> is nearer to the smallest eigenvalue, unless there are two signs.
     """
-    found = length(u)
-    # The most frequent case, with as few operations as it takes.
+    size_of_u = length(u)
+    # The most frequent case, with few operations.
     if indefinite is not None and u.numel() and not bool(indefinite.any()):
         product = (u * g).sum(-1)
         low, high = torch.aminmax(product)
         if 1 / ORDINARY < float(low) <= float(high) < ORDINARY:
-            return found.square() / product
+            return size_of_u.square() / product
     size = length(g)
     low, high = torch.aminmax(size) if size.numel() else (size.sum(), size.sum())
     if not 1 / ORDINARY < float(low) <= float(high) < ORDINARY:
         g, scale = normalised(g)
         u, size = u / scale[..., None], length(g)
-        found = length(u)
-    inverse = found / size
-    return inverse if indefinite is None else torch.where(indefinite, inverse, found.square() / (u * g).sum(-1))
+        size_of_u = length(u)
+    inverse = size_of_u / size
+    return inverse if indefinite is None else torch.where(indefinite, inverse, size_of_u.square() / (u * g).sum(-1))
 
 
 def report_adjoint(
@@ -353,23 +352,23 @@ def report_adjoint(
     rhs: Tensor,
     mapped: Callable[[], Tensor],
 ) -> None:
-    """Keep the evidence in the report of the request, and tell of gradients that are wrong or unsure."""
+    """Keep the evidence in the report, and warn of gradients that are wrong or unsure."""
     fields = answer.record._asdict() | {"negative_curvature": answer.negative_curvature}
     error, doubtful = _gradient_error(report, solver, answer, symmetric, z, rhs, mapped)
     if error is not None:
         fields["gradient_error"] = error
-    watched = None if report.site is None else report.site.tally
-    if doubtful or watched is not None:
+    tally = None if report.site is None else report.site.tally
+    if doubtful or tally is not None:
         fields["lost"] = lost(answer.status, rhs)
     if report.lead is not None and report.lead.numel() == answer.status.numel():
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
     elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
         fields = _worst(fields, answer.status.ndim - len(report.lead))
     without = fields.pop("lost", None)
-    told = Record(*(fields[name] for name in Record._fields))
+    record = Record(*(fields[name] for name in Record._fields))
     del fields["num_evals"]
-    if watched is not None:
-        watched.add_backward(*told[:4], without)
+    if tally is not None:
+        tally.add_backward(*record[:4], without)
     status, error, before = fields["status"], fields.get("gradient_error"), report.gradient_error
     if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
@@ -382,9 +381,9 @@ def report_adjoint(
         setattr(report, name, field)
     if doubtful or policy_of(report.on_failure).counts:
         if without is not None:
-            told = told._replace(status=told.status.masked_fill(without, int(Status.CONVERGED)))
+            record = record._replace(status=record.status.masked_fill(without, int(Status.CONVERGED)))
         what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
-        report_gradients(report.on_failure, what, error, told, method.remedies, site=report.site)
+        report_gradients(report.on_failure, what, error, record, method.remedies, site=report.site)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ class Tape:
     """
 
     def __init__(self, problem: Problem, z: Tensor) -> None:
-        # Statistics that modules keep while they train count the evaluations of the solve alone; and what is compiled
-        # may free what its second product would read.
+        # Statistics that modules keep while they train count the evaluations of the solve alone; and compiled modules
+        # may free tensors that a second product would read.
         problem = problem.apart()
         self.problem, self.z, self.tensors = problem, z, problem.tensors()
         self.wanted = [i for i, t in enumerate(self.tensors) if t.requires_grad]
@@ -42,7 +42,7 @@ class Tape:
         return self._by_state(u, *self._products(u, self.state))
 
     def vjp_both(self, u: Tensor) -> Tensor:
-        """J^T u; in the same pass `gradients` becomes what `vjp_tensors(u)` would answer."""
+        """J^T u; in the same pass `gradients` becomes the result of `vjp_tensors(u)`."""
         product, *gradients = self._products(u, self.state, *(self.tensors[i] for i in self.wanted))
         self.gradients = self._by_tensors(u, tuple(gradients))
         return self._by_state(u, product)
@@ -54,17 +54,16 @@ class Tape:
     def _products(self, u: Tensor, *inputs: Tensor) -> Gradients:
         if not (self.recorded.requires_grad and inputs):
             return (None,) * len(inputs)
-        # The graph serves all products; and where the tensors are rows of others, it goes on to those.
+        # The graph serves all products; where the tensors are rows of others, it reaches those, too.
         return torch.autograd.grad(self.recorded, inputs, u, retain_graph=True, allow_unused=True)
 
     def _by_state(self, u: Tensor, product: Tensor | None) -> Tensor:
-        # Without a graph to the state f does not depend on it, or does so unseen, which is told there.
+        # Without a graph to the state f does not depend on it, or does so unseen, for which `linearize` raises.
         return self.problem.linearize(self.z).vjp(u) if product is None else product
 
-    def _by_tensors(self, u: Tensor, found: Gradients) -> Gradients:
-        if all(gradient is None for gradient in found):
+    def _by_tensors(self, u: Tensor, products: Gradients) -> Gradients:
+        if all(product is None for product in products):
             return self.problem.linearize(self.z).vjp_tensors(u)
-        gradients: list[Tensor | None] = [None] * len(self.tensors)
-        for i, gradient in zip(self.wanted, found, strict=True):
-            gradients[i] = torch.zeros_like(self.tensors[i]) if gradient is None else gradient
-        return tuple(gradients)
+        pairs = zip(self.wanted, products, strict=True)
+        gradients = {i: torch.zeros_like(self.tensors[i]) if product is None else product for i, product in pairs}
+        return tuple(map(gradients.get, range(len(self.tensors))))

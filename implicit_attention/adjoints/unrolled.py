@@ -53,7 +53,7 @@ class Unrolled(Adjoint):
         lost = outcome.record.status == Status.NONFINITE
         if is_batched(lost) or not outcome.value.requires_grad or not bool(lost.any()):
             return outcome
-        # Once more, without what those read: NaN in their steps would be NaN in the gradients of all that they share.
+        # Once more without their tensors: NaN in their steps would be NaN in the gradients of all shared tensors.
         problem, initial = isolated(request.problem, request.initial, lost)
         again = request.solver.run(problem, initial, trace=request.trace, graph=True)
         # It may end sooner.

@@ -14,21 +14,17 @@ class VmappedProblem(Problem):
     """A problem whose tensors carry one more leading axis, mapped over with torch.vmap."""
 
     def __init__(self, inner: Problem, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> None:
-        # Held in a closure: the tensors of `inner` are stale and must not be declared.
+        # A closure, as the tensors of `inner` are stale and must not be declared.
         self._rebuild: Callable[..., Problem] = lambda *ts: inner.replace(*ts)
         self.mapped_tensors = tensors
         self.in_dims = in_dims
-        self.event_ndim = inner.event_ndim
-        self.symmetric = inner.symmetric
-        self.plain_steps_descend = inner.plain_steps_descend
-        self.has_energy = inner.has_energy
-        self.steps_rescaled = inner.steps_rescaled
-        self.has_metric = inner.has_metric
-        self.token_order = inner.token_order
+        self.event_ndim, self.token_order = inner.event_ndim, inner.token_order
+        self.symmetric, self.has_energy, self.has_metric = inner.symmetric, inner.has_energy, inner.has_metric
+        self.plain_steps_descend, self.steps_rescaled = inner.plain_steps_descend, inner.steps_rescaled
 
     def _vmap(self, method: str, *states: Tensor) -> Tensor:
-        def call(*given: Tensor) -> Tensor:
-            states_of_one, tensors = given[: len(states)], given[len(states) :]
+        def call(*arguments: Tensor) -> Tensor:
+            states_of_one, tensors = arguments[: len(states)], arguments[len(states) :]
             result: Tensor = getattr(self._rebuild(*tensors), method)(*states_of_one)
             return result
 

@@ -35,7 +35,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
         True
     """
     nothing = torch.full_like(solution.residual, torch.inf)
-    # Lipschitz constants belong to a batch entry: there is one more axis.
+    # A Lipschitz constant holds for a batch entry, so that states need one more axis.
     if problem.lipschitz() is None or not solution.residual.ndim:
         return nothing
     with exact_precision(solution.value):
@@ -46,7 +46,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
         event = tuple(range(-problem.event_ndim, 0))
         apart = torch.zeros(z.shape[: z.ndim - problem.event_ndim], dtype=z.dtype, device=z.device)
         if problem.has_metric:
-            # Its constant holds where f leads to, so that z is judged by f(z).
+            # The constant holds where f leads to, so that the bound is one on f(z).
             apart, z, f = torch.linalg.vector_norm(f - z, dim=event), f, _mapped(problem, f)
         # A bound on the rounding error of a sum of the longest axis, in units of its terms.
         tensors = [t for t in problem.tensors() if t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""All that the other modules tell of a solution, at once."""
+"""All diagnostics of a solution at once."""
 
 from __future__ import annotations
 

@@ -142,11 +142,11 @@ def doubled(problem: Problem) -> Problem:
 def copies(problem: Problem, row: int, states: Tensor) -> Problem:
     """The problem of one row of (N, D) for each of `states` (K, D); the problem itself where it numbers none."""
     index = torch.full(states.shape[:1], row, device=states.device)
-    if (found := problem.select(index)) is not None:
-        if isinstance(found, AnchoredEnergy) and len(found.field) != len(index):
+    if (rows := problem.select(index)) is not None:
+        if isinstance(rows, AnchoredEnergy) and len(rows.field) != len(index):
             # The field of a single row was left to broadcast.
-            found.field = found.field.expand_as(states).contiguous()
-        return found
+            rows.field = rows.field.expand_as(states).contiguous()
+        return rows
     if type(problem) is AnchoredEnergy:
         # A potential that cannot pick rows has the same for all.
         field = problem.field[index]
@@ -155,7 +155,7 @@ def copies(problem: Problem, row: int, states: Tensor) -> Problem:
 
 
 def same_energies(problem: Problem, like: Tensor) -> bool:
-    """Whether all rows have one energy, asked at three states on the scale of `like` (S, D)."""
+    """Whether all rows have one energy, by its values at three states on the scale of `like` (S, D)."""
     if len(like) < 2:
         return True
     generator = torch.Generator().manual_seed(0)
@@ -190,16 +190,16 @@ def _descended(problem: Energy, z: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         if not len(active):
             break
-        # The rows are alike, so that any of them stand for those that are left.
+        # The rows are alike, so that those of row 0 serve for all that are active.
         rows = copies(problem, 0, active)
         assert isinstance(rows, Energy)
         now, m = z[active], damping[active]
         slope, curvature, basis = _derivatives(rows, now)
         step = -(curvature * slope) / (curvature.square() + (m * slope.norm(dim=-1))[:, None] + 1e-300)
-        there = now + (basis @ step[..., None])[..., 0]
-        size, then = slope.norm(dim=-1), rows.gradient(there).norm(dim=-1)
-        better = then < size
-        z[active] = there.where(better[:, None], now)
+        proposed = now + (basis @ step[..., None])[..., 0]
+        size = slope.norm(dim=-1)
+        better = rows.gradient(proposed).norm(dim=-1) < size
+        z[active] = proposed.where(better[:, None], now)
         damping[active] = torch.where(better, m / 8, m * 8)
         # Damping without end: a place at which |grad E| is lowest, and not 0.
         going = size.isfinite() & (size > 1e-15 * (1 + now.norm(dim=-1))) & (m < 1e12)
@@ -208,7 +208,7 @@ def _descended(problem: Energy, z: Tensor, steps: int) -> Tensor:
 
 
 def _gathered(problem: Energy, z: Tensor) -> StationaryPoints:
-    """The ends that count, each once, by energy."""
+    """The stationary points among the ends, each once, sorted by energy."""
     rows = copies(problem, 0, z)
     assert isinstance(rows, Energy)
     slope, curvatures, _ = _derivatives(rows, z)
@@ -225,11 +225,11 @@ def _gathered(problem: Energy, z: Tensor) -> StationaryPoints:
         first, order = order[0], order[1:]
         kept.append(first)
         order = order[(z[order] - z[first]).norm(dim=-1) > 2 * APART * scale[first]]
-    found = torch.stack(kept) if kept else order
-    found = found[torch.argsort(energy[found], stable=True)]
-    curvatures = curvatures[found]
+    chosen = torch.stack(kept) if kept else order
+    chosen = chosen[torch.argsort(energy[chosen], stable=True)]
+    curvatures = curvatures[chosen]
     kind: list[Kind] = [
         "minimum" if low > 0 else "maximum" if high < 0 else "saddle"
         for low, *_, high in curvatures[:, [0, -1]].tolist()
     ]
-    return StationaryPoints(z[found], energy[found], curvatures, kind)
+    return StationaryPoints(z[chosen], energy[chosen], curvatures, kind)

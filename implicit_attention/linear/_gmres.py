@@ -100,7 +100,7 @@ class GMRES(LinearSolver[GMRESState]):
         column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
         target, pending = cosine * state.pending, -sine * state.pending
         if whole:
-            # Nobody else holds the remainder.
+            # The remainder has no other reader.
             following = remainder.div_(height.unsqueeze(-1))
         else:
             blocked = active & (pivot <= tiny)  # A is singular on the invariant space

@@ -54,7 +54,7 @@ class LinearSolution(Recorded):
 def forgiven(
     status: Tensor, residual: Tensor, tolerance: Tensor, negative_curvature: Tensor, size: Tensor, rhs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(status, tolerance), a stalled problem counted as solved where rounding its own answer leaves such a residual.
+    """(status, tolerance), with stalled problems counted as solved where rounding of the answer explains the residual.
 
     Near a fold the answer, of norm `size`, is large against the right-hand side, of norm `rhs`, and no answer of that
     precision has a smaller residual: it is exact for a matrix that differs by rounding.
@@ -64,5 +64,5 @@ def forgiven(
     stalled = (status == Status.STALLED) & (ROUNDING * unit <= MEANINGFUL * rhs)
     floor = torch.maximum(ROUNDING * unit, torch.minimum(CANCELLING * unit, SMALL * rhs))
     solved = torch.where(negative_curvature, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
-    found = torch.where(stalled & (residual <= floor), solved, status)
-    return found, torch.where(stalled, torch.maximum(tolerance, floor), tolerance)
+    status = torch.where(stalled & (residual <= floor), solved, status)
+    return status, torch.where(stalled, torch.maximum(tolerance, floor), tolerance)

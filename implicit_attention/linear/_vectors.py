@@ -17,9 +17,9 @@ State = TypeVar("State")
 #: Vectors from this length on are worked off one after the other, without a pass or a copy that can be saved; below,
 #: it is the number of operations that costs.
 WIDE = 1024
-#: What is left of a vector may be smaller by this, or its parts along a basis are taken away a second time.
+#: Where a remainder is smaller than its vector by more than this, its parts along a basis are removed a second time.
 LOST = 0.1
-#: Squares of vectors from 1/ORDINARY to ORDINARY long are far from what any precision can hold.
+#: Squares of vectors from 1/ORDINARY to ORDINARY long are far from the limits of any precision.
 ORDINARY = 2.0**40
 #: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
 ROUNDOFF = 10.0
@@ -37,7 +37,7 @@ def normalised(vector: Tensor) -> tuple[Tensor, Tensor]:
     whatever size: the square of 1e20 is no float32, nor is that of 1e-25.
     """
     peak = vector.abs().amax(-1) if vector.shape[-1] else vector.sum(-1)
-    # The largest power of two is one below the exponent of the largest number; what underflows has the scale 0.
+    # The largest power of two is one below the exponent of the largest number; a scale that underflows is 0.
     most = math.frexp(torch.finfo(peak.dtype).max)[1] - 1
     scale = torch.ldexp(torch.ones_like(peak), torch.frexp(peak).exponent.clamp(max=most))
     scale = torch.where(peak.isfinite() & (scale > 0) & (peak > 0), scale, 1.0)
@@ -106,12 +106,12 @@ def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Te
 
 
 def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
-    """One pass, vector by vector: what is left when all of its parts along the basis are taken away one after other."""
+    """One pass of Gram-Schmidt, vector by vector: the parts along the basis, and the remainder without them."""
     products = basis[0] * vector
-    found = [products.sum(-1, keepdim=True)]
-    left = torch.addcmul(vector, found[0], basis[0], value=-1)
+    parts = [products.sum(-1, keepdim=True)]
+    left = torch.addcmul(vector, parts[0], basis[0], value=-1)
     for row in basis[1:]:
-        # The memory of the first is warm.
-        found.append(torch.mul(row, left, out=products).sum(-1, keepdim=True))
-        left.addcmul_(found[-1], row, value=-1)
-    return torch.cat(found, -1), left
+        # The memory of the first products is in the cache.
+        parts.append(torch.mul(row, left, out=products).sum(-1, keepdim=True))
+        left.addcmul_(parts[-1], row, value=-1)
+    return torch.cat(parts, -1), left

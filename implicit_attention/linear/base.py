@@ -234,7 +234,7 @@ def _run(
         cost = min(sweep, 1)  # the residual with which a restart begins
         live = (record.status == Status.MAX_STEPS) & (record.num_steps + cost < max_steps)
         if reached.undone is not None:
-            # One look, where the host would have looked anyway. What is NONFINITE will be NaN, which no product saw.
+            # One look, where the host would have looked anyway. NONFINITE problems become NaN, which no product saw.
             other = reached.undone | (record.status == Status.NONFINITE)
             last_is_answer = not bool((live | other).any())
         if last_is_answer or not bool(live.any()):
@@ -303,9 +303,9 @@ def _opened(solver: LinearSolver[S], system: _LinearSystem, initial: Tensor | No
     """Return the initial guess; problems with b = 0 start, and end, at 0."""
     value, residual = torch.zeros_like(system.b), system.b
     if initial is not None:
-        asked = norm(system.b) != 0
-        value = choose(asked, initial, value)
-        residual = choose(asked, system.b - system.apply(value), system.b)
+        nonzero = norm(system.b) != 0
+        value = choose(nonzero, initial, value)
+        residual = choose(nonzero, system.b - system.apply(value), system.b)
     return _Reached(_first(solver, value, norm(residual), system.tolerance), residual)
 
 

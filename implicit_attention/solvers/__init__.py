@@ -1,6 +1,6 @@
 """Solvers for z = f(z): one loop, one file per method, and adapters to the solvers of torchdeq and SciPy.
 
-The libraries of the adapters are imported when one of their solvers is made.
+An adapter imports its library when one of its solvers is created.
 """
 
 from ._scipy import SciPy

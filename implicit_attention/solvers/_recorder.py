@@ -136,7 +136,7 @@ class Recorder:
             energy = None if self.energy is None else self.energy[rows]
             self.events.append((rows, self.residual[rows], energy, self.value[rows]))
 
-    # What comes of it.
+    # The results.
 
     def round_to(self, problem: Problem, dtype: torch.dtype) -> None:
         """Round the values to another precision, and measure the residuals of `problem` at the rounded values."""

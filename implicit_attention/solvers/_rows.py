@@ -14,7 +14,7 @@ from .._declared import pick, put
 from ..problem import Problem
 from ..solution import Record
 
-# The working set is made anew when it falls below this part of its size.
+# The working set is restricted anew when the unfinished problems are less than this part of it.
 COMPACT_BELOW = 2 / 3
 
 
@@ -31,7 +31,7 @@ def unflat(z: Tensor, event: torch.Size) -> Tensor:
 def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
     """torch.where with one condition per problem, (*lead), on states (*lead, n)."""
     if host_may_look(condition):
-        # Mostly all rows agree: then looking saves a pass over the states.
+        # Mostly all rows agree: a look at them then saves a pass over the states.
         if bool(condition.all()):
             return yes
         if isinstance(no, Tensor) and not bool(condition.any()):
@@ -45,7 +45,7 @@ def finite_rows(z: Tensor) -> Tensor:
 
 
 def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
-    """Whether the problems `wanted` (*lead) among those of `index` are mapped by themselves as they were among all.
+    """Whether f of the problems `index` alone agrees with f of all problems, where they are `wanted` (*lead).
 
     z, mapped: (*lead, *event), a state of all problems and f of it.
     """
@@ -55,12 +55,16 @@ def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mappe
     try:
         alone = part.fixed_point_map(z)
     except (RuntimeError, ValueError, IndexError):
-        # It took all of them, and takes no other number.
+        # The map takes no other number of problems than it was given first.
         return False
-    event = z.shape[wanted.ndim :]
     # Kernels may round otherwise for another number of rows.
-    off, size = (torch.linalg.vector_norm(flat(t, event), dim=-1) for t in (alone - mapped, mapped))
-    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~wanted).all())
+    return _agree(*(flat(t, z.shape[wanted.ndim :]) for t in (alone, mapped)), wanted)
+
+
+def _agree(rows: Tensor, expected: Tensor, wanted: Tensor) -> bool:
+    """Whether rows (*lead, n) are the expected ones but for rounding, where `wanted` (*lead)."""
+    off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (rows - expected, expected))
+    return bool(((off <= torch.finfo(rows.dtype).eps ** (2 / 3) * size) | ~wanted).all())
 
 
 @torch.no_grad()
@@ -73,17 +77,15 @@ def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mappe
     rows, mapped = flat(z.detach(), event), flat(mapped.detach(), event)
     rows = rows.where(torch.isfinite(rows), 0.0)
     size = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) / math.sqrt(max(rows.shape[-1], 1))
-    # Not the same everywhere: what a normalisation takes away must not be all of it.
+    # A constant change would be all taken away by a normalisation.
     wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
     other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
     again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
-    off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (again - mapped, mapped))
-    known = wanted & (size < torch.inf)
-    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~known).all())
+    return _agree(again, mapped, wanted & (torch.linalg.vector_norm(mapped, dim=-1) < torch.inf))
 
 
 class Best(NamedTuple):
-    """The best state of every problem so far, with what was measured at that very state."""
+    """The best state of every problem so far, with the numbers measured at that state."""
 
     value: Tensor
     record: Record
@@ -108,14 +110,14 @@ class Rows:
         self.rows: Tensor | None = None
         self.full: Best | None = None
         self.compact = False
-        #: Whether the others were seen to read nothing of those that have finished; None before that is tried.
+        #: Whether unfinished problems were seen not to read finished ones; None before that is tried.
         self.unread: bool | None = True if problem.separates else None
         if pad and self.count > 0 and initial.numel() > 0:
             padded = self._rounded_up(self.count)
             index = torch.arange(padded, device=initial.device)
-            # Without padding one row tells whether there is a restriction, and does not copy the problem.
-            asked = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
-            selected = problem.select(asked.expand(*lead[:-1], -1))
+            # Without padding one row shows whether the problem can be restricted, and does not copy it.
+            wanted = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
+            selected = problem.select(wanted.expand(*lead[:-1], -1))
             self.compact = compact and selected is not None
             if selected is not None and padded > self.count:
                 self.base = self.problem = selected
@@ -185,7 +187,7 @@ class Rows:
         if self.rows is None:
             return best
         assert self.full is not None
-        # No rows leave a solve that is traced, so that there is no energy.
+        # There is no energy, as no rows leave a solve that is traced.
         value = put(self.full.value, self.rows, best.value)
         record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
         return best._replace(value=value, record=record)

@@ -141,7 +141,7 @@ class TorchDEQ(Solver):
             fx = recorder.first_mapped[rows] if known else recorder.evaluate(part, x, calls - 1)
             if len(recorder.unsettled(rows)) == 0:
                 raise Finished
-            # A problem that has left the finite numbers stands still, so that the others go on as if it were not there.
+            # A problem that has left the finite numbers stands still, so that it does not disturb the others.
             fx = torch.where(torch.isfinite(fx).all(-1, keepdim=True), fx, x)
             return fx if tau == 1 else tau * fx + (1 - tau) * x
 
@@ -307,7 +307,7 @@ class _Course:
         """The entries of torchdeq's SolverStat, the traces max_iter + 1 long as with its own solvers."""
         steps = outcome.record.num_steps.reshape(self.samples)
         at = steps.to(torch.int64)[:, None]
-        # What is evaluated of a sample after it has converged is no part of its course.
+        # Evaluations of a sample after it has converged are no part of its course.
         after = torch.arange(len(self.absolute), device=at.device) > at
         after = after & (outcome.record.status.reshape(self.samples, 1) == Status.CONVERGED)
         errors: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from ._rows import finite_rows, rows_where
 from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
 
-# Of a single column this changes nothing that float32 could tell.
+# With a single column a smaller ridge changes nothing in float32.
 NO_RIDGE = 1e-8
 
 
@@ -121,7 +121,7 @@ class Anderson(Safeguarded):
         s = point.r.addcmul(first[..., None], history.df[0], value=-1.0)
         plain = not torch.is_grad_enabled() and not transforms_active()
         for weight, df in zip(others, history.df[1:], strict=True):
-            # Nobody else holds s.
+            # s has no other reader.
             s = (s.addcmul_ if plain else s.addcmul)(weight[..., None], df, value=-1.0)
         usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)

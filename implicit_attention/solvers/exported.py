@@ -1,4 +1,4 @@
-"""A fixed budget of steps as plain operations, which is what torch.export and ONNX can record of a solve."""
+"""A fixed budget of steps as plain operations, which torch.export and ONNX can record."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_budget(solver: Solver) -> None:
         raise UnsupportedImplementation(_validate.message("solver", required, repr(solver), remedy))
 
 
-def check_no_evidence(asked: bool, name: str) -> None:
-    """Raise if the evidence `name` of a solve is asked for, which no exported program has."""
-    if asked:
+def check_no_evidence(wanted: bool, name: str) -> None:
+    """Raise if the evidence `name` of a solve is wanted, which no exported program has."""
+    if wanted:
         remedy = "leave it out, and look at the evidence before the model is exported"
         raise UnsupportedImplementation(_validate.message(name, "be False in an exported program", True, remedy))
 

@@ -1,4 +1,4 @@
-"""Problems whose tokens read none behind them: the loop stops each token on its own, whatever stands behind it."""
+"""Problems whose tokens read no later ones: the loop stops each token on its own."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Tokens(Problem):
     def settled_of(
         self, active: Tensor, converged: Tensor | None, broken: Tensor
     ) -> tuple[Bool[Tensor, "*lead"] | None, Bool[Tensor, "*lead"]]:
-        """Which tokens have converged and which are given up, once those that they read are heard."""
+        """The tokens that have converged, and those that are given up, by the state of all tokens that they read."""
         broken = active & self._behind(broken)
         if converged is None:
             return None, broken
-        # A token that was given up is not active, and neither is any that reads it.
+        # A token that was given up is not active, nor is any token that reads it.
         return converged & ~self._behind(active & ~converged), broken
 
     def _behind(self, tokens: Tensor) -> Tensor:
-        # Of a problem with more axes a token may read all parts of those before it.
+        # In a problem with more axes a token may read all parts of the tokens before it.
         parts = tuple(range(1 - self.inner.event_ndim, -1))
         return self.token_order.behind(tokens.any(parts, keepdim=True) if parts else tokens)
 

@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
     states: tuple[Tensor, ...] = ()
 
 
-#: Told (step, residuals (*lead), which problems are unfinished (*lead)) after every evaluation of a solve.
+#: Called with (step, residuals (*lead), which problems are unfinished (*lead)) after every evaluation of a solve.
 Callback: TypeAlias = Callable[[int, Tensor, Tensor], object]
 
 
@@ -145,8 +145,8 @@ class Solver:
 
     #: Whether the steps can be differentiated through (`Unrolled`).
     differentiable: ClassVar[bool] = True
-    #: Whether a problem that reads others, as causal tokens do, may be solved by what is known of it alone. Directions
-    #: of Newton and Broyden hold where the others stand still; solvers of other libraries stop for all at once.
+    #: Whether each token of a causal layer can be solved on its own, though it reads others. Directions of Newton and
+    #: Broyden hold only where the others stand still; solvers of other libraries stop for all at once.
     by_token: ClassVar[bool] = False
     #: What to do about a problem that ended with a status.
     remedies: ClassVar[Remedies] = {
@@ -212,45 +212,36 @@ def iterate(
     graph: bool,
     callback: Callback | None = None,
 ) -> Outcome:
-    """Run `solver` on `problem` from `initial`, and tell `callback` of every step.
+    """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
 
     Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
-    Finished problems leave the working set where the problem can be restricted to some of its rows.
+    Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
+    problem with a `token_order` stops on its own.
     """
-    if problem.token_order is not None:
-        return _token_by_token(solver, problem, initial, trace=trace, graph=graph, callback=callback)
-    return _iterated(solver, problem, initial, trace=trace, graph=graph, callback=callback)
+    if problem.token_order is None:
+        return _iterated(solver, problem, initial, trace, graph, callback)
+    tokens, start = Tokens(problem), 1 - problem.event_ndim
 
-
-def _token_by_token(
-    solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool, callback: Callback | None
-) -> Outcome:
-    """The outcome of problems with a `token_order`, each of whose tokens stops on its own."""
-    tokens = Tokens(problem)
-
-    def told(step: int, residual: Tensor, active: Tensor) -> None:
+    def of_problems(step: int, residual: Tensor, active: Tensor) -> None:
         assert callback is not None
         callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
 
-    start = 1 - problem.event_ndim
-    heard = None if callback is None else told
-    outcome = _iterated(solver, tokens, initial, trace=trace, graph=graph, callback=heard)
+    outcome = _iterated(solver, tokens, initial, trace, graph, None if callback is None else of_problems)
     with torch.no_grad():
         record = tokens.record(outcome.record, outcome.value)
     return outcome._replace(record=record, trace=tokens.course(outcome.trace))
 
 
 def _iterated(
-    solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool, callback: Callback | None
+    solver: Solver, problem: Problem, initial: Tensor, trace: bool, graph: bool, callback: Callback | None
 ) -> Outcome:
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = Rows(problem, initial, pad=not graph, compact=not trace and callback is None)
         every = looks_every(solver.check_every, initial, *problem.tensors())
-        event = initial.shape[initial.ndim - problem.event_ndim :]
-        best, traced = _loop(solver, rows, every, trace, graph, event, callback)
+        best, traced = _loop(solver, rows, every, trace, graph, callback)
         value, record = rows.all(best)
         if share_memory(value, initial):
             value = value.clone()
@@ -261,15 +252,9 @@ def _iterated(
 
 
 def _loop(
-    solver: Solver,
-    rows: Rows,
-    every: int,
-    trace: bool,
-    graph: bool,
-    event: torch.Size,
-    callback: Callback | None,
+    solver: Solver, rows: Rows, every: int, trace: bool, graph: bool, callback: Callback | None
 ) -> tuple[Best, list[Any]]:
-    z, active = rows.initial, rows.active
+    z, active, event = rows.initial, rows.active, rows.event
     state = solver.init(rows.problem, z)
     trace_energy = trace and rows.problem.has_energy
     best = _nothing_yet(z, trace_energy)
@@ -277,21 +262,21 @@ def _loop(
     traced: list[Any] = []
     point: Iteration | None = None
     falls, floor, begun = rows.falls(), None, None
-    # What fused operations return, which keep no other state: as the energy falls, it is the best of all.
+    # The last state, which fused operations return as well: as the energy falls, it is the best of all.
     descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     ordered = isinstance(rows.problem, Tokens)
-    # What was measured at a token holds for the last states of those before it.
+    # A residual of a token holds for the last states of the tokens before it.
     descends = descends or ordered
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
         if ordered:
-            # Those behind a finished token read the state that is returned for it; a NaN stays where it is.
+            # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
             z = rows_where(active, z, best.value.nan_to_num(0.0, 0.0, 0.0))
         z = flat(rows.problem.retract(unflat(z, event)), event)
         point, tolerance = evaluated(solver, rows.problem, z, energy, index, event, point)
         if point.energy is not None:
-            # An energy overflows where squares do, and tells no descent there: too long, unless it began as long.
+            # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
             long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
             begun = long | far if begun is None else begun
             point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
@@ -334,8 +319,8 @@ def _loop(
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
-            # Further steps of a finished problem are detached, unless others read them: a gradient of zero would turn
-            # into NaN at the first 0/0.
+            # Further steps of a finished problem are detached, unless others read them: at the first 0/0 their
+            # gradient of zero would turn into NaN.
             live = rows.recorded(active, point.z, point.mapped)
             state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=live), (state, z))
         if update.num_evals is not None:
@@ -343,13 +328,13 @@ def _loop(
         if update.stalled is not None:
             best = _finish(best, active & update.stalled, Status.STALLED)
             active = active & ~update.stalled
-    # Evaluations that did not improve a problem were spent on it all the same.
     best = _finish(best, active, solver.exhausted)
     if falls is not None and solver.exhausted == Status.MAX_STEPS and before is not None and point is not None:
         # More steps would not help where the energy curves downwards; near a minimum they would.
         downward = ((point.z - before.z) * (point.r - before.r)).sum(-1) > 0
         downward = downward | rows.problem.curves_down(unflat(point.z, event))
         best = _finish(best, active & falls & downward, Status.DIVERGED)
+    # Evaluations that did not improve a problem were spent on it all the same.
     return best._replace(record=best.record._replace(num_evals=num_evals)), traced
 
 
@@ -420,6 +405,7 @@ def _improve(
     num_evals: Tensor,
     descends: bool,
 ) -> Best:
+    """The best states, with the candidates that are better; where the energy `descends` all candidates are."""
     value, record, energy = best
     if converged is None or point.step == 0:
         better = candidates
@@ -429,21 +415,14 @@ def _improve(
         better = candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
     new = rows_where(point.residual < torch.inf, point.z, torch.nan) if point.step == 0 else point.z
-    if host_may_look(better) and bool(better.all()):
-        steps = torch.full_like(record.num_steps, point.step)
-        reached = Record(record.status, point.residual, tolerance, steps, num_evals)
-        return Best(new, reached, None if energy is None else point.energy)
-    return Best(
-        rows_where(better, new, value),
-        Record(
-            record.status,
-            residual=torch.where(better, point.residual, record.residual),
-            tolerance=torch.where(better, tolerance, record.tolerance),
-            num_steps=torch.where(better, point.step, record.num_steps),
-            num_evals=num_evals,
-        ),
-        None if energy is None or point.energy is None else torch.where(better, point.energy, energy),
-    )
+    residual, steps = point.residual, torch.full_like(record.num_steps, point.step)
+    reached = None if energy is None else point.energy
+    if not (host_may_look(better) and bool(better.all())):
+        new = rows_where(better, new, value)
+        fields = zip((residual, tolerance, steps), record[1:4], strict=True)
+        residual, tolerance, steps = (torch.where(better, *pair) for pair in fields)
+        reached = reached if reached is None or energy is None else torch.where(better, reached, energy)
+    return Best(new, Record(record.status, residual, tolerance, steps, num_evals), reached)
 
 
 def _finish(best: Best, which: Tensor, status: Status) -> Best:

@@ -71,6 +71,6 @@ class NewtonKrylov(Safeguarded):
         rhs = rows_where(accepted & torch.isfinite(point.residual), point.r, torch.zeros_like(point.r))
         inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)
         solution = inner.solve(matvec, rhs)
-        found = (solution.value != 0).any(-1)
-        s = rows_where(found, solution.value, STRETCH * point.r)
+        moves = (solution.value != 0).any(-1)
+        s = rows_where(moves, solution.value, STRETCH * point.r)
         return Proposal(s, torch.isfinite(s).all(-1), solution.num_steps)

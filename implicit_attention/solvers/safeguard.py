@@ -31,7 +31,7 @@ class Proposal(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last accepted point, the step tried from it (if it may be tried again), and what the method remembers.
+    """The last accepted point, the step tried from it (if it may be tried again), and the memory of the method.
 
     force: -grad E there, and promise: by how much the plain step would lower E, where that is not r and |r|^2/2.
     """
@@ -103,7 +103,7 @@ class Safeguarded(Solver):
         return "energy" if problem.has_energy else "residual"
 
     def _keeps_step(self, problem: Problem) -> bool:
-        """Whether a step is looked at again: its energy is compared with what it promised, or it may be shortened."""
+        """Whether a step is kept for a test of its energy against its promise, or to be shortened."""
         return self.backtracks or self._guard(problem) == "energy"
 
     def _stretches(self, problem: Problem) -> bool:
@@ -119,7 +119,7 @@ class Safeguarded(Solver):
         """Number of first steps that are plain and that the method does not learn from."""
         return 0
 
-    # What a method defines.
+    # Hooks of a method.
 
     def init_history(self, z: Tensor) -> Any:
         """The method's memory before any step."""
@@ -162,7 +162,7 @@ class Safeguarded(Solver):
             good = self._descends(problem, state, point)
         else:
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
-            # Nothing is better than 0, and a step from there that is given up would leave plain ones in its place.
+            # Nothing is better than 0; a step that is given up there would be replaced by plain ones.
             good = good | (point.residual == 0)
         if problem.plain_steps_descend or guard == "residual":
             # A plain step needs no test: it descends, or there is nothing better to fall back on.
@@ -181,7 +181,7 @@ class Safeguarded(Solver):
             assert point.force is not None
             before, now = state.force, point.force
             slope = (before * state.direction).sum(-1)
-            # A plain step of a metric that grows along it may be promised more than any part of it can hold.
+            # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
             plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
             required = DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
         rounding = torch.finfo(point.z.dtype).eps * torch.maximum(point.energy.abs(), state.energy.abs())
@@ -189,7 +189,7 @@ class Safeguarded(Solver):
         # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
         trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
         if problem.steps_rescaled:
-            # What r promises is in other units than E, of which only the sign of the change counts.
+            # The promise of r is in other units than E, so that only the sign of the change of E counts.
             resolved = measured.abs() > ENERGY_SLACK * rounding
             return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         resolved = required > ENERGY_SLACK * rounding
@@ -227,23 +227,16 @@ class Safeguarded(Solver):
         if force is not None and promise is not None:
             assert point.force is not None
             force = rows_where(accepted, point.force, force)
-            promise = torch.where(accepted, _promised(problem, point), promise)
-        # Mostly all are accepted: one look in place of one for each of these.
+            states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
+            promise = torch.where(accepted, problem.divergence(*states), promise)
+        # Mostly all are accepted: then one look spares those of `rows_where`.
         whole = host_may_look(accepted) and bool(accepted.all())
-        if whole:
-            base = state._replace(
-                z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
-            )
-        else:
-            base = state._replace(
-                z=rows_where(accepted, point.z, state.z),
-                r=rows_where(accepted, point.r, state.r),
-                residual=torch.where(accepted, point.residual, state.residual),
-                force=force,
-                promise=promise,
-                history=history,
-            )
-            point = point._replace(z=base.z, r=base.r, residual=base.residual)
+        if not whole:
+            z, r = rows_where(accepted, point.z, state.z), rows_where(accepted, point.r, state.r)
+            point = point._replace(z=z, r=r, residual=torch.where(accepted, point.residual, state.residual))
+        base = state._replace(
+            z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
+        )
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, force, downward)
@@ -264,11 +257,11 @@ class Safeguarded(Solver):
         # without bound.
         moved = (point.z != state.z).any(-1)
         if torch.is_grad_enabled():
-            history = _held(moved, history, state.history)
+            history = _kept_still(moved, history, state.history)
         if not self._stretches(problem):
             return history, accepted
         change = dr if point.force is None or state.force is None else point.force - state.force
-        # Products that underflow tell nothing of the curvature.
+        # Products that underflow show nothing of the curvature.
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
 
     def _after(
@@ -290,10 +283,6 @@ class Safeguarded(Solver):
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
 
 
-def _promised(problem: Problem, point: Iteration) -> Tensor:
-    return problem.divergence(unflat(point.z, point.event_shape), unflat(point.mapped, point.event_shape))
-
-
 def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
     """z + length direction."""
     whole = length == 1
@@ -313,12 +302,12 @@ def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return (condition & yes) | (~condition & no) if torch.compiler.is_exporting() else torch.where(condition, yes, no)
 
 
-def _held(moved: Tensor, new: Any, old: Any) -> Any:
+def _kept_still(moved: Tensor, new: Any, old: Any) -> Any:
     """The new history where something `moved`, else the old, which may have fewer columns."""
     if not isinstance(new, tuple):
         before = torch.zeros_like(new) if old is None else old
         where = _either if new.dtype == torch.bool else torch.where
         return where(moved.reshape((*moved.shape, *(1,) * (new.ndim - moved.ndim))), new, before)
     missing = (None,) * len(new)
-    items = [_held(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
+    items = [_kept_still(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
     return type(new)(*items) if hasattr(new, "_fields") else tuple(items)
