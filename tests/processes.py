@@ -10,6 +10,15 @@ import torch
 from torch import distributed, multiprocessing
 
 SECONDS = 60
+# A server imports what takes seconds once, and every process is a copy of it.
+multiprocessing.set_forkserver_preload(
+    ["implicit_attention.layers", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+)
+
+
+def spawn(work: Callable[..., Any], args: tuple[Any, ...], count: int, join: bool = True) -> Any:
+    """`torch.multiprocessing.spawn`, whose processes do not import torch."""
+    return multiprocessing.start_processes(work, args, nprocs=count, join=join, start_method="forkserver")
 
 
 def together(work: Callable[..., Any], count: int, *args: Any, seconds: float = SECONDS) -> list[Any]:
@@ -18,7 +27,7 @@ def together(work: Callable[..., Any], count: int, *args: Any, seconds: float = 
     `work` is a function of a module. The first process to raise ends all; a group that waits ends after `seconds`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_one, args=(work, count, folder, seconds, args), nprocs=count)
+        spawn(_one, (work, count, folder, seconds, args), count)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]
 
 
