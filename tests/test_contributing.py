@@ -58,6 +58,24 @@ class Copy:
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
+    def commands(self, *lines):
+        """What `implicit-attention ...` prints for each of the lines, one after the other in one process."""
+        return self.python("-c", COMMANDS, *lines).split("\0")[:-1]
+
+
+# Runs a command for each argument, and prints an end after each.
+COMMANDS = """
+import runpy, sys
+for line in sys.argv[1:]:
+    sys.argv = ["implicit-attention", *line.split()]
+    try:
+        runpy.run_module("implicit_attention", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code:
+            raise
+    print(end="\\0", flush=True)
+"""
+
 
 @pytest.fixture
 def copy(tmp_path):
@@ -68,11 +86,10 @@ def test_a_command_is_one_file_and_one_line(copy):
     file, line = blocks("A new command")
     copy.write("cli/draw.py", file)
     copy.add_line("cli/commands.py", line, before=")\n#: Groups of commands")
-    assert "Draw random numbers, and tell their mean." in copy.python("-m", "implicit_attention", "--help")
-    told = copy.python("-m", "implicit_attention", "draw", "--help")
+    commands, told, said = copy.commands("--help", "draw --help", "draw --count 7 --seed 1")
+    assert "Draw random numbers, and tell their mean." in commands
     for word in ("--count", "Number of numbers.", "--seed", "Seed of the numbers.", "--out"):
         assert word in told
-    said = copy.python("-m", "implicit_attention", "draw", "--count", 7, "--seed", 1)
     written = json.loads((copy.folder / "draw" / "draw.json").read_text())
     assert written["command"] == "draw"
     assert len(written["numbers"]) == 7

@@ -1,12 +1,12 @@
 """Who may import whom, and what importing the package must not load."""
 
 import ast
+import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import fresh
 
 import implicit_attention
 
@@ -121,6 +121,7 @@ ALLOWED = {
 }
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Modules and packages of the package that a file names in its imports: at the top, in functions, for types.
 
@@ -242,10 +243,6 @@ def test_only_ops_knows_triton():
             assert not re.search(r"^\s*(import|from) triton", path.read_text(), re.MULTILINE), path
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def test_a_fresh_import_loads_nothing_heavy():
     forbidden = ["triton", "matplotlib", "torchdeq", "scipy", "sklearn", "rich", "typer", "pytest"]
     forbidden += ["transformers", "x_transformers", "timm"]
@@ -256,7 +253,7 @@ import implicit_attention
 new = {{m.split('.')[0] for m in set(sys.modules) - before}}
 print(sorted(new & set({forbidden!r})))
 """
-    assert run(code) == "[]"
+    assert fresh(code) == "[]"
 
 
 def test_a_fresh_import_adds_only_what_is_listed_to_torch():
@@ -270,7 +267,7 @@ print(sorted({m[0] for m in new if m[0] not in sys.stdlib_module_names}))
 print(sorted('.'.join(m) for m in new if m[0] == 'torch'))
 print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1}))
 """
-    libraries, of_torch, parts = (ast.literal_eval(line) for line in run(code).splitlines())
+    libraries, of_torch, parts = (ast.literal_eval(line) for line in fresh(code).splitlines())
     assert of_torch == []
     assert set(libraries) - {"numpy"} == {"implicit_attention", "jaxtyping"}  # jaxtyping loads numpy.typing
     # The operations, which exported programs call by name; all else loads when it is asked for.
@@ -279,9 +276,9 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
 
 def test_torchdeq_knows_our_solvers_once_they_are_registered_and_not_before():
     look = "from torchdeq.solver import _solvers; print('implicit_anderson' in _solvers)"
-    assert run(f"import torchdeq, implicit_attention.solvers; {look}") == "False"
+    assert fresh(f"import torchdeq, implicit_attention.solvers; {look}") == "False"
     register = "from implicit_attention.solvers import register_with_torchdeq; register_with_torchdeq()"
-    assert run(f"import implicit_attention; {register}; {look}") == "True"
+    assert fresh(f"import implicit_attention; {register}; {look}") == "True"
 
 
 def test_what_is_asked_for_is_loaded_and_kept():
@@ -295,7 +292,7 @@ import implicit_attention._solve
 assert implicit_attention.solve is implicit_attention._solve.solve and callable(implicit_attention.solve)
 print('implicit_attention.spins' in sys.modules, implicit_attention.errors.__name__)
 """
-    assert run(code) == "False implicit_attention.errors"
+    assert fresh(code) == "False implicit_attention.errors"
     with pytest.raises(AttributeError, match="module 'implicit_attention' has no attribute 'sovle'"):
         implicit_attention.sovle  # noqa: B018
 
@@ -308,9 +305,9 @@ def test_the_root_lists_its_public_names_where_they_are():
 def test_an_exported_program_finds_its_operation_after_a_bare_import(tmp_path):
     saved = tmp_path / "layer.pt2"
     made = "torch.export.export(implicit_attention.ImplicitAttention(8, 2).eval(), (torch.zeros(1, 70, 8),))"
-    run(f"import torch, implicit_attention; torch.export.save({made}, {str(saved)!r})")
+    fresh(f"import torch, implicit_attention; torch.export.save({made}, {str(saved)!r})")
     asked = f"torch.export.load({str(saved)!r}).module()(torch.zeros(1, 70, 8)).shape"
-    assert run(f"import torch, implicit_attention; print(*{asked})") == "1 70 8"
+    assert fresh(f"import torch, implicit_attention; print(*{asked})") == "1 70 8"
 
 
 def test_public_names_are_there_and_documented():

@@ -1,10 +1,9 @@
 """What users find at the top of the package, and in its public parts."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
+from processes import fresh
 
 import implicit_attention
 
@@ -39,8 +38,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == ["SpinSystem diagnose", "module 'implicit_attention' has no attribute 'nothing'"]
+    assert fresh(code).splitlines() == ["SpinSystem diagnose", "module 'implicit_attention' has no attribute 'nothing'"]
 
 
 def test_importing_the_package_leaves_torchdeq_as_it_is():
@@ -51,5 +49,4 @@ import implicit_attention, implicit_attention.solvers
 after = dict(vars(theirs)), {n: dict(v) for n, v in vars(theirs).items() if isinstance(v, dict) and n[:2] != "__"}
 print(before == after)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "True"
+    assert fresh(code) == "True"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import error_of, together
-from torch import distributed, multiprocessing
+from processes import error_of, spawn, together
+from torch import distributed
 
 from implicit_attention import AnchoredEnergy, FailurePolicy, LogSumExp, solve
 from implicit_attention.adjoints import Implicit, Phantom, Unrolled
@@ -250,7 +250,7 @@ def one_is_killed(rank, folder):
 
 def test_a_killed_process_ends_the_others_with_a_sentence():
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(one_is_killed, args=(folder,), nprocs=3, join=False)
+        context = spawn(one_is_killed, (folder,), 3, join=False)
         start = time.monotonic()
         for process in context.processes:
             process.join(60)

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from processes import spawn
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -706,7 +707,7 @@ def work(rank, folder):
 
 
 def test_parameters_are_used_through_the_module_as_data_parallel_training_needs(tmp_path):
-    torch.multiprocessing.spawn(work, args=(str(tmp_path),), nprocs=1)
+    spawn(work, (str(tmp_path),), 1)
     found = torch.load(tmp_path / "found.pt")
     assert len(found) == 2
     for theirs, ours in found:

@@ -23,9 +23,13 @@ SCRIPT = Path(triton_cases.__file__)
 LONGEST = 600
 
 
+def is_case(item):
+    return item.nodeid.partition("[")[0].endswith(("::test_kernel_in_the_interpreter", "::test_kernel_compiled"))
+
+
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory, worker_id):
-    """(device, case) -> what is wrong with it; every part is run once, whichever worker asks first."""
+def outcome(request, tmp_path_factory, worker_id):
+    """(device, case) -> what is wrong with it; what is asked of a part runs once, whichever worker asks first."""
     shared = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
 
     def run(device, case):
@@ -40,10 +44,12 @@ def outcome(tmp_path_factory, worker_id):
         else:
             unfinished = results.with_suffix(".part")
             environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, str(SCRIPT), str(unfinished), part, device]
+            asked = dict.fromkeys(item.callspec.params["case"] for item in request.session.items if is_case(item))
+            names = [name for name in asked if triton_cases.part_of(name) == part]
+            command = [sys.executable, str(SCRIPT), str(unfinished), device, *names]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST)
             if done.returncode:
-                unfinished.write_text(json.dumps(dict.fromkeys(triton_cases.CASES, done.stderr[-2000:])))
+                unfinished.write_text(json.dumps(dict.fromkeys(names, done.stderr[-2000:])))
             unfinished.rename(results)
         return json.loads(results.read_text())[case]
 

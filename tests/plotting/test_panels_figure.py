@@ -1,3 +1,4 @@
+import functools
 import math
 import re
 import runpy
@@ -24,9 +25,14 @@ from implicit_attention.potentials import (
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "potentials" / "landscapes.py"))
 POTENTIALS = SCRIPT["potentials"]()
-FOUND = {name: (SCRIPT["energies"](phi), SCRIPT["minima"](phi)) for name, phi in POTENTIALS.items()}
 PAGE = (DOCS / "potentials.md").read_text()
 COUNTS = {"one": 1, "two": 2, "three": 3, "four": 4}
+
+
+@functools.cache
+def found(name):
+    """Energies and minima of a panel."""
+    return SCRIPT["energies"](POTENTIALS[name]), SCRIPT["minima"](POTENTIALS[name])
 
 
 def bowl(x, y, side=41):
@@ -102,7 +108,7 @@ def descended(potential, start):
 
 @pytest.mark.parametrize("name", POTENTIALS)
 def test_minima_by_solve_are_those_below_the_lowest_places_of_the_grid(name):
-    energies, minima = FOUND[name]
+    energies, minima = found(name)
     inner = energies[1:-1, 1:-1]
     shifts = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
     around = torch.stack([energies.roll(shift, (0, 1))[1:-1, 1:-1] for shift in shifts])
@@ -120,10 +126,10 @@ def test_minima_by_solve_are_those_below_the_lowest_places_of_the_grid(name):
 
 def test_what_the_page_says_of_entmax():
     keys = SCRIPT["KEYS"]
-    gaps = torch.cdist(keys, FOUND["Entmax, alpha 1.5"][1]).amin(-1)
+    gaps = torch.cdist(keys, found("Entmax, alpha 1.5")[1]).amin(-1)
     assert (gaps == 0).tolist() == [True, True, False, True]
     assert 0 < gaps[2] < 2e-4
-    assert (torch.cdist(keys, FOUND["Entmax, alpha 2"][1]).amin(-1) == 0).all()
+    assert (torch.cdist(keys, found("Entmax, alpha 2")[1]).amin(-1) == 0).all()
     overlaps = keys @ keys.mT
     leads = keys.square().sum(-1) - overlaps.fill_diagonal_(-torch.inf).amax(-1)
     assert (leads >= 1).tolist() == [True, True, False, True]
@@ -140,7 +146,8 @@ def test_what_the_page_says_of_other_temperatures():
 
 def test_what_the_page_says_of_the_number_of_minima():
     said = dict(re.findall(r"^\| `(.*?)` \| (one|two|three|four|no lower bound)\b", PAGE, re.MULTILINE))
-    counts = {name: "no lower bound" if found is None else len(found) for name, (_, found) in FOUND.items()}
+    minima = {name: found(name)[1] for name in POTENTIALS}
+    counts = {name: "no lower bound" if points is None else len(points) for name, points in minima.items()}
     assert {name: COUNTS.get(text, text) for name, text in said.items()} == counts
 
 

@@ -107,8 +107,9 @@ def cold_systems(count, *, seed=0):
 
 
 @pytest.mark.parametrize("method", [SaddlePoint(), SaddlePoint(shared=True)], ids=["per_site", "shared"])
-def test_cold_spins_in_strong_fields_are_solved(method):
-    for system in cold_systems(150):
+@pytest.mark.parametrize("count", [30, 150])
+def test_cold_spins_in_strong_fields_are_solved(method, count):
+    for system in cold_systems(count):
         _, evidence = method.log_partition(system)
         assert int(evidence.status) == Status.CONVERGED, evidence
         assert int(evidence.num_evals) <= 60
