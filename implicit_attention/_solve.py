@@ -262,7 +262,7 @@ def _natively(request: Request, adjoint: Adjoint) -> tuple[Outcome, int] | None:
     assert evidence is not None
     record = evidence.record
     if mean is not None:
-        native = NativeSolve(solver, impl, request.report, failed == 0, told)
+        native = NativeSolve(solver, impl, request.report, failed == 0, evidence)
         value = native.states(problem, value, mean)
     return Outcome(value, record), failed
 

@@ -75,9 +75,10 @@ def read_out_plain(
 
     columns: beta with two more axes, where that is at hand.
     """
-    query, scale = z, beta
     if isinstance(beta, Tensor):
         query, scale = (beta.unsqueeze(-1).unsqueeze(-1) if columns is None else columns) * z, 1.0
+    else:
+        query, scale = z, beta
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     if is_laid_out(z.shape, keys.shape, values.shape):
         # The same as `attend`, for tensors that lie as the kernel takes them.

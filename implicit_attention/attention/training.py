@@ -125,8 +125,10 @@ def _by_kernels(
     # The sum lies in memory as the one of autograd: the bits of later operations depend on the layout.
     by_keys = by_keys.add_(keys_too)
     by_beta = None if by_beta is None or beta_here is None else beta_here.add_(by_beta)
-    by_beta = by_beta if of_beta is None else of_beta.pull(by_beta)
-    by_anchor = by_anchor if of_anchor is None else of_anchor.pull(by_anchor)
+    if of_beta is not None and by_beta is not None:
+        by_beta = of_beta.pull(by_beta)
+    if of_anchor is not None and by_anchor is not None:
+        by_anchor = of_anchor.pull(by_anchor)
     return None, None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None
 
 
@@ -143,7 +145,7 @@ def _by_parts(
         z = ctx.solve.states(problem, state, mean)
         output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)
     recorded = torch.is_grad_enabled()
-    leaves = [(values, *inputs)[i] for i in asked]
+    leaves: list[Any] = [(values, *inputs)[i] for i in asked]
     with exact_precision(cotangent):
         derivatives = torch.autograd.grad(output, leaves, cotangent, create_graph=recorded, allow_unused=True)
     gradients: list[Tensor | None] = [None] * 11

@@ -67,10 +67,8 @@ class LearnedNumbers(nn.Module):
 
     #: Name of the parameter.
     source: ClassVar[str]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: tuple[Any, Learned] | None = None
+    #: The numbers that the parameter held last, the parameter, and what `known` made of them.
+    _known: tuple[Any, nn.Parameter | None, Learned | None] = None, None, None
 
     @abc.abstractmethod
     def formula(self, parameter: Tensor) -> Tensor:
@@ -94,10 +92,10 @@ class LearnedNumbers(nn.Module):
         if not parameter.is_cpu or parameter.dtype in HALF or parameter.numel() > MOST_HEADS:
             return None
         # A version would not do: writes to `parameter.data` do not change it.
-        numbers, known = parameter.tolist(), self._known
-        if known is None or known[0] != numbers or known[1].parameter is not parameter:
-            known = self._known = numbers, self._computed(parameter)
-        return known[1]
+        numbers = parameter.tolist()
+        if self._known[0] != numbers or self._known[1] is not parameter:
+            self._known = numbers, parameter, self._computed(parameter)
+        return self._known[2]
 
     def _computed(self, parameter: nn.Parameter) -> Learned | None:
         with torch.inference_mode(False), torch.no_grad():
@@ -107,7 +105,7 @@ class LearnedNumbers(nn.Module):
         return Learned(numbers, numbers[..., None, None], parameter, self.formula, pull)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_known"}
 
 
 class LearnedAnchor(LearnedNumbers):
