@@ -123,11 +123,12 @@ def complete(
     guesses = {DATA: digits.means[which][:, HALF:]}
     clamped = torch.arange(2 * HALF) < HALF
     chains, burn_in, sweeps = QUICK_SAMPLING if quick else SAMPLING
+    length: dict[str, Any] = {"chains": chains, "burn_in": burn_in, "sweeps": sweeps}
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(chains, *truth.shape, 1, generator=generator, dtype=torch.float64)
     # The lower half starts from random signs.
     start = torch.where(clamped[:, None], truth[..., None], (noise - 0.5).sign().to(truth.dtype))
-    system, length = SpinSystem(couplings, field, radius=1.0), {"chains": chains, "burn_in": burn_in, "sweeps": sweeps}
+    system = SpinSystem(couplings, field, radius=1.0)
     samples = heat_bath(system, **length, generator=generator, start=start, clamp=clamped, progress=progress)
     guesses[SAMPLER] = samples.magnetization[:, HALF:, 0]
     added = couplings[:, HALF:, :HALF] @ truth[:, :HALF, None]
