@@ -58,7 +58,8 @@ def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mappe
         # The map takes no other number of problems than it was given first.
         return False
     # Kernels may round otherwise for another number of rows.
-    return _agree(*(flat(t, z.shape[wanted.ndim :]) for t in (alone, mapped)), wanted)
+    event = z.shape[wanted.ndim :]
+    return _agree(flat(alone, event), flat(mapped, event), wanted)
 
 
 def _agree(rows: Tensor, expected: Tensor, wanted: Tensor) -> bool:
