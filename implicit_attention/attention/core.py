@@ -282,7 +282,7 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         # The report must not keep the queries.
         size, kind = (*call.query.shape[:-1], 0), call.query.dtype
         later: dict[str, Callable[[], Any]] = {
-            "record": lambda: _unmeasured(torch.empty(size, dtype=kind)),
+            "record": lambda: Record.unmeasured(torch.empty(size, dtype=kind), Status.EXPLICIT, 1),
             "adjoint": AdjointReport,
         }
         return Attended(output, call.query, SolveReport.deferred(later, remedies=NO_REMEDIES), None)
@@ -339,7 +339,7 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
     options, initial = call.options, call.query if call.initial is None else call.initial
     if in_graph and is_budget(options.effective_solver):
         solver = options.effective_solver
-        return stepped(solver, energy, initial), _unmeasured(call.query, solver.exhausted)
+        return stepped(solver, energy, initial), Record.unmeasured(call.query, solver.exhausted, 1)
     if in_graph:
         lowered = lower(energy, options.effective_solver, options.impl)
         # The operation has no gradient of a bias, which the potential may compute from its keys.
@@ -386,7 +386,7 @@ def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
 def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:
     """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
     if not (call.return_solution or call.trace):
-        return _unmeasured(call.query) if in_graph else _unsolved(call.query)
+        return Record.unmeasured(call.query, Status.EXPLICIT, 1) if in_graph else _unsolved(call.query)
     # Without tolerances the status is EXPLICIT even where the query solves its problem.
     solver = Picard(rtol=0, atol=0, max_steps=0)
     with torch.no_grad():
@@ -397,13 +397,7 @@ def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> So
 
 def _unsolved(query: Tensor) -> Solution:
     """The query as a solution without measurements."""
-    return Solution(_unmeasured(query), value=query.detach())
-
-
-def _unmeasured(query: Tensor, status: Status = Status.EXPLICIT) -> Record:
-    unknown = query.detach().new_full(query.shape[:-1], torch.nan)
-    none = torch.zeros_like(unknown, dtype=torch.int32)
-    return Record(torch.full_like(none, int(status), dtype=torch.int8), unknown, unknown, none, none)
+    return Solution(Record.unmeasured(query, Status.EXPLICIT, 1), value=query.detach())
 
 
 def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:
