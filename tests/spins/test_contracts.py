@@ -133,14 +133,12 @@ class TestChain(ApproximationContract):
         return TransferMatrix()
 
 
-COVERED = {repr(contract().make()) for contract in ApproximationContract.__subclasses__()}
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in METHODS if not issubclass(row.kind, DynamicalMethod)], ids=lambda r: r.text
-)
-def test_every_method_with_a_free_energy_has_its_contract(row):
-    assert repr(row.method) in COVERED, "add a subclass of ApproximationContract to this file"
+# A method of the table without a class of its own above has the contract as it is.
+OWN = {repr(contract().make()) for contract in ApproximationContract.__subclasses__()}
+for row in METHODS:
+    if repr(row.method) not in OWN and not issubclass(row.kind, DynamicalMethod):
+        name = "Test" + "".join(filter(str.isalnum, row.text))
+        globals()[name] = type(name, (ApproximationContract,), {"make": lambda self, row=row: row.method})
 
 
 PLAIN = Picard(rtol=1e-12, atol=1e-12, max_steps=1000)
