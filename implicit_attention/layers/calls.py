@@ -50,7 +50,7 @@ class Place(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class Masks(TypedDict, total=False):
+class TokenMasks(TypedDict, total=False):
     """Which tokens read which, and which tokens exist."""
 
     mask: Tensor | None

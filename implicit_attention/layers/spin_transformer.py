@@ -18,7 +18,7 @@ from ..attention.heads import merge_heads, split_heads
 from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
-from .calls import Masks, plain
+from .calls import TokenMasks, plain
 from .spin import SpinAttention
 
 
@@ -248,7 +248,7 @@ class SpinTransformer(nn.Module):
         self.blocks = nn.ModuleList(SpinTransformerBlock(dim, heads, **copy.deepcopy(options)) for _ in range(count))
 
     def forward(
-        self, x: Tensor, *, initial: list[Tensor] | None = None, return_state: bool = False, **masks: Unpack[Masks]
+        self, x: Tensor, *, initial: list[Tensor] | None = None, return_state: bool = False, **masks: Unpack[TokenMasks]
     ) -> Any:
         """The tokens behind the last block.
 
@@ -279,7 +279,7 @@ class SpinTransformer(nn.Module):
         __call__ = _call
 
     def decompose(
-        self, x: Tensor, *, on_failure: OnFailure | None = None, **masks: Unpack[Masks]
+        self, x: Tensor, *, on_failure: OnFailure | None = None, **masks: Unpack[TokenMasks]
     ) -> list[Decomposition]:
         """`SpinTransformerBlock.decompose` of every block, at the tokens that reach it.
 
