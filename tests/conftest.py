@@ -160,6 +160,12 @@ SLOW = (
     r"spins/test_tap.py::test_derivatives_for_vectors",
     r"spins/test_stability.py::test_eigenvalues_are_those_of_the_whole_matrices\[3",
     r"potentials/test_duality.py::test_outside_the_hull_is_an_error_with_a_direction\[1e-09",
+    # Commands and trainings whose claims others of the same file, or of a simpler model, make too.
+    r"models/test_(image|classifier).py::test_(gradients_are_those_of_differences|a_classifier_learns)\[equilibrium",
+    r"cli/test_compare.py::test_(own_data_without_reference|beta_of_the_digits_is_found)",
+    r"cli/test_compare_potentials.py::test_solvers_meet_at_the_equilibrium_of_a_potential\[epan",
+    r"benchmarks/test_mazes.py::test_what_is_kept_is_not_trained_again",
+    r"benchmarks/test_inpainting.py::test_(what_learns_nothing|the_table_holds|equilibria_are_trained)",
 )
 
 #: Full products of parameters, of which the fast suite asks one case in so many, and `pytest -m slow` the others.
