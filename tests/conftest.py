@@ -65,8 +65,6 @@ SLOW = (
     # Runs of whole suites of benchmarks, whose contenders train; those of the other suites stay in the fast suite.
     r"benchmarks/test_train_suite.py::",
     r"benchmarks/test_mazes.py::test_a_training_that_ends_with_an_error_is_told_and_stops_no_other",
-    r"benchmarks/test_potentials_suite.py::test_every_target_has_its_ratio",
-    r"benchmarks/test_spin_layers.py::test_every_target_has_its_ratio",
     r"benchmarks/test_attention_suite.py::test_(unrolled_memory_grows_by_what_a_step_keeps|a_process_that_breaks_off)",
     r"benchmarks/test_scale_suite.py::test_every_case_has_times_of_all_processes",
     r"benchmarks/test_usefulness.py::test_processes_find_what_one_process_finds",
@@ -161,6 +159,19 @@ SLOW = (
     r"spins/test_tap.py::test_derivatives_for_vectors",
     r"spins/test_stability.py::test_eigenvalues_are_those_of_the_whole_matrices\[3",
     r"potentials/test_duality.py::test_outside_the_hull_is_an_error_with_a_direction\[1e-09",
+    # Commands and trainings whose claims others of the same file, or of a simpler model, make too.
+    r"models/test_(image|classifier).py::test_(gradients_are_those_of_differences|a_classifier_learns)\[equilibrium",
+    r"cli/test_compare.py::test_(own_data_without_reference|beta_of_the_digits_is_found)",
+    r"cli/test_compare_potentials.py::test_solvers_meet_at_the_equilibrium_of_a_potential\[epan",
+    r"benchmarks/test_mazes.py::test_what_is_kept_is_not_trained_again",
+    r"benchmarks/test_inpainting.py::test_(what_learns_nothing|the_table_holds|equilibria_are_trained)",
+    # All that needs a whole run of these suites, whose other tests are fast.
+    r"benchmarks/test_spin_layers.py::test_(every_target|the_evidence|the_tables)",
+    r"benchmarks/test_potentials_suite.py::test_(every_target|solves_that_are_timed|trainings_tell|the_tables)",
+    r"benchmarks/test_sudoku.py::test_every_contender_answers_in_a_quick_run\[RECIPES",
+    # Gradients by every linear solver are fast, and so is a graph of inference.
+    r"energies/test_legendre.py::test_first_and_second_derivatives",
+    r"training/test_watch_engines.py::test_a_compiled_model_is_one_graph_with_the_counts_of_eager_calls",
 )
 
 #: Full products of parameters, of which the fast suite asks one case in so many, and `pytest -m slow` the others.
@@ -195,7 +206,6 @@ THINNED = {
     r"potentials/test_blocks_of_pairs.py::test_blocks_are_the_whole\[": 4,
     r"potentials/test_grouped_keys.py::test_keys_\w+\[": 3,
     r"energies/test_unbounded.py::test_squares_\w+\[": 3,
-    r"energies/test_legendre.py::test_first_and_second_derivatives": 2,
     r"adjoints/test_adjoints.py::test_implicit_gradient_equals_600_unrolled_steps\[": 4,
     r"solvers/test_solvers.py::test_clustered_keys_every_query_converges_and_none_on_a_saddle\[": 4,
     r"distributed/test_(sharded|learned_anchors).py::test_\w+_one_process": 3,
@@ -254,6 +264,8 @@ THINNED = {
     r"layers/test_solve_in_order.py::test_in_order_is_at_once\[": 3,
     r"layers/test_mean_field_attention.py::test_other_methods_couplings_and_heads_are_distilled\[": 3,
     r"training/test_watch.py::test_every_precision_and_layout\[": 3,
+    r"energies/test_legendre.py::test_(default_solver_needs_no_more|energy_falls_at_every_plain_step)": 3,
+    r"energies/test_sphere_energy.py::test_gradcheck_and_gradgradcheck_through_solve\[": 2,
 }
 
 
@@ -282,7 +294,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Leaves the million objects of the collection to themselves, as looking through them costs a third of its time."""
+    """Keep the garbage collector from the million objects of a collection, which stay: it takes a third of the time."""
     gc.disable()
     try:
         return (yield)
