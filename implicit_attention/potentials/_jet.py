@@ -38,6 +38,9 @@ class Jet:
     def __sub__(self, other: Self | float) -> Self:
         return self + (-other)
 
+    def __rsub__(self, other: float) -> Self:
+        return -self + other
+
     def __mul__(self, other: Self | float) -> Self:
         if not isinstance(other, Jet):
             return type(self)([a * other for a in self.coefficients])
