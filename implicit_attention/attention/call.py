@@ -46,6 +46,7 @@ class Learned(NamedTuple):
     numbers: (H,), without a graph.
     columns: the same, (H, 1, 1).
     parameter: (H,), of the same precision.
+    source: (H,), the values of the parameter that the numbers were made of.
     formula: makes the numbers of the parameter.
     pull: the gradient of the parameter by that of the numbers.
     """
@@ -53,8 +54,14 @@ class Learned(NamedTuple):
     numbers: Tensor
     columns: Tensor
     parameter: Tensor
+    source: Tensor
     formula: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor], Tensor]
+
+    def recorded(self) -> Tensor:
+        """Return the numbers, also of a parameter that has changed since, with a graph that leads to it."""
+        parameter = self.parameter
+        return self.formula(parameter - parameter.detach() + self.source)
 
 
 class Sources(NamedTuple):
@@ -65,11 +72,10 @@ class Sources(NamedTuple):
 
     def recorded(self, beta: Any, anchor: Any) -> tuple[Any, Any]:
         """Return both numbers with graphs that lead to their parameters."""
-        return _recorded(self.beta, beta), _recorded(self.anchor, anchor)
-
-
-def _recorded(source: Learned | None, number: Any) -> Any:
-    return number if source is None else source.formula(source.parameter)
+        return (
+            beta if self.beta is None else self.beta.recorded(),
+            anchor if self.anchor is None else self.anchor.recorded(),
+        )
 
 
 class Call(NamedTuple):

@@ -72,8 +72,8 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
     ) -> Tensor:
         state, mean, query, problem = solution
         ctx.solve, ctx.scale, ctx.sources = solve, scale, sources
-        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in inputs]
-        ctx.save_for_backward(state, mean, values, *[t for t in inputs if isinstance(t, Tensor)])
+        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
+        ctx.save_for_backward(state, mean, values, *[t for t in problem if isinstance(t, Tensor)])
         ctx.kept = _kept(query, values, problem, scale)
         return ctx.kept[0].detach()  # type: ignore[no-any-return]
 
@@ -81,11 +81,7 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         state, mean, values, *tensors = ctx.saved_tensors
         saved = iter(tensors)
-        inputs = Hopfield._make([next(saved) if part is Tensor else part for part in ctx.parts])
-        of_beta, of_anchor = ctx.sources or NONE
-        beta = inputs.beta if of_beta is None else of_beta.numbers
-        anchor = inputs.anchor if of_anchor is None else of_anchor.numbers
-        problem = Hopfield(inputs.field, inputs.keys, beta, anchor, inputs.mask, inputs.first)
+        problem = Hopfield._make([next(saved) if part is Tensor else part for part in ctx.parts])
         kept, ctx.kept = ctx.kept, None
         plain = not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, values, problem.field, problem.keys):
@@ -95,7 +91,7 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
             gradients = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
             if gradients is not None:
                 return gradients
-        return _by_parts(ctx, inputs, state, mean, values, cotangent)
+        return _by_parts(ctx, problem, state, mean, values, cotangent)
 
 
 def _kept(query: Tensor, values: Tensor, problem: Hopfield, scale: float) -> tuple[Tensor, Tensor, int, Tensor]:
@@ -133,21 +129,30 @@ def _by_kernels(
 
 
 def _by_parts(
-    ctx: Any, inputs: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
+    ctx: Any, problem: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
 ) -> tuple[Any, ...]:
     """The gradients by separate functions for the solve and the read-out, which have every derivative."""
     asked = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+    of_beta, of_anchor = ctx.sources or NONE
     with exact_precision(cotangent), torch.enable_grad():
-        of_beta, of_anchor = ctx.sources or NONE
-        beta = inputs.beta if of_beta is None else of_beta.formula(inputs.beta)
-        anchor = inputs.anchor if of_anchor is None else of_anchor.formula(inputs.anchor)
-        problem = inputs._replace(beta=beta, anchor=anchor)
+        # Views, because one tensor in two places has two gradients here, which autograd adds.
+        values, *parts = (t.view_as(t) if isinstance(t, Tensor) else t for t in (values, *problem))
+        leaves = [values, *parts]
+        problem = Hopfield._make(parts)
+        for i, learned in ((3, of_beta), (4, of_anchor)):
+            if learned is not None:
+                leaves[i] = learned.parameter - learned.parameter.detach() + learned.source
+        if of_beta is not None:
+            problem = problem._replace(beta=of_beta.formula(leaves[3]))
+        if of_anchor is not None:
+            problem = problem._replace(anchor=of_anchor.formula(leaves[4]))
         z = ctx.solve.states(problem, state, mean)
         output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)
     recorded = torch.is_grad_enabled()
-    leaves: list[Any] = [(values, *inputs)[i] for i in asked]
     with exact_precision(cotangent):
-        derivatives = torch.autograd.grad(output, leaves, cotangent, create_graph=recorded, allow_unused=True)
+        derivatives = torch.autograd.grad(
+            output, [leaves[i] for i in asked], cotangent, create_graph=recorded, allow_unused=True
+        )
     gradients: list[Tensor | None] = [None] * 11
     for i, gradient in zip(asked, derivatives, strict=True):
         gradients[4 + i] = gradient

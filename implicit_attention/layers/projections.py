@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -67,12 +68,13 @@ class LearnedNumbers(nn.Module):
 
     #: Name of the parameter.
     source: ClassVar[str]
-    #: The numbers that the parameter held last, the parameter, and what `known` made of them.
-    _known: tuple[Any, nn.Parameter | None, Learned | None] = None, None, None
+    #: What the numbers of `known` depend on, and these numbers.
+    _known: tuple[Any, Learned | None] = None, None
 
+    @property
     @abc.abstractmethod
-    def formula(self, parameter: Tensor) -> Tensor:
-        """Return the numbers for a parameter."""
+    def formula(self) -> Callable[[Tensor], Tensor]:
+        """The numbers by the parameter."""
 
     @abc.abstractmethod
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
@@ -86,26 +88,43 @@ class LearnedNumbers(nn.Module):
 
         None where a call of the module is more than its formula, and where the numbers are not plain or not finite.
         """
-        parameter = self._parameters.get(self.source)
-        if type(parameter) is not nn.Parameter or not is_called_plainly(self):
+        parameter, kind = self._parameters.get(self.source), type(self)
+        own = kind.__base__ is LearnedNumbers and kind.forward is _FORWARD and is_called_plainly(self)
+        if not own or type(parameter) is not nn.Parameter or not parameter.is_cpu:
             return None
-        if not parameter.is_cpu or parameter.dtype in HALF or parameter.numel() > MOST_HEADS:
+        if parameter.dtype in HALF or parameter.numel() > MOST_HEADS:
             return None
         # A version would not do: writes to `parameter.data` do not change it.
-        numbers = parameter.tolist()
-        if self._known[0] != numbers or self._known[1] is not parameter:
-            self._known = numbers, parameter, self._computed(parameter)
-        return self._known[2]
+        key = parameter.tolist(), parameter.dtype, self.__dict__.get("initial")
+        known = self._known
+        if known[0] != key or known[1] is None or known[1].parameter is not parameter:
+            known = self._known = key, self._computed(parameter)
+        return known[1]
 
     def _computed(self, parameter: nn.Parameter) -> Learned | None:
+        formula = self.formula
         with torch.inference_mode(False), torch.no_grad():
-            numbers, pull = self.formula(parameter), self.derivative(parameter)
-        if not bool(numbers.isfinite().all()):
-            return None
-        return Learned(numbers, numbers[..., None, None], parameter, self.formula, pull)
+            source = parameter.clone()
+            numbers = formula(source)
+            if not bool(numbers.isfinite().all()):
+                return None
+            return Learned(numbers, numbers[..., None, None], parameter, source, formula, self.derivative(source))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_known"}
+
+
+_FORWARD = LearnedNumbers.forward
+
+
+def _anchor(logit: Tensor) -> Tensor:
+    # float32 in a half-precision model, too: a whole solve depends on this one number per head.
+    return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(logit))
+
+
+def _beta(initial: float, log_scale: Tensor) -> Tensor:
+    # float32 in a half-precision model, too. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
+    return initial * torch.exp(at_least_single(log_scale).clamp(-MOST_LOG, MOST_LOG))
 
 
 class LearnedAnchor(LearnedNumbers):
@@ -123,9 +142,9 @@ class LearnedAnchor(LearnedNumbers):
         # A sigmoid of 0 is the anchor 1/2.
         self.logit = nn.Parameter(torch.zeros(shape, **made))
 
-    def formula(self, parameter: Tensor) -> Tensor:
-        # float32 in a half-precision model, too: a whole solve depends on this one number per head.
-        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(parameter))
+    @property
+    def formula(self) -> Callable[[Tensor], Tensor]:
+        return _anchor
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         # A product with a tensor takes a third of the time of one with a number.
@@ -159,9 +178,9 @@ class LearnedBeta(LearnedNumbers):
         self.initial = initial
         self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
-    def formula(self, parameter: Tensor) -> Tensor:
-        # float32 in a half-precision model, too. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
-        return self.initial * torch.exp(at_least_single(parameter).clamp(-MOST_LOG, MOST_LOG))
+    @property
+    def formula(self) -> Callable[[Tensor], Tensor]:
+        return partial(_beta, self.initial)
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         initial, scale = torch.full_like(parameter, self.initial), parameter.clamp(-MOST_LOG, MOST_LOG).exp()

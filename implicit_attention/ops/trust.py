@@ -159,7 +159,8 @@ def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
 
 def poisoned(memory: Tensor) -> Tensor:
     """Memory filled with NaN, or with a number that is no code and no count."""
-    return memory.fill_(torch.nan if memory.is_floating_point() else 77)
+    # Bytes of 255 are NaN to those who read numbers of several bytes there.
+    return memory.fill_(torch.nan if memory.is_floating_point() else 255 if memory.dtype == torch.uint8 else 77)
 
 
 def _verified(use: Use, check: Callable[[], Errors]) -> KernelCheck:

@@ -12,6 +12,7 @@ import implicit_attention as ia
 import implicit_attention._solve as solve_module
 import implicit_attention.adjoints.native as native_module
 import implicit_attention.attention.core as core
+from implicit_attention.ops import hopfield_solve
 from implicit_attention.testing.numerics import random
 
 # Failures.
@@ -300,3 +301,25 @@ def test_autocast_is_switched_off_before_plain_tensors_are_answered(by_solve):
             return output, gradients(output, [query, key])
 
     agree(call)
+
+
+@native
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("door", ["function", "solution", "masked", "reference", "solve", "operation"])
+def test_one_tensor_in_several_places_has_the_sum_of_their_gradients(door, create_graph):
+    x = leaf(random(B, H, N, D, seed=3, dtype=torch.float32))
+
+    def run(query, key, value):
+        if door == "solve":
+            return ia.solve(ia.AnchoredEnergy(ia.LogSumExp(key, 0.4), query, 0.5), query.detach()).value
+        if door == "operation":
+            return hopfield_solve(query, key, beta=0.4, anchor=0.5)[0]
+        options = {"solution": {"return_solution": True}, "reference": {"impl": "reference"}}.get(door, {})
+        mask = torch.ones(N, N, dtype=torch.bool).tril() if door == "masked" else None
+        found = ia.equilibrium_attention(query, key, value, mask, anchor=0.5, **options)
+        return found[0] if door == "solution" else found
+
+    (found,) = torch.autograd.grad(run(x, x, x).square().sum(), x, create_graph=create_graph)
+    apart = [leaf(x) for _ in range(3)]
+    given = torch.autograd.grad(run(*apart).square().sum(), apart, allow_unused=True)
+    torch.testing.assert_close(found.detach(), sum(g for g in given if g is not None), rtol=1e-4, atol=1e-5)

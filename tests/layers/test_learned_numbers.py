@@ -1,7 +1,9 @@
 """Learned anchors and temperatures are read as numbers where nothing looks on, and follow every change of theirs."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -162,7 +164,98 @@ def test_copies_and_files_hold_parameters_only(layer):
     torch.save(layer, file)
     file.seek(0)
     for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
-        assert other.beta._known == (None, None, None)
+        assert other.beta._known == (None, None)
         with torch.no_grad():
             other.beta.log_scale.add_(1.0)
         assert layer.beta.known().numbers[0] != other.beta.known().numbers[0]
+
+
+class Squared(LearnedBeta):
+    def forward(self):
+        return super().forward().square()
+
+
+class Shifted(LearnedAnchor):
+    @property
+    def formula(self):
+        return lambda logit: logit.sigmoid() / 2
+
+
+@native
+@pytest.mark.parametrize("part", [Squared((3,), 0.4), Shifted((3,)), torch.nn.Identity()])
+def test_modules_of_other_classes_are_called(layer, part):
+    x = random(2, 5, 12, seed=1, dtype=torch.float32)
+    if isinstance(part, torch.nn.Identity):
+        part.forward = lambda: torch.tensor([0.2, 0.3, 0.4])
+    layer.add_module("beta" if isinstance(part, LearnedBeta) else "anchor", part)
+    assert torch.equal(layer(x), written(layer, x))
+
+
+@native
+def test_another_initial_temperature_reaches_the_next_call(layer):
+    x = random(2, 5, 12, seed=1, dtype=torch.float32)
+    layer(x)
+    layer.beta.initial = 2.0
+    assert torch.equal(layer(x), written(layer, x))
+
+
+@native
+@pytest.mark.parametrize("way", ["kernels", "again differentiable", "autocast"])
+def test_the_gradient_is_that_of_the_numbers_of_the_forward_pass(layer, way):
+    x = random(2, 5, 12, seed=1, dtype=torch.float32)
+    wanted = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    loss = layer(x).square().sum()
+    for parameter in (layer.beta.log_scale, layer.anchor.logit):
+        parameter.data = parameter.data + 1.0
+    with torch.autocast("cpu", enabled=way == "autocast"):
+        found = torch.autograd.grad(loss, list(layer.parameters()), create_graph=way == "again differentiable")
+    # Autocast lowers the products of the backward passes of the projections.
+    close = {"rtol": 2e-2, "atol": 1e-3} if way == "autocast" else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close([g.detach() for g in found], list(wanted), **close)
+
+
+@native
+def test_numbers_may_be_set_between_a_forward_and_its_backward(layer):
+    x, sets = random(2, 5, 12, seed=1, dtype=torch.float32), (0.2, 0.5, 0.8)
+    total, apart = 0.0, []
+    for value in sets:
+        layer.anchor.set(value)
+        total = total + layer(x).square().sum()
+        apart.append(torch.autograd.grad(layer(x).square().sum(), layer.q_proj.weight)[0])
+    (found,) = torch.autograd.grad(total, layer.q_proj.weight)
+    torch.testing.assert_close(found, sum(apart), rtol=1e-5, atol=1e-6)
+
+
+@native
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_one_parameter_of_both_has_the_sum_of_both_gradients(layer, create_graph):
+    x = random(2, 5, 12, seed=1, dtype=torch.float32)
+    with torch.no_grad():
+        layer.beta.log_scale.copy_(layer.anchor.logit)
+    both = [layer.anchor.logit, layer.beta.log_scale]
+    wanted = sum(torch.autograd.grad(layer(x).square().sum(), both))
+    layer.beta.log_scale = layer.anchor.logit
+    (found,) = torch.autograd.grad(layer(x).square().sum(), layer.anchor.logit, create_graph=create_graph)
+    torch.testing.assert_close(found.detach(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_reports_can_be_saved(layer):
+    layer(torch.randn(1, 4, 12)).sum().backward()
+    report = layer.last_solve
+    file = io.BytesIO()
+    torch.save([report, report.adjoint], file)
+    file.seek(0)
+    again, adjoint = torch.load(file, weights_only=False)
+    assert torch.equal(again.residual, report.residual)
+    assert torch.equal(adjoint.gradient_error, report.adjoint.gradient_error)
+
+
+def test_a_layer_that_is_dropped_is_freed_at_once(layer):
+    layer(torch.randn(1, 4, 12))
+    parameter = weakref.ref(layer.beta.log_scale)
+    gc.disable()
+    try:
+        del layer.beta
+        assert parameter() is None
+    finally:
+        gc.enable()

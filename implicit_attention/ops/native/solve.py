@@ -64,7 +64,9 @@ class Evidence:
         return Record(self.status, self.number(1), self.number(2), steps, steps + 1)
 
     def _part(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
-        return self.memory[start : start + size].view(dtype).view(self.rows)
+        # A copy: files hold no memory of several types, and in inference mode its views would be of that mode for good.
+        with torch.inference_mode(False):
+            return self.memory[start : start + size].clone().view(dtype).view(self.rows)
 
 
 # Addresses at which nothing is written.
