@@ -136,9 +136,8 @@ def _by_parts(
     of_beta, of_anchor = ctx.sources or NONE
     with exact_precision(cotangent), torch.enable_grad():
         # Views, because one tensor in two places has two gradients here, which autograd adds.
-        values, *parts = (t.view_as(t) if isinstance(t, Tensor) else t for t in (values, *problem))
-        leaves = [values, *parts]
-        problem = Hopfield._make(parts)
+        leaves: list[Any] = [t.view_as(t) if isinstance(t, Tensor) else t for t in (values, *problem)]
+        problem = Hopfield._make(leaves[1:])
         for i, learned in ((3, of_beta), (4, of_anchor)):
             if learned is not None:
                 leaves[i] = learned.parameter - learned.parameter.detach() + learned.source
@@ -147,7 +146,7 @@ def _by_parts(
         if of_anchor is not None:
             problem = problem._replace(anchor=of_anchor.formula(leaves[4]))
         z = ctx.solve.states(problem, state, mean)
-        output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)
+        output = read_out_plain(z, problem.keys, leaves[0], problem.beta, problem.first)
     recorded = torch.is_grad_enabled()
     with exact_precision(cotangent):
         derivatives = torch.autograd.grad(
