@@ -58,10 +58,13 @@ class Learned(NamedTuple):
     formula: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor], Tensor]
 
+    def leaf(self) -> Tensor:
+        """Return the values of `source` with a graph that leads to the parameter, which may have changed since."""
+        return self.parameter - self.parameter.detach() + self.source
+
     def recorded(self) -> Tensor:
-        """Return the numbers, also of a parameter that has changed since, with a graph that leads to it."""
-        parameter = self.parameter
-        return self.formula(parameter - parameter.detach() + self.source)
+        """Return the numbers with a graph that leads to the parameter."""
+        return self.formula(self.leaf())
 
 
 class Sources(NamedTuple):

@@ -138,12 +138,11 @@ def _by_parts(
         # Views, because one tensor in two places has two gradients here, which autograd adds.
         leaves: list[Any] = [t.view_as(t) if isinstance(t, Tensor) else t for t in (values, *problem)]
         problem = Hopfield._make(leaves[1:])
-        for i, learned in ((3, of_beta), (4, of_anchor)):
-            if learned is not None:
-                leaves[i] = learned.parameter - learned.parameter.detach() + learned.source
         if of_beta is not None:
+            leaves[3] = of_beta.leaf()
             problem = problem._replace(beta=of_beta.formula(leaves[3]))
         if of_anchor is not None:
+            leaves[4] = of_anchor.leaf()
             problem = problem._replace(anchor=of_anchor.formula(leaves[4]))
         z = ctx.solve.states(problem, state, mean)
         output = read_out_plain(z, problem.keys, leaves[0], problem.beta, problem.first)
