@@ -46,7 +46,7 @@ def digits(folder):
     inpainting.RECIPES["digits"] = inpainting.Recipe(8, 2, 4, 8, batch=4, rate=3e-3)
     inpainting.QUICK_IMAGES = 6
     inpainting_data.ImageTask.epoch = 4 * EVERY["digits"]
-    update, optimizer_of = training._update, training._optimizer
+    update, optimizer_of = training.make_update, training._optimizer
     schedules = []
 
     def made(*arguments):
@@ -59,7 +59,7 @@ def digits(folder):
         log(folder, schedules[-1].last_epoch + 1, loss)
         return loss
 
-    training._update, training._optimizer = logged, made
+    training.make_update, training._optimizer = logged, made
     resume = (folder / "checkpoint.pt").exists()
     length = {} if resume else {"updates": UPDATES["digits"]}
     command = Inpaint(quick=True, out=folder, resume=resume, mode="equilibrium", **length)

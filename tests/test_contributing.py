@@ -98,10 +98,9 @@ def test_a_command_is_one_file_and_one_line(copy):
 
 
 def test_a_potential_is_one_file_and_its_name(copy):
-    file, imported, name, contract = blocks("A new potential")
+    file, line, contract = blocks("A new potential")
     copy.write("potentials/ridge.py", file)
-    copy.add_line("potentials/__init__.py", imported, before="from .scored_keys import")
-    copy.add_line("potentials/__init__.py", name, before='    "SquaredScores",\n')
+    copy.add_line("potentials/__init__.py", line, before='    "tilted": ("Tilted",),\n')
     answers = """
 def test_a_solve_has_its_gradient():
     from implicit_attention import AnchoredEnergy, solve

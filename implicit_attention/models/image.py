@@ -201,8 +201,11 @@ class ImageEnergyTransformer(nn.Module):
         """
         patches = self.patches(images)
         tokens = self.embedding(patches, checked_patches("masked", masked, patches), self.mask_token)
-        result = self.block(tokens, return_energies=return_energies, return_solution=return_solution, **options)
-        settled, *evidence = result if return_energies or return_solution else (result,)
+        # A block in this one's place need not know evidence that nobody wants.
+        flags = {"return_energies": return_energies, "return_solution": return_solution}
+        wanted = {name: True for name, flag in flags.items() if flag}
+        result = self.block(tokens, **wanted, **options)
+        settled, *evidence = result if wanted else (result,)
         predicted = self.decoder(self.block.norm(settled)[..., 1:, :])
         return (predicted, *evidence) if evidence else predicted
 

@@ -115,7 +115,9 @@ class Multipliers(NamedTuple):
         """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
         if self._alone:
             return of_groups
-        each = of_groups[..., None].expand(*of_groups.shape, self.tie).flatten(-2)
+        # torch.vmap has no rule for flatten inside of a backward pass.
+        each = of_groups[..., None].expand(*of_groups.shape, self.tie)
+        each = each.reshape(*of_groups.shape[:-1], of_groups.shape[-1] * self.tie)
         return each if self.live is None else torch.where(self.live, each, elsewhere)
 
     def pool(self, rows: Tensor) -> Tensor:

@@ -264,10 +264,10 @@ def test_a_set_of_keys_is_asked_once(monkeypatch):
 
 
 def test_the_memory_of_what_was_asked_holds_no_potential():
-    before = len(_bounds._asked)
+    before = len(_bounds._rays)
     for seed in range(5):
         AnchoredEnergy(SquaredScores(0.1 * random(2, 7, 5, seed=seed), 1.0), random(2, 3, 5))
-    assert len(_bounds._asked) <= before + 1
+    assert len(_bounds._rays) <= before + 1
 
 
 def test_nothing_is_asked_where_the_host_cannot_look():
