@@ -90,8 +90,8 @@ def efficient_with_logsumexp(
     query, keys, values = (addressable(t) for t in (query, keys, values))
     if attn_mask is not None:
         attn_mask = aligned_mask(attn_mask)
-    found = _EFFICIENT(query, keys, values, attn_mask, True, is_causal=is_causal, scale=scale)
-    return found[0], found[1][..., : query.shape[-2]]
+    result = _EFFICIENT(query, keys, values, attn_mask, True, is_causal=is_causal, scale=scale)
+    return result[0], result[1][..., : query.shape[-2]]
 
 
 def aligned_mask(mask: Tensor) -> Tensor:
@@ -269,8 +269,8 @@ class _Attention(torch.autograd.Function):
             with exact_precision(cotangent):
                 kept = _kept(ctx, query, keys, values, mask)
         if ctx.is_flash:
-            found = flash_gradients(cotangent, query, keys, values, kept[0], kept[1], mask, ctx.scale, ctx.first)
-            return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
+            result = flash_gradients(cotangent, query, keys, values, kept[0], kept[1], mask, ctx.scale, ctx.first)
+            return (*(g if n else None for g, n in zip(result, ctx.needs_input_grad, strict=False)), None, None, None)
         leaves = kept[1]
         with exact_precision(cotangent):
             gradients = iter(torch.autograd.grad(kept[0], [t for t in leaves if t.requires_grad], cotangent))
@@ -293,7 +293,7 @@ def flash_gradients(
     count = keys.shape[-2]
     parts = [(slice(count), False)] if first is None else causal_parts(query.shape[-2], count, first)
     # Weights of a part of the keys are normalised over all keys, as the log-sum-exp is.
-    found = [
+    result = [
         _FLASH_BACKWARD(
             *(cotangent, query, keys[..., part, :], values[..., part, :], output, logsumexp),
             *(0.0, own),
@@ -302,12 +302,12 @@ def flash_gradients(
         )
         for part, own in parts
     ]
-    if len(found) == 1 and found[0][1].shape[-2] == count:
-        return found[0]  # type: ignore[no-any-return]
-    by_query = found[0][0] if len(found) == 1 else found[0][0] + found[1][0]
+    if len(result) == 1 and result[0][1].shape[-2] == count:
+        return result[0]  # type: ignore[no-any-return]
+    by_query = result[0][0] if len(result) == 1 else result[0][0] + result[1][0]
     # Keys beyond the last query have no gradient.
-    read = sum(by[1].shape[-2] for by in found)
-    by_keys, by_values = (F.pad(torch.cat([by[i] for by in found], -2), (0, 0, 0, count - read)) for i in (1, 2))
+    read = sum(by[1].shape[-2] for by in result)
+    by_keys, by_values = (F.pad(torch.cat([by[i] for by in result], -2), (0, 0, 0, count - read)) for i in (1, 2))
     return by_query, by_keys, by_values
 
 

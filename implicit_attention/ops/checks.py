@@ -112,9 +112,9 @@ class KernelComparison:
         self.unit = unit
         self.errors: dict[str, tuple[float, float]] = {}
 
-    def add(self, name: str, found: Tensor, exact: Tensor, rough: Tensor, *, size: float = 1.0) -> None:
+    def add(self, name: str, measured: Tensor, exact: Tensor, rough: Tensor, *, size: float = 1.0) -> None:
         """`size` is that of terms which cancel in the result."""
-        error, rounding = (float((t.cpu().double() - exact).abs().max()) for t in (found, rough))
+        error, rounding = (float((t.cpu().double() - exact).abs().max()) for t in (measured, rough))
         self.errors[name] = (error, TIMES * rounding + UNITS * self.unit * (size + float(exact.abs().max())))
 
     def none(self, name: str, wrong: Tensor) -> None:
@@ -133,7 +133,7 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
     scale = dim**-0.5
     number = torch.full((1, 1, 1), scale, dtype=torch.float64)
     # In half precision torch takes exponentials with 20 bits.
-    found = KernelComparison(2**-20 if variant.dtype.itemsize == 2 else torch.finfo(variant.dtype).eps)
+    measured = KernelComparison(2**-20 if variant.dtype.itemsize == 2 else torch.finfo(variant.dtype).eps)
     for what, mask in masks.items():
         mask = None if mask is None else mask.to(variant.dtype)
         problem = Hopfield(query, keys, number, number, mask, 0 if variant.causal else None)
@@ -144,9 +144,9 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
         for size in (query.shape, query.shape[:2]):
             poisoned(torch.empty(size, dtype=variant.dtype, device=device))
         ours = mean_and_logsumexp(query.to(device), keys.to(device), pairs, scale, is_causal=variant.causal)
-        found.add(f"mean{what}", ours[0], mean, rough_mean.to(variant.dtype).double())
-        found.add(f"logsumexp{what}", ours[1], logsumexp, rough_logsumexp)
-    return found.errors
+        measured.add(f"mean{what}", ours[0], mean, rough_mean.to(variant.dtype).double())
+        measured.add(f"logsumexp{what}", ours[1], logsumexp, rough_logsumexp)
+    return measured.errors
 
 
 # Solves and adjoint solves of a kernel.
@@ -188,23 +188,23 @@ def adjoint_errors(
     state = solve(small, small.field.to(wide), FusedRule(rtol, 0.0, MAX_STEPS, plain_steps=2)).state
     there = solve(small, state, THERE)
     g, stop = normal(tuple(small.field.shape), seed=4).to(wide), AdjointRule(rtol, MAX_STEPS)
-    found = solve_adjoint(small, state, g.to(state.device), there, stop)
-    z, u, g = state.cpu().double(), found.value.cpu().double(), g.double()
+    measured = solve_adjoint(small, state, g.to(state.device), there, stop)
+    z, u, g = state.cpu().double(), measured.value.cpu().double(), g.double()
     exact, rough = Written(small), Written(small, small.keys.dtype)
     products = [written.hessian_product(z, u) for written in (exact, rough)]
     residual, near = ((g - product).norm(dim=-1) for product in products)
     size = g.norm(dim=-1)
     compared = KernelComparison(torch.finfo(wide).eps)
-    compared.add("residual", found.residual, residual, near)
-    compared.add("tolerance", found.tolerance, rtol * size, rtol * size)
+    compared.add("residual", measured.residual, residual, near)
+    compared.add("tolerance", measured.tolerance, rtol * size, rtol * size)
     # A product that is off by so much leaves that in the residual.
     noise = float(((products[1] - products[0]).norm(dim=-1) / size).max())
     compared.errors["cotangent left"] = float((residual / size).max()), 2 * (rtol + noise)
     for name, right, about in zip(("by_keys", "by_beta"), exact.gradients(z, u), rough.gradients(z, u), strict=True):
-        compared.add(name, getattr(found, name), right, about, size=small.field.shape[-1])
-    steps = found.num_steps
-    compared.none("unsolved", found.status != int(Status.CONVERGED))
-    compared.none("called saddles", found.negative_curvature)
+        compared.add(name, getattr(measured, name), right, about, size=small.field.shape[-1])
+    steps = measured.num_steps
+    compared.none("unsolved", measured.status != int(Status.CONVERGED))
+    compared.none("called saddles", measured.negative_curvature)
     compared.none("miscounted", (steps < 0) | (steps > MAX_STEPS))
     return compared.errors
 

@@ -69,18 +69,18 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
 
         return triton_solve(problem, initial, rule)
 
-    found = _by_triton(impl, "hopfield_solve", problem, by_kernel, fixed_budget=rule.fixed_budget)
-    if found is not None:
-        return found
+    answer = _by_triton(impl, "hopfield_solve", problem, by_kernel, fixed_budget=rule.fixed_budget)
+    if answer is not None:
+        return answer
     problem = problem.to(initial.dtype)
     run_native = partial(native_solve, problem, initial, rule, keep_mean=keep_mean)
-    if (found := by_native(impl, "hopfield_solve", problem, run_native)) is not None:
-        return found
+    if (answer := by_native(impl, "hopfield_solve", problem, run_native)) is not None:
+        return answer
     run = partial(tiled_solve, problem, initial, rule, keep_mean=keep_mean)
     if without_kernel(problem) is None:
         masked, causal = problem.mask is not None, problem.first is not None
-        found = by_attention(impl, problem.keys, partial(run, fused=True), mask=masked, causal=causal)
-    return run(fused=False) if found is None else found
+        answer = by_attention(impl, problem.keys, partial(run, fused=True), mask=masked, causal=causal)
+    return run(fused=False) if answer is None else answer
 
 
 def solve_adjoint(
@@ -108,25 +108,25 @@ def solve_adjoint(
         rule = AdjointRule.of(rtol, max_steps, problem.keys.dtype)
         return triton_adjoint(problem, state, cotangent, there.mean, there.logsumexp, rule)
 
-    found = _by_triton(impl, "hopfield_adjoint", problem, by_kernel) if by_bias is None else None
+    answer = _by_triton(impl, "hopfield_adjoint", problem, by_kernel) if by_bias is None else None
     rule = AdjointRule.of(rtol, max_steps, state.dtype)
-    if found is None:
+    if answer is None:
         wide = problem.to(state.dtype)
 
         def run_native() -> AdjointAnswer:
             mean = native_solve(wide, state, THERE).mean
             return native_adjoint(wide, state, cotangent, mean, rule, by_bias=by_bias)
 
-        found = by_native(impl, "hopfield_adjoint", wide, run_native)
-    if found is None:
+        answer = by_native(impl, "hopfield_adjoint", wide, run_native)
+    if answer is None:
         return tiled_adjoint(problem, state, cotangent, rule, by_bias=by_bias)
     if not may_look(state):
-        return unanswered(found, found.status == Status.STALLED)
-    return with_stalled(found, problem, state, cotangent, rule, by_bias=by_bias)
+        return unanswered(answer, answer.status == Status.STALLED)
+    return with_stalled(answer, problem, state, cotangent, rule, by_bias=by_bias)
 
 
 def with_stalled(
-    found: AdjointAnswer,
+    answer: AdjointAnswer,
     problem: Hopfield,
     state: Tensor,
     cotangent: Tensor,
@@ -134,13 +134,13 @@ def with_stalled(
     *,
     by_bias: Tensor | None,
 ) -> AdjointAnswer:
-    """Solve stalled queries again, at saddles above all, and write their answers into `found`."""
-    stalled = found.status == Status.STALLED
+    """Solve stalled queries again, at saddles above all, and write their answers into `answer`."""
+    stalled = answer.status == Status.STALLED
     if not bool(stalled.any()):
-        return found
+        return answer
     few, of_few = stalled, by_bias
     # The gradient may have fewer leading axes than the queries, as the keys had.
-    by_keys = found.by_keys.view(problem.keys.shape)
+    by_keys = answer.by_keys.view(problem.keys.shape)
     sets = stalled.any(-1).nonzero(as_tuple=True)
     if problem.keys.shape[:-2] == stalled.shape[:-1] and len(sets[0]) < few[..., 0].numel():
         # Leave out sets of keys that no stalled query reads.
@@ -160,15 +160,15 @@ def with_stalled(
     problem = problem._replace(field=pick(problem.field, index), mask=mask)
     cotangent = pick(cotangent, index).where(chosen[..., None], 0.0)
     again = tiled_adjoint(problem, pick(state, index), cotangent, rule, by_bias=of_few)
-    for old, new in zip(found[:-1], again[:-1], strict=True):
+    for old, new in zip(answer[:-1], again[:-1], strict=True):
         old[stalled] = new[chosen]
     if few is stalled:
         by_keys.add_(again.by_keys)
-        return found
+        return answer
     by_keys[sets] += again.by_keys
     if by_bias is not None and of_few is not None:
         by_bias[sets] += of_few
-    return found
+    return answer
 
 
 def may_look(tensor: Tensor) -> bool:
@@ -176,12 +176,12 @@ def may_look(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def unanswered(found: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
+def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
     """Answers with NaN for stalled queries and their sums: nothing can solve them again during a capture."""
-    poison = torch.zeros_like(found.by_beta).masked_fill(stalled, torch.nan)
-    value, by_beta = found.value + poison[..., None], found.by_beta + poison
-    by_keys = found.by_keys + poison.sum(-1)[..., None, None].sum_to_size(*found.by_keys.shape[:-2], 1, 1)
-    return found._replace(value=value, by_beta=by_beta, by_keys=by_keys)
+    poison = torch.zeros_like(answer.by_beta).masked_fill(stalled, torch.nan)
+    value, by_beta = answer.value + poison[..., None], answer.by_beta + poison
+    by_keys = answer.by_keys + poison.sum(-1)[..., None, None].sum_to_size(*answer.by_keys.shape[:-2], 1, 1)
+    return answer._replace(value=value, by_beta=by_beta, by_keys=by_keys)
 
 
 def _by_triton(

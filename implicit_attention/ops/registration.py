@@ -40,24 +40,24 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     problem, given, text = Hopfield(*args[:6]), args[6:11], args[11]
     # Torch leaves out arguments that have their default.
     handle = args[12] if len(args) > 12 else None
-    found = dispatch.solve_adjoint(problem, *given)
+    answer = dispatch.solve_adjoint(problem, *given)
     on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
     if site is not None and site.tally is not None:
-        site.tally.add_backward(*found[1:5], lost(found.status, cotangent))
-    if dispatch.may_look(found.status):
+        site.tally.add_backward(*answer[1:5], lost(answer.status, cotangent))
+    if dispatch.may_look(answer.status):
         # A compiled graph has no other place that could report its backward pass.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
-        told = forgiven(found.record, cotangent)
-        report_failures(on_failure, what, told, CG.remedies, site=site, side="backward")
-    if (rest := left_out(on_failure, found.status, cotangent)) is not None:
+        reported = forgiven(answer.record, cotangent)
+        report_failures(on_failure, what, reported, CG.remedies, site=site, side="backward")
+    if (rest := left_out(on_failure, answer.status, cotangent)) is not None:
         again = dispatch.solve_adjoint(problem, given[0], rest, *given[2:])
-        found = found._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
-    return _unshared(found)
+        answer = answer._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
+    return _unshared(answer)
 
 
-def _unshared(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _unshared(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # Results of an operation share no memory.
-    return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -79,9 +79,9 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     read = lost & (cotangent != 0).any(-1, keepdim=True)
     # A failed query with a cotangent stays NaN: its backward solve fails and is reported.
     state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
-    found = AdjointAnswer(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
-    by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
-    gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
+    answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
+    by_anchor = (answer.value * (field - mean)).sum(-1, keepdim=True)
+    gradients = (anchor * answer.value, answer.by_keys, answer.by_beta[..., None], by_anchor)
     # The gradients of broadcast tensors are sums.
     likes = (field, keys, beta, anchor)
     return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 10)

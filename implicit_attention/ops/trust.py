@@ -129,25 +129,25 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
     implementation that the user asked for, which raises where it cannot be trusted. Needs tensors that hold numbers:
     the choice is made where an operation runs, not where torch traces it.
     """
-    found = _found.get(use)
-    if found is None or found.verdict == "open":
-        found = _verified(use, check)
-    if found.verdict == "verified":
+    known = _found.get(use)
+    if known is None or known.verdict == "open":
+        known = _verified(use, check)
+    if known.verdict == "verified":
         try:
             return run()
         except Exception as error:
             if _captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
                 raise
-            found = _found[use] = dataclasses.replace(found, verdict="refused", reason=_failure(error))
+            known = _found[use] = dataclasses.replace(known, verdict="refused", reason=_failure(error))
     if insists is not None:
-        raise UnsupportedImplementation(f"`impl={insists!r}`: {found.report}")
-    if found.verdict == "refused" and use[:2] not in _told:
+        raise UnsupportedImplementation(f"`impl={insists!r}`: {known.report}")
+    if known.verdict == "refused" and use[:2] not in _told:
         _told.add(use[:2])
         advice = (
             "Torch's public operations answer in its place, now and wherever else this kernel fails here; "
             "implicit_attention.ops.kernel_checks() lists every configuration that was tried"
         )
-        warnings.warn(f"{found.report}. {advice}", KernelWarning, stacklevel=outside())
+        warnings.warn(f"{known.report}. {advice}", KernelWarning, stacklevel=outside())
     return None
 
 
@@ -170,10 +170,10 @@ def _verified(use: Use, check: Callable[[], Errors]) -> KernelCheck:
         reason = "it was first used while a CUDA graph was captured; call it once before the capture"
         return _found.setdefault(use, KernelCheck(str(use), "open", {}, reason, _where(use.device), 0.0))
     with _lock:
-        found = _found.get(use)
-        if found is None or found.verdict == "open":
-            found = _found[use] = _checked(use, check)
-    return found
+        known = _found.get(use)
+        if known is None or known.verdict == "open":
+            known = _found[use] = _checked(use, check)
+    return known
 
 
 def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
@@ -195,20 +195,20 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     except RuntimeError as error:
         if not _raised_by(error, ("threading",)):
             raise
-        found: Errors | BaseException = MemoryError(str(error))
+        result: Errors | BaseException = MemoryError(str(error))
     else:
         thread.join()
-        found = outcome[0]
+        result = outcome[0]
     seconds, where = time.perf_counter() - started, _where(use.device)
-    if isinstance(found, BaseException) and _is_full(found):
-        reason = f"its check found no room ({_first(str(found))}); its next use tries again"
+    if isinstance(result, BaseException) and _is_full(result):
+        reason = f"its check found no room ({_first(str(result))}); its next use tries again"
         return KernelCheck(str(use), "open", {}, reason, where, seconds)
-    if isinstance(found, BaseException):
-        return KernelCheck(str(use), "refused", {}, _failure(found), where, seconds)
+    if isinstance(result, BaseException):
+        return KernelCheck(str(use), "refused", {}, _failure(result), where, seconds)
     # A comparison with NaN is false.
-    wrong = [_fault(name, error, most) for name, (error, most) in found.items() if not error <= most]
+    wrong = [_fault(name, error, most) for name, (error, most) in result.items() if not error <= most]
     reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
-    return KernelCheck(str(use), "refused" if wrong else "verified", dict(found), reason, where, seconds)
+    return KernelCheck(str(use), "refused" if wrong else "verified", dict(result), reason, where, seconds)
 
 
 def _is_full(error: BaseException) -> bool:

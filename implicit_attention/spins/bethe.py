@@ -129,11 +129,11 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
 
     Reference: O'Cinneide (1996), for b without negative entries.
     """
-    found = torch.zeros_like(own[..., 0], dtype=torch.bool)
+    result = torch.zeros_like(own[..., 0], dtype=torch.bool)
     for _ in range(own.shape[-1]):
         row, rest = bonds[..., 0, 1:], bonds[..., 1:, 1:]
         pivot = own[..., :1] + row.abs().sum(-1, keepdim=True)
-        found = found | (pivot[..., 0] < 0)
+        result = result | (pivot[..., 0] < 0)
         # After a negative pivot the verdict stands, and only the numbers must stay finite.
         part = row / torch.where(pivot > 0, pivot, torch.inf)
         joined = row[..., :, None] * part[..., None, :]
@@ -141,7 +141,7 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
         cancelled = torch.where(rest * joined < 0, torch.minimum(rest.abs(), joined.abs()), 0.0)
         own = own[..., 1:] + part.abs() * own[..., :1] + 2 * cancelled.sum(-1)
         bonds = rest + joined
-    return found
+    return result
 
 
 def _in_units(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:

@@ -179,12 +179,12 @@ def stability(
     _validate.check_integer("steps", steps, low=1)
     with torch.enable_grad():
         # The report says more about an unstable solution than the warning of `thermodynamics` would.
-        found = thermodynamics(system, method, on_failure="ignore")
-        report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
-        m = found.magnetization.detach()
+        result = thermodynamics(system, method, on_failure="ignore")
+        report_failures(on_failure, type(method).__name__, result.report.record, method.remedies)
+        m = result.magnetization.detach()
         system = widened(system)[0]
         system = system.replace(*(t.detach() for t in system.tensors()))
-        lowest, highest = _extremes(found.susceptibility_product, m, system, steps)
+        lowest, highest = _extremes(result.susceptibility_product, m, system, steps)
     response, beta = method.site_response(), system.beta_over(2)
     site = SpinSite(response, local_field(response, m, system.beta_over(0), system.radius)[0], system)
     if system.mask is not None:
@@ -201,7 +201,7 @@ def stability(
 
     start = torch.zeros_like(m.flatten(-2))
     radius = spectral_radius(flattened(jacobian, m), start, min(steps, start.shape[-1]))
-    energies, states, first = _branches(system, method, found, starts, generator)
+    energies, states, first = _branches(system, method, result, starts, generator)
     return Stability(
         spectral_radius=radius,
         smallest_eigenvalue=_extremes(precision, m, system, steps)[0],
@@ -212,7 +212,7 @@ def stability(
         magnetizations=states,
         first=first,
         recommended_method=_recommended(system),
-        report=found.report,
+        report=result.report,
     )
 
 
@@ -282,14 +282,14 @@ def _almeida_thouless(system: SpinSystem, site: SpinSite, steps: int) -> Tensor:
 
 
 def _branches(
-    system: SpinSystem, method: Approximation, found: Thermodynamics, starts: int, generator: torch.Generator | None
+    system: SpinSystem, method: Approximation, result: Thermodynamics, starts: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for every start, (*batch, starts + 1, ...), F and m of the solution, and whether it is a new minimum."""
-    m = found.magnetization.detach()
+    m = result.magnetization.detach()
     lost = ~torch.isfinite(m).flatten(-2).all(-1)
     if not isinstance(method, FixedPointApproximation):
-        known = found.report.converged[..., None]
-        energies = found.free_energy.detach()[..., None].masked_fill(~known, torch.nan)
+        known = result.report.converged[..., None]
+        energies = result.free_energy.detach()[..., None].masked_fill(~known, torch.nan)
         return energies, m[..., None, :, :].masked_fill(~known[..., None, None], torch.nan), known
     generator = generator or torch.Generator().manual_seed(0)
     field = system.field
@@ -323,9 +323,9 @@ def _branches(
 def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
     """The eigenvector of the largest eigenvalue of J, (*batch, N, D), from a start; the longest of its vectors is 1."""
     vector = start.flatten(-2)
-    found = lanczos(flattened(system.coupled, start), vector, min(64, vector.shape[-1]))
-    tridiagonal = found.alphas.diag_embed() + found.betas.diag_embed(-1) + found.betas.diag_embed(1)
+    result = lanczos(flattened(system.coupled, start), vector, min(64, vector.shape[-1]))
+    tridiagonal = result.alphas.diag_embed() + result.betas.diag_embed(-1) + result.betas.diag_embed(1)
     weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
-    mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(start.shape).nan_to_num()
+    mode = (weights[..., None, :] @ result.basis)[..., 0, :].reshape(start.shape).nan_to_num()
     longest = torch.linalg.vector_norm(mode, dim=-1, keepdim=True).amax(-2, keepdim=True)
     return torch.div(mode, torch.where(longest > 0, longest, 1.0))

@@ -191,20 +191,20 @@ def failed_of(report: SolveReport) -> Tensor:
     return report.failed if response is None else report.failed | response.reshape(report.failed.shape)
 
 
-def largest_susceptibility(found: Thermodynamics) -> Eigenvalue:
+def largest_susceptibility(result: Thermodynamics) -> Eigenvalue:
     """The largest eigenvalue of chi, (*batch): of the matrix if it is small, else by Lanczos on its products."""
-    shape = found.magnetization.shape
+    shape = result.magnetization.shape
     size = shape[-2] * shape[-1]
     if size <= DENSE:
-        chi = found.susceptibility().detach().reshape(*shape[:-2], size, size)
+        chi = result.susceptibility().detach().reshape(*shape[:-2], size, size)
         known = chi.isfinite().all(-1).all(-1)
         values = torch.linalg.eigvalsh(torch.where(known[..., None, None], chi, 0.0))[..., -1]
         return Eigenvalue(values.masked_fill(~known, torch.nan), torch.zeros_like(values))
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(size, generator=generator, dtype=torch.float64).to(found.magnetization)
+    start = torch.randn(size, generator=generator, dtype=torch.float64).to(result.magnetization)
 
     def product(v: Tensor) -> Tensor:
-        return found.susceptibility_product(v.reshape(shape)).detach().reshape(v.shape)
+        return result.susceptibility_product(v.reshape(shape)).detach().reshape(v.shape)
 
     return extreme_eigenvalues(product, start.expand(*shape[:-2], -1), LANCZOS_STEPS)[1]
 

@@ -149,12 +149,12 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
         if not _is_whole(path):
             return None, f"the compiled library for {isa} is damaged; {again}"
         handle = ctypes.CDLL(str(path))
-        found, supported, finite = handle.ia_abi(), handle.ia_supported, handle.ia_finite
+        version, supported, finite = handle.ia_abi(), handle.ia_supported, handle.ia_finite
         functions = handle.ia_solve, handle.ia_adjoint
     except (OSError, AttributeError) as error:
         return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
-    if found != ABI:
-        return None, f"the compiled library for {isa} is of interface {found}, the package of {ABI}; {again}"
+    if version != ABI:
+        return None, f"the compiled library for {isa} is of interface {version}, the package of {ABI}; {again}"
     if not supported():
         return None, f"this processor has no {isa}"
     for function in functions:

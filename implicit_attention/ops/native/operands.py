@@ -95,7 +95,7 @@ class Operands:
         doubles = array("d", numbers)
         addresses = array("Q", self._addresses)
         addresses.extend(outputs)
-        found: int = function(
+        result: int = function(
             bytes_,
             self._integers.buffer_info()[0],
             doubles.buffer_info()[0],
@@ -103,9 +103,9 @@ class Operands:
             parallel_for,
             torch.get_num_threads(),
         )
-        if found < 0:
+        if result < 0:
             raise MemoryError("the native operation found no memory for its tiles")
-        return found
+        return result
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
@@ -148,20 +148,20 @@ def _packed(
     for i in reversed(range(axes)):
         out[i], size = size, size * batch[i]
     pairs = (kind, first is not None, first or 0)
-    found = array("q", [axes - sum(shared), sum(shared), queries, keys[0][-2], dim, *pairs])
-    found.extend([batch[i] for i in order])
-    found.extend([out[i] for i in order])
+    numbers = array("q", [axes - sum(shared), sum(shared), queries, keys[0][-2], dim, *pairs])
+    numbers.extend([batch[i] for i in order])
+    numbers.extend([out[i] for i in order])
     # Keys without the step of their dimension, which is 1.
     for place, own, kept in ((like, 2, 2), (keys, 2, 1), (beta, 0, 0), (anchor, 0, 0)):
         steps = [0] * axes if place is None else _steps(place, axes + own)
-        found.extend([steps[i] for i in order] + steps[axes : axes + kept])
+        numbers.extend([steps[i] for i in order] + steps[axes : axes + kept])
     for place in (*(() if mask is None else (mask,)), *others):
         steps = _steps(place, axes + 2)
-        found.extend([steps[i] for i in order] + steps[axes:])
-    return found
+        numbers.extend([steps[i] for i in order] + steps[axes:])
+    return numbers
 
 
 def _steps(place: _Place, axes: int) -> list[int]:
     """Return the strides of a tensor that may lack leading axes; 0 along axes of size 1, which broadcast."""
-    found = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
-    return [0] * (axes - len(found)) + found
+    strides = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
+    return [0] * (axes - len(strides)) + strides

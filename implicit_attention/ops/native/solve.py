@@ -96,18 +96,18 @@ def equilibria(
     shape, dtype, device = query.shape, query.dtype, query.device
     state = empty(shape, dtype=dtype, device=device)
     means = empty(shape, dtype=dtype, device=device) if mean else None
-    told = Evidence(shape[:-1], dtype, device) if evidence else None
+    kept = Evidence(shape[:-1], dtype, device) if evidence else None
     outputs = [state.data_ptr(), 0 if means is None else means.data_ptr()]
-    outputs += _NOWHERE if told is None else told.addresses()
+    outputs += _NOWHERE if kept is None else kept.addresses()
     steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
     numbers_of_rule = [rule.rtol, rule.atol, *steps_of_rule]
     failed = operands.call(loaded.solve, dtype.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
-    return Equilibria(state, means, told, failed)
+    return Equilibria(state, means, kept, failed)
 
 
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
     """Solve a problem whose tensors are all of one dtype; without `keep_mean` the returned mean has no rows."""
-    state, mean, told, _ = equilibria(problem, initial, rule, mean=keep_mean)
-    assert told is not None
+    state, mean, evidence, _ = equilibria(problem, initial, rule, mean=keep_mean)
+    assert evidence is not None
     mean = state.new_empty(0, state.shape[-1]) if mean is None else mean
-    return Solved(state, mean, told.number(0), *told.record)
+    return Solved(state, mean, evidence.number(0), *evidence.record)

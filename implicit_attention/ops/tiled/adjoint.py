@@ -88,14 +88,14 @@ def solve_adjoint(
     rows = TiledRows(problem.to(state.dtype), fused=False).without_common()
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
     g, unit = normalised(g)
-    found = AdjointAnswer.allocated(g.new_zeros, g.shape, rows.keys.shape, g.dtype)
+    result = AdjointAnswer.allocated(g.new_zeros, g.shape, rows.keys.shape, g.dtype)
     # One for all queries that have an entry of the batch in common.
     sums = None if by_bias is None else g.new_zeros(rows.sets, rows.count // rows.length, rows.keys.shape[1])
     for part, entries in _tiles_with_cotangents(rows, g, size):
         own = (t.index_select(0, part.ids) for t in (z, g, unit))
-        _solve_tile(part, entries, *own, stop=stop, found=found, sums=sums)
-    per_query = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in found[:-1]]
-    by_keys = rows.keys_restored(found.by_keys).reshape(problem.keys.shape)
+        _solve_tile(part, entries, *own, stop=stop, result=result, sums=sums)
+    per_query = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in result[:-1]]
+    by_keys = rows.keys_restored(result.by_keys).reshape(problem.keys.shape)
     if by_bias is not None and sums is not None:
         by_bias += rows.fold.restored(sums.view(*rows.shape[:-1], -1))
     return AdjointAnswer._make((*per_query, by_keys))
@@ -138,7 +138,7 @@ def _solve_tile(
     unit: Tensor,
     *,
     stop: AdjointRule,
-    found: AdjointAnswer,
+    result: AdjointAnswer,
     sums: Tensor | None,
 ) -> None:
     """Solve for the cotangents g, each in units of its own power of two, and write the answers of the tile."""
@@ -153,7 +153,7 @@ def _solve_tile(
     finite = torch.isfinite(residual)
     solved = finite & (residual <= SLACK * tolerance) & ~blocked
     stalled = blocked | (finite & (steps < stop.max_steps) & ~solved)
-    status = torch.full_like(found.status[rows.ids], int(Status.MAX_STEPS))
+    status = torch.full_like(result.status[rows.ids], int(Status.MAX_STEPS))
     status.masked_fill_(solved, int(Status.CONVERGED)).masked_fill_(~finite, int(Status.NONFINITE))
     if bool(stalled.any()):
         value, *evidence = _minimal_residuals(rows, tile, g, tolerance, stalled, stop)
@@ -179,14 +179,14 @@ def _solve_tile(
     shape = (*weights.shape[:2], -1)
     by_keys = torch.bmm(weights.mT, left.view(shape))
     by_keys.baddbmm_(centred.mT, right.view(shape))
-    found.by_keys.index_add_(0, entries, by_keys)
+    result.by_keys.index_add_(0, entries, by_keys)
     if sums is not None:
         # Which rows belong to which entry of the batch, by the share that they have in f.
         batch = rows.ids.view(shape[:-1]) % (sums.shape[1] * rows.length) // rows.length
         member = torch.arange(sums.shape[1], device=z.device)[:, None] == batch[:, None]
         sums.index_add_(0, entries, torch.bmm(share.view(len(entries), 1, -1) * member, centred))
     updates = (u, status, residual * unit, tolerance * unit, steps, blocked, by_beta)
-    for whole, part in zip(found, updates, strict=False):
+    for whole, part in zip(result, updates, strict=False):
         whole.index_copy_(0, rows.ids, part)
 
 

@@ -132,8 +132,8 @@ class TiledRows:
         for rows in torch.split(self.mask_rows.squeeze(-1), size):
             pairs = attended[rows]
             parts.append((pairs if lower is None else pairs & lower).any(1))
-        found = torch.cat(parts).repeat_interleave(self.shared, 0)
-        return found if inside is None else found & inside
+        result = torch.cat(parts).repeat_interleave(self.shared, 0)
+        return result if inside is None else result & inside
 
     # The working set.
 

@@ -185,11 +185,11 @@ class _Answers:
         if not self.stop.fixed_budget:
             status.masked_fill_(numbers[:, 1] <= numbers[:, 2], int(Status.CONVERGED))
         status.masked_fill_(~finite, int(Status.DIVERGED if index else Status.NONFINITE))
-        found = [(self.state, z), (self.measured, numbers), (self.status, status)]
-        found.append((self.steps, torch.full_like(status, index, dtype=torch.int32)))
+        result = [(self.state, z), (self.measured, numbers), (self.status, status)]
+        result.append((self.steps, torch.full_like(status, index, dtype=torch.int32)))
         if self.keep_mean:
-            found.append((self.mean, mean))
-        for whole, part in found:
+            result.append((self.mean, mean))
+        for whole, part in result:
             if z.device.type != "cpu":
                 part = torch.where(done[:, None] if part.ndim > 1 else done, part, whole[ids])
             whole.index_copy_(0, ids, part)

@@ -178,9 +178,9 @@ def _adjoint_kernel(
     residual = residual - (value - (1.0 - a) * b * spread)
     # A row without a cotangent adds nothing, even if it is not finite.
     idle = size == 0.0
-    found = tl.where(idle, 0.0, tl.sqrt(tl.sum(residual * residual, 1)))
-    finite = found < float("inf")
-    solved = finite & (found <= SLACK * tolerance) & ~blocked
+    answer = tl.where(idle, 0.0, tl.sqrt(tl.sum(residual * residual, 1)))
+    finite = answer < float("inf")
+    solved = finite & (answer <= SLACK * tolerance) & ~blocked
     stalled = finite & ~solved & (blocked | (num_steps < max_steps))
     status = tl.where(stalled, STALLED, UNFINISHED)
     status = tl.where(solved, CONVERGED, tl.where(finite, status, NONFINITE))
@@ -190,10 +190,10 @@ def _adjoint_kernel(
     value = tl.where(dropped[:, None], 0.0, value)
     z = tl.load(state + places, mask=inside, other=0.0).to(tl.float32)
     by_beta = tl.where(dropped, 0.0, (1.0 - a) * tl.sum(z * spread, 1))
-    found = tl.where(stalled, size, found)
+    answer = tl.where(stalled, size, answer)
     tl.store(value_out + places, value * unit[:, None] / lift[:, None], mask=inside)
     tl.store(status_out + at, status.to(tl.int8), mask=real)
-    tl.store(residual_out + at, found * unit / lift, mask=real)
+    tl.store(residual_out + at, answer * unit / lift, mask=real)
     tl.store(tolerance_out + at, tolerance * unit / lift, mask=real)
     tl.store(num_steps_out + at, num_steps, mask=real)
     tl.store(negative_out + at, blocked.to(tl.uint8), mask=real)
