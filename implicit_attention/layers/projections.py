@@ -84,7 +84,7 @@ class LearnedNumbers(nn.Module):
     def known(self) -> Learned | None:
         """The numbers without a graph, computed anew only if the parameter has changed; call while `eager`.
 
-        None where a call of the module is more than its formula, and where the numbers are not plain or not finite.
+        None where a call of the module is more than its formula, and where the numbers are not finite or not positive.
         """
         parameter, kind = self._parameters.get(self.source), type(self)
         own = kind.__base__ is LearnedNumbers and kind.forward is _FORWARD and is_called_plainly(self)
@@ -104,7 +104,8 @@ class LearnedNumbers(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             source = parameter.clone()
             numbers = formula(source)
-            if not bool(numbers.isfinite().all()):
+            # Others are reported where the module is called.
+            if not bool((numbers.isfinite() & (numbers > 0)).all()):
                 return None
             return Learned(numbers, numbers[..., None, None], parameter, source, formula, self.derivative(source))
 

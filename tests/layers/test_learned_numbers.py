@@ -259,3 +259,12 @@ def test_a_layer_that_is_dropped_is_freed_at_once(layer):
         assert parameter() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("initial", [0.0, -0.5])
+def test_a_temperature_that_is_none_is_refused(layer, initial):
+    x = torch.randn(1, 4, 12)
+    layer(x)
+    layer.beta.initial = initial
+    with pytest.raises(ValueError, match="`beta` must be"):
+        layer(x)
