@@ -4,8 +4,8 @@ import atexit
 import collections
 import functools
 import gc
-import itertools
 import re
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -172,123 +172,116 @@ SLOW = (
     # Gradients by every linear solver are fast, and so is a graph of inference.
     r"energies/test_legendre.py::test_first_and_second_derivatives",
     r"training/test_watch_engines.py::test_a_compiled_model_is_one_graph_with_the_counts_of_eager_calls",
+    # Programs, processes and whole runs: the fast suite has a shorter one of the same kind.
+    r"distributed/test_learned_anchors.py::test_three_steps_are_those_of_one_process",
+    r"distributed/test_sharded.py::test_an_evaluation_is_one_sum_of_few_numbers\[(?!learned)",
+    r"distributed/test_watch_group.py::test_counts_are_summed",
+    r"test_export.py::test_(so_is_every_kind_of_budget|onnx_has_the_numbers|the_strict_tracer|a_query_without_keys)",
+    r"test_export.py::test_(an_export_leaves_the_layer|a_solve_to_a_tolerance_is_refused|half_precision_is_exported)",
+    r"test_imports.py::test_an_exported_program_finds_its_operation",
+    r"test_kill_and_resume.py::test_two_kills_of_a_training_change_no_bit",
+    r"test_contributing.py::test_a_(potential|solver)_is_one_file",
+    r"test_docstrings.py::test_(docstrings_begin|no_two_classes)",
+    r"test_docs_links.py::test_a_broken_link",
+    r"test_guides.py::test_the_first_words",
+    r"test_site.py::test_every_source_of_a_docstring",
+    r"benchmarks/test_scale_suite.py::test_(ratios_are|the_page)",
+    r"benchmarks/test_(native_suite|benchmarks).py::test_every_metric_is_measured",
+    r"benchmarks/test_(usefulness|spins).py::test_(the_command_runs|every_(model|setting)_has_its_row)",
+    r"benchmarks/test_attention_suite.py::test_(every_solver_is_timed|the_figures_show|runs_on_a_gpu)",
+    r"benchmarks/test_energy_transformer_suite.py::test_every_target",
+    r"benchmarks/test_sudoku.py::test_(a_penalty|every_contender)",
+    r"examples/test_examples.py::test_(both_models_learn|a_monitored_run_is_the_same)",
+    r"examples/test_(convert_llama|spin_feed_forward|puzzles).py::",
+    r"cli/test_compare_potentials.py::test_the_retrieval_suite",
+    r"cli/test_compare.py::test_(patterns_that_are_not_finite|a_method_that_raises)",
+    r"cli/test_train_inpaint.py::test_a_training_learns",
+    r"cli/test_magnetize.py::test_without_a_file_the_fitted_digits",
+    r"cli/test_drive.py::test_(without_methods|a_field_that_is_not_finite|many_steps)",
+    r"cli/test_landscape_(page|command).py::test_a_quick_(page|run)",
+    r"cli/test_suite_distribution.py::test_the_suite_writes",
+    r"plotting/test_landscape.py::test_without_matplotlib",
+    r"plotting/test_landscape_basins.py::test_(plain_steps_end|every_start|the_figure_shows)",
+    r"plotting/test_(descent_figure|driven_figure).py::test_(the_committed_scales|every_number_of_a_path|what_is_not_finite)",
+    r"plotting/test_training_figure.py::test_(a_line_that|many_layers)",
+    r"integrations/test_hosts.py::test_a_missing_library",
+    r"ops/test_triton.py::test_asking_does_not_import",
+    r"solvers/test_external.py::test_nothing_is_imported",
+    r"training/test_watch_engines.py::test_(a_graph_of_inference|the_other_kinds)",
+    r"integrations/test_transformers_watching.py::test_after_a_training",
+    r"integrations/test_transformers_more.py::test_(a_compiled_model_that_attends|an_assistant)",
+    r"integrations/test_transformers_learned.py::test_gradients_are_finite_differences",
+    r"integrations/test_transformers_learned_files.py::test_a_trainer_resumes",
+    r"models/test_(image|graph).py::test_(it_learns|gradients_are_those_of_differences)",
+    r"layers/test_tie.py::test_a_tied_encoder",
+    r"layers/test_half_known.py::test_transforms_and_compilers",
+    r"layers/test_energy_transformer.py::test_programs_have",
+    r"layers/test_(spin_transformer|mean_field_attention|spin).py::test_half_precision_autocast",
+    r"layers/test_mean_field_attention.py::test_(a_net_learns|where_the_reaction)",
+    r"layers/test_spin_transformer.py::test_(blocks_are_differentiated|a_gradient_of_a_stack|a_stack_is|the_parts_have)",
+    r"layers/test_solve_in_order.py::test_gradcheck_through_the_chain",
+    r"test_failure_policy_engines.py::test_(a_failed_backward_solve_in|a_compiled_call_with|what_raises_breaks)",
+    r"potentials/test_\w+.py::\w*test_(a_layer_|it_)?compiles",
+    r"test_kinds_of_tensors.py::test_a_(memory|mask)\S*compiles",
+    r"test_comparison.py::test_(all_methods|the_picture)",
+    r"studies/test_bounds.py::test_from_the_threshold",
+    # Derivatives entry by entry, and of methods for which the contracts ask for them, too.
+    r"adjoints/test_adjoints.py::test_first_and_second_derivatives_entry_by_entry",
+    r"energies/test_causal_tokens.py::test_gradients_through_the_solve",
+    r"potentials/test_duality.py::test_(the_hull|conjugate_is_minus)",
+    r"spins/test_saddle_point_derivatives.py::test_heat_capacity",
+    r"spins/test_tap.py::test_derivatives_of_the_exact_response",
+    # Laws of large numbers and many random systems.
+    r"spins/test_(stability|guess).py::test_(the_closure_to_trust|plain_iteration|the_error_of_the_guess)",
+    r"spins/test_(sampling|sampling_dynamics).py::test_(errors|effective_samples|two_wells|symmetric_couplings)",
+    r"spins/test_adaptive_tap.py::test_(random_systems|it_is_exact_for_many)",
+    r"spins/test_branches.py::test_(the_second_order|stability_finds|a_long_chain)",
+    r"spins/test_saddle_point_samples.py::test_single_precision",
 )
 
-#: Full products of parameters, of which the fast suite asks one case in so many, and `pytest -m slow` the others.
-THINNED = {
-    r"ops/test_hopfield_solve.py::test_the_course_is_that_of_the_solvers_loop\[": 10,
-    r"ops/test_hopfield_adjoint.py::test_it_is_the_dense_solve_of_the_derivative\[": 8,
-    r"ops/test_hopfield_adjoint.py::test_tiles_change_nothing\[": 8,
-    r"potentials/test_spherical.py::test_first_and_second_derivatives_also_at_zero_field\[": 10,
-    r"potentials/test_spherical.py::test_derivatives_of_inverse_and_entropy\[": 4,
-    r"potentials/test_readout.py::test_first_and_second_derivatives\[": 3,
-    r"potentials/test_bessel.py::test_derivatives_of_\w+\[": 4,
-    r"potentials/test_kernel.py::test_gradients_reach_what_the_sum_is_made_of\[": 3,
-    r"layers/test_(spin|spin_transformer|mean_field_attention).py::test_\w+_are_differentiated_exactly\[": 8,
-    r"layers/test_(spin_transformer|mean_field_attention).py::test_half_precision_autocast_\w+\[": 8,
-    r"layers/test_spin_transformer.py::test_(the_parts_add_up_to_the_answer_in_total|a_block_without_couplings)": 4,
-    r"layers/test_spin_cache.py::test_token_by_token_is_one_call_of_all\[": 6,
-    r"layers/test_half_known.py::test_gradients_are_the_derivatives\[": 4,
-    r"layers/test_energy_transformer.py::test_tokens_gradients_and_energies_are_those_of_loops\[": 3,
-    r"spins/test_branches.py::test_a_solution_is_its_own_start\[": 4,
-    r"spins/test_thermodynamics.py::test_(first|second)_derivatives\[": 3,
-    r"spins/test_gaussian_closure.py::test_where_steps_are_said_to_contract_no_state_has_a_steeper_step\[": 3,
-    r"spins/test_saddle_point_derivatives.py::test_\w+_have_their_gradients\[": 3,
-    r"spins/test_driven_calls.py::test_derivatives_of_what_is_asked_of_stationary_states\[": 2,
-    r"spins/test_driven.py::test_a_field_that_stays_leads_to_the_stationary_state\[": 2,
-    r"spins/test_support.py::test_a_method_supports_what_the_table_says\[": 3,
-    r"ops/test_native.py::test_(a_query_has_the_same_bits_among_others_and_among_few|sizes)\[": 8,
-    r"ops/test_hopfield_solve.py::test_what_is_returned_is_true_of_the_state\[": 8,
-    r"ops/test_flash.py::test_\w+\[": 3,
-    r"ops/test_registration.py::test_(vmap_is_a_loop|opcheck)\[": 3,
-    r"potentials/test_query_offset.py::test_all_numbers_are_those_of_the_mask\[": 4,
-    r"potentials/test_readout.py::test_(it_is_scaled_dot_product_attention_with_its_gradients|leading_axes)": 4,
-    r"potentials/test_blocks_of_pairs.py::test_blocks_are_the_whole\[": 4,
-    r"potentials/test_grouped_keys.py::test_keys_\w+\[": 3,
-    r"energies/test_unbounded.py::test_squares_\w+\[": 3,
-    r"adjoints/test_adjoints.py::test_implicit_gradient_equals_600_unrolled_steps\[": 4,
-    r"solvers/test_solvers.py::test_clustered_keys_every_query_converges_and_none_on_a_saddle\[": 4,
-    r"distributed/test_(sharded|learned_anchors).py::test_\w+_one_process": 3,
-    r"test_nonfinite_cotangents.py::test_it_is_told_by_nothing_but_the_gradient\[": 8,
-    r"test_saved_tensor_hooks.py::test_gradients_are_those_without_hooks\[": 6,
-    r"test_matrices.py::test_batches_of_large_systems_are_answered_on_two_threads\[": 2,
-    r"test_export.py::test_(a_budget_is_exported_as_plain_operations_of_any_size|half_precision_is_exported)": 3,
-    r"spins/test_system.py::test_asymmetric_couplings_are_refused_inside_every_transform\[": 3,
-    r"spins/test_stability.py::test_the_(closure_to_trust|at_number_of_free_directions)": 2,
-    r"spins/test_tap.py::test_(errors_are_of_the_next_order|a_lost_sample_spoils|blocks_of|without_couplings)": 2,
-    r"spins/test_tap.py::test_(masked_sites_change_nothing|the_linearization_is_the_jacobian)": 3,
-    r"spins/test_sampling.py::test_chains_of_vectors\[": 2,
-    r"spins/test_sampling_one_site.py::test_(moments|the_angle_has_the_exact_distribution)\[": 3,
-    r"spins/test_thermodynamics.py::test_a_lost_sample_spoils_no_gradient": 2,
-    r"spins/test_saddle_point_derivatives.py::test_four_derivatives_are_those_of_the_value\[numbers": 3,
-    r"spins/test_sweep.py::test_a_sweep_is_the_answers_at_every_temperature\[": 3,
-    r"spins/test_contracts.py::test_samples_that_are_done_are_left_out_of_the_work\[": 3,
-    r"spins/test_gaussian_closure.py::test_it_is_near_to_chains_of_vectors\[": 2,
-    r"spins/test_branches.py::test_thermodynamics_go_through_every_transform\[": 2,
-    r"spins/test_transfer_matrix.py::test_everything_in_all_directions\[": 2,
-    r"layers/test_attention.py::test_compiles_without_a_graph_break\[": 3,
-    r"layers/test_attention.py::test_gradients_are_the_derivatives\[": 2,
-    r"layers/test_mean_field_attention.py::test_(no_pair_of_states|the_answer_is_that_of_the_iteration|layout_of)": 3,
-    r"layers/test_causal_tokens_apart.py::test_what_stands_behind_changes_no_bit\[": 3,
-    r"layers/test_energy_transformer.py::test_the_layout_of_tokens_and_masks_changes_nothing\[": 3,
-    r"layers/test_equilibrium_transformer.py::test_its_solution_and_gradients_are_those_of_400_steps\[": 2,
-    r"layers/test_equilibrium.py::test_a_compiled_layer_gives_the_same_values\[": 3,
-    r"layers/test_decoding.py::test_token_by_token_equals_one_forward\[": 4,
-    r"test_computed_weights.py::test_(a_compiled_block_is_solved|gradients_through_computed_weights)": 3,
-    r"test_callback.py::test_what_is_told_is_the_trace_and_changes_nothing\[": 3,
-    r"test_layouts.py::test_answers_and_gradients_do_not_depend_on_the_layout\[": 3,
-    r"test_kinds_of_tensors.py::test_a_mask_of_the_keys_alone_compiles\[": 2,
-    r"test_failure_policy_engines.py::test_a_compiled_call_with_a_word_is_one_graph\[": 2,
-    r"test_per_sample.py::test_gradients_are_those_of_a_map_that_keeps_all\[": 2,
-    r"layers/test_memory.py::test_gradients_are_the_derivatives\[": 3,
-    r"layers/test_solve_in_order.py::test_a_later_token_changes_no_bit\[": 2,
-    r"layers/test_mean_field_attention.py::test_layers_can_be_transformed\[": 3,
-    r"layers/test_spin_transformer.py::test_(a_stack_is_its_blocks_in_turn|a_missing_token_changes_no_bit)": 3,
-    r"potentials/test_boltzmann.py::test_two_layers_of_neurons_end_at_the_equilibrium": 4,
-    r"potentials/test_layouts_of_keys.py::test_\w+_are_those_of_contiguous_tensors\[": 3,
-    r"potentials/test_kernel.py::test_a_layer_trains_a_step_without_a_warning\[": 4,
-    r"potentials/test_entmax.py::test_attention_differentiates_as_an_unrolled_reference\[": 2,
-    r"ops/test_hopfield_solve.py::test_(clustered_keys|a_query_that_is_not|low_precision|a_query_alone)": 4,
-    r"ops/test_hopfield_adjoint.py::test_what_a_key_holds_that_nobody_attends_to_changes_not_one_bit\[": 4,
-    r"ops/test_hopfield_solve_cost.py::test_a_fixed_budget_never_waits_for_an_accelerator\[": 3,
-    r"ops/test_registration.py::test_gradcheck_of_the_solve\[": 4,
-    r"integrations/test_multihead_hosts.py::test_an_encoder_calls_it_whether_swapped_before_or_after": 5,
-    r"integrations/test_multihead_hosts.py::test_(an_encoder_layer_calls_it|a_decoder_calls_both)\[": 3,
-    r"integrations/test_multihead_module.py::test_compiles_without_a_graph_break\[": 3,
-    r"integrations/test_multihead.py::test_(output_and_weights_are_those|no_steps_are_torchs_module)": 3,
-    r"integrations/test_transformers_architectures.py::test_generating_with_a_static_cache": 5,
-    r"integrations/test_transformers_architectures.py::test_(equilibria_are|decoding_with|gradients_are|what_a_pad)": 2,
-    r"potentials/test_subclasses.py::test_a_solve_answers_what_the_subclass_computes\[": 3,
-    r"integrations/test_transformers_watching.py::test_no_engine_of_the_trainer_counts_twice\[": 2,
-    r"integrations/test_transformers_learned.py::test_values_and_gradients_are_those_of_a_reference": 2,
-    r"layers/test_solve_in_order.py::test_in_order_is_at_once\[": 3,
-    r"layers/test_mean_field_attention.py::test_other_methods_couplings_and_heads_are_distilled\[": 3,
-    r"training/test_watch.py::test_every_precision_and_layout\[": 3,
-    r"energies/test_legendre.py::test_(default_solver_needs_no_more|energy_falls_at_every_plain_step)": 3,
-    r"energies/test_sphere_energy.py::test_gradcheck_and_gradgradcheck_through_solve\[": 2,
+#: Of a function with more cases the fast suite asks so many, drawn by their names, and `pytest -m slow` the others.
+CASES = 8
+#: The same for functions whose cases are long.
+FEWER = {
+    r"ops/test_triton.py::test_kernel_in_the_interpreter": 6,
+    r"integrations/": 3,
+    r"::test_\w*(derivative|differentiated|gradcheck|grad_compose|_gradients|_its_gradients|compile)": 2,
+    r"(test_layouts|test_failure_policy\w*|plotting/test_\w+).py::": 3,
+    r"layers/test_(half_known|mean_field_attention|energy_transformer|spin_transformer|solve_in_order).py::": 3,
+    r"energies/test_(unbounded|self_att\w+).py::": 4,
+    r"potentials/test_spherical.py::test_first_and_second_derivatives_also_at_zero_field": 1,
+    r"potentials/test_bessel.py::test_derivatives": 1,
+    r"test_export.py::": 1,
+    r"spins/test_(tap|sampling|gaussian_closure|branches|saddle_point_\w+|transfer_matrix|system).py::": 2,
 }
 
 
 @functools.cache
-def patterns(file: str) -> list[tuple[str, int | None]]:
-    """The patterns that may match tests of a file, each with its number in THINNED."""
-    every = {**dict.fromkeys(SLOW), **THINNED}
-    return [(pattern, count) for pattern, count in every.items() if re.search(pattern.partition("::")[0], file)]
+def patterns(file: str) -> list[str]:
+    """The patterns of SLOW and FEWER that may match tests of a file."""
+    return [p for p in (*SLOW, *FEWER) if re.search(p.partition("::")[0], file)]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     matched: set[str] = set()
-    places: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    most: dict[str, int] = {}
     for item in items:
         name = item.nodeid
-        for pattern, count in patterns(name.partition("::")[0]):
-            if re.search(pattern, name):
-                matched.add(pattern)
-                # Of THINNED the first of every function stays, and then one in so many.
-                if count is None or next(places[name.partition("[")[0]]) % count:
-                    item.add_marker(pytest.mark.slow)
-    if config.args == config.getini("testpaths") and (stale := {*SLOW, *THINNED} - matched):
+        function = name.partition("[")[0]
+        here = {p for p in patterns(name.partition("::")[0]) if re.search(p, name)}
+        matched |= here
+        if here.isdisjoint(SLOW):
+            cases[function].append(item)
+            most[function] = min((FEWER[p] for p in here), default=CASES)
+        else:
+            item.add_marker(pytest.mark.slow)
+    for function, several in cases.items():
+        # In the order of a checksum, because every n-th of a product might always have the same dtype.
+        for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[most[function] :]:
+            item.add_marker(pytest.mark.slow)
+    if config.args == config.getini("testpaths") and (stale := {*SLOW, *FEWER} - matched):
         raise pytest.UsageError(f"tests/conftest.py: nothing is called {sorted(stale)}")
 
 
