@@ -164,13 +164,13 @@ class Rows:
         return active if self.unread else active | finite_rows(z) & finite_rows(mapped)
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
-        """Restrict problem, best states and solver memory to the rows `order` of the present working set."""
+        """Restrict problem and solver memory to the rows `order` of the present working set, with the best states."""
         self.full = self._merged(best)
         self.rows = order if self.rows is None else self.rows.gather(-1, order)
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        picked: list[Any] = list(pytree.tree_map_only(Tensor, lambda tensor: pick(tensor, order), (*tree, best)))
+        picked: list[Any] = list(pytree.tree_map_only(Tensor, lambda tensor: pick(tensor, order), tree))
         return picked
 
     def all(self, best: Best) -> tuple[Tensor, Record]:
