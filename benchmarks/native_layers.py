@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from implicit_attention import ImplicitAttention
+from implicit_attention.adjoints.native import is_finite
 
 from .compare import GRADIENT_ERROR
 from .measure import interleaved_clocks
@@ -24,6 +25,7 @@ DECODED = 16
 #: Which call is over which.
 PAIRS = {
     "explicit": ("explicit", "plain"),
+    "explicit by hand": ("by hand", "plain"),
     "solve": ("solve", "plain"),
     "training": ("training", "plain training"),
     "explicit, packed": ("explicit", "packed"),
@@ -67,6 +69,31 @@ class Plain(nn.Module):
         return out
 
 
+class ByHand(nn.Module):
+    """The least that an explicit step with the evidence of `ImplicitAttention` costs, by the parameters of one.
+
+    The same projections in the same layout, a temperature per head, and the answer only where queries and keys are
+    finite, which the kernel does not tell; no arguments, options, report, nor parameters that change.
+    """
+
+    def __init__(self, layer: ImplicitAttention) -> None:
+        super().__init__()
+        self.heads = layer.heads
+        self.q, self.k, self.v, self.out = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
+        self.beta = layer.beta().detach().view(-1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        query = self.q(x).view(shape).transpose(-3, -2).contiguous()
+        keys = self.k(x).view(shape).transpose(-3, -2).contiguous()
+        values = self.v(x).view(shape).transpose(-3, -2).contiguous()
+        if not (is_finite(query) and is_finite(keys)):
+            raise ValueError("queries and keys must be finite")
+        read = F.scaled_dot_product_attention(self.beta * query, keys, values, scale=1.0)
+        out: Tensor = self.out(read.transpose(-3, -2).flatten(-2))
+        return out
+
+
 def layer_row(problem: Setting, *, rounds: int, max_seconds: float) -> Row:
     """Calls of the layers by one thread, by process time, and what the equilibria answer."""
     torch.set_num_threads(1)
@@ -80,6 +107,7 @@ def layer_row(problem: Setting, *, rounds: int, max_seconds: float) -> Row:
         for mine, theirs in ((ours.q_proj, plain.q), (ours.k_proj, plain.k), (ours.v_proj, plain.v)):
             theirs.weight.copy_(mine.weight)  # type: ignore[union-attr]
         plain.out.weight.copy_(ours.out_proj.weight)  # type: ignore[union-attr]
+    by_hand = ByHand(ours)
     found = {"ours": evidence(ours, plain, x, cotangent)}
     if "error" in found["ours"]:
         return {"evidence": found, "seconds": {}, "ratios": dict.fromkeys(NAMES)}
@@ -87,6 +115,7 @@ def layer_row(problem: Setting, *, rounds: int, max_seconds: float) -> Row:
         "plain": partial(without_graph, plain, x),
         "packed": partial(without_graph, packed, x),
         "explicit": partial(without_graph, ours, x, max_steps=0),
+        "by hand": partial(without_graph, by_hand, x),
         "solve": partial(without_graph, ours, x),
         "plain training": training(plain, x, cotangent),
         "packed training": training(packed, x, cotangent),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
@@ -83,6 +84,8 @@ def read_out_plain(
     if is_laid_out(z.shape, keys.shape, values.shape):
         # The same as `attend`, for tensors that lie as the kernel takes them.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+        if not differentiated and first is None:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
         if not differentiated:
             return sdpa(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
         return differentiable(query, keys, values, attn_mask=None, scale=scale, first=first)[0]  # type: ignore[no-any-return]

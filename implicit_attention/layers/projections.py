@@ -210,11 +210,14 @@ def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
     return Fixed(float(given))
 
 
-def read(beta: nn.Module, anchor: nn.Module, heads: int) -> tuple[Any, Any, Sources | None]:
-    """The beta and the anchor of `heads` heads, and their sources if they have no graph; call while `eager`."""
-    of_beta, of_anchor = _known(beta, heads), _known(anchor, heads)
+def read(beta: nn.Module, anchor: nn.Module | None, heads: int) -> tuple[Any, Any, Sources | None]:
+    """The beta and the anchor of `heads` heads, and their sources if they have no graph; call while `eager`.
+
+    Without a module of its own the anchor is 1.
+    """
+    of_beta, of_anchor = _known(beta, heads), 1.0 if anchor is None else _known(anchor, heads)
     if of_beta is None or of_anchor is None:
-        return beta(), anchor(), None
+        return beta(), 1.0 if anchor is None else anchor(), None
     first, second = type(of_beta) is Learned, type(of_anchor) is Learned
     sources = Sources(of_beta if first else None, of_anchor if second else None)
     return of_beta.numbers if first else of_beta, of_anchor.numbers if second else of_anchor, sources

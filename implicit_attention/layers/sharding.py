@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import _validate
+from .projections import is_called_plainly
+
+_LINEAR = nn.Linear.forward
 
 T = TypeVar("T", float, Tensor, Tensor | None, float | Tensor)
 
@@ -45,9 +49,26 @@ class HeadShard:
         return everywhere.to_local(grad_placements=[Partial()])
 
 
-def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int) -> Tensor:
+def applied(projection: nn.Module | None, x: Tensor, *, eager: bool) -> Tensor:
+    """projection(x), or x where there is none; `eager` as in `direct.eager()`.
+
+    A call of a plain linear module is one operation of torch, and `nn.Module` adds half of its time for few tokens.
+    """
+    if projection is None:
+        return x
+    parameters = projection._parameters
+    known = type(projection) is nn.Linear and nn.Linear.forward is _LINEAR and is_called_plainly(projection)
+    if eager and known and "weight" in parameters and "bias" in parameters:
+        return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+    made: Tensor = projection(x)
+    return made
+
+
+def projected(
+    projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int, *, eager: bool
+) -> Tensor:
     """The heads that a projection makes of x on this process, normalised, (*batch, heads or fewer, N, head_dim)."""
-    flat = x if projection is None else projection(x)
+    flat = applied(projection, x, eager=eager)
     if type(flat) is not Tensor:
         _validate.check_local("a projection of x", flat)
     shape = flat.shape
@@ -105,9 +126,15 @@ def _shard_of(inward: Sequence[nn.Module | None], *heads: int) -> HeadShard:
     return HeadShard(mesh, mesh.get_local_rank(), mesh.size())
 
 
+def weight_of(projection: nn.Module | None) -> Any:
+    """Return the weight, without the search of `nn.Module` for an attribute; None where there is none."""
+    parameters = {} if projection is None else projection._parameters
+    return parameters["weight"] if "weight" in parameters else getattr(projection, "weight", None)
+
+
 def _placed(projection: nn.Module | None) -> tuple[Any, int | None]:
     """(mesh, axis on which the weight is sharded) on a mesh of one dimension, else (None, None)."""
-    weight: Any = getattr(projection, "weight", None)
+    weight = weight_of(projection)
     if type(weight) is nn.Parameter:
         return None, None
     if not _validate.is_distributed(weight) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard():

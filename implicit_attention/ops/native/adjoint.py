@@ -12,7 +12,7 @@ from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule
 from ..trust import empty
 from .library import library
-from .operands import Operands
+from .operands import Operands, in_memory
 from .solve import Evidence
 
 
@@ -50,7 +50,7 @@ def adjoints(
     moved: int = 0,
     least: float = 0.0,
 ) -> Adjoints:
-    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D).
+    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D) and `in_memory`.
 
     A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
 
@@ -85,4 +85,5 @@ def solve_adjoint(
     by_bias: Tensor | None = None,
 ) -> AdjointAnswer:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
-    return adjoints(problem, state, mean, cotangent, rule, by_bias=by_bias).answer
+    problem = Hopfield._make(map(in_memory, problem))
+    return adjoints(problem, *map(in_memory, (state, mean, cotangent)), rule, by_bias=by_bias).answer

@@ -13,7 +13,7 @@ from ..problem import Hopfield
 from ..rule import Solved
 from ..trust import empty
 from .library import library
-from .operands import MOST_STEPS, Operands
+from .operands import MOST_STEPS, Operands, in_memory
 
 
 class Evidence:
@@ -88,7 +88,7 @@ class Equilibria(NamedTuple):
 def equilibria(
     problem: Hopfield, initial: Tensor, rule: FusedRule, *, mean: bool = True, evidence: bool = True
 ) -> Equilibria:
-    """Solve every query of a problem, all of one dtype."""
+    """Solve every query of a problem of tensors `in_memory`, all of one dtype."""
     query, keys, beta, anchor, mask, first = problem
     loaded = library()
     assert loaded is not None
@@ -107,7 +107,8 @@ def equilibria(
 
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
     """Solve a problem whose tensors are all of one dtype; without `keep_mean` the returned mean has no rows."""
-    state, mean, evidence, _ = equilibria(problem, initial, rule, mean=keep_mean)
+    problem = Hopfield._make(map(in_memory, problem))
+    state, mean, evidence, _ = equilibria(problem, in_memory(initial), rule, mean=keep_mean)
     assert evidence is not None
     mean = state.new_empty(0, state.shape[-1]) if mean is None else mean
     return Solved(state, mean, evidence.number(0), *evidence.record)
