@@ -280,9 +280,9 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         if output is None:
             return None
         # The report must not keep the queries.
-        size, kind = (*call.query.shape[:-1], 0), call.query.dtype
+        shape, kind = call.query.shape, call.query.dtype
         later: dict[str, Callable[[], Any]] = {
-            "record": lambda: Record.unmeasured(torch.empty(size, dtype=kind), Status.EXPLICIT, 1),
+            "record": lambda: Record.unmeasured(torch.empty(*shape[:-1], 0, dtype=kind), Status.EXPLICIT, 1),
             "adjoint": AdjointReport,
         }
         return Attended(output, call.query, SolveReport.deferred(later, remedies=NO_REMEDIES), None)

@@ -22,7 +22,7 @@ from .cache import CachedKeys, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .projections import read as read_numbers
 from .remembering import Remembering
-from .sharding import applied, head_shard, projected, weight_of
+from .sharding import called, head_shard, projected, weight_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -213,7 +213,7 @@ class ImplicitAttention(Remembering):
         first, rotary = 0 if cache is None else cache.num_queries, self.rotary
         # `nn.Module` would search for each attribute.
         parts: dict[str, Any] = self._modules
-        projections = q_proj, k_proj, v_proj, out_proj = tuple(map(parts.get, _PROJECTIONS))
+        q_proj, k_proj, v_proj, out_proj = projections = [parts.get(name) for name in _PROJECTIONS]
         query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads, eager=eager)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
@@ -273,7 +273,7 @@ class ImplicitAttention(Remembering):
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
-        output = applied(out_proj, output, eager=eager)
+        output = called(out_proj, output, eager=eager)
         if not (return_solution or return_trajectory or return_weights):
             return output
         results: list[Any] = [output]

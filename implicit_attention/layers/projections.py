@@ -88,18 +88,19 @@ class LearnedNumbers(nn.Module):
         """
         parameter, kind = self._parameters.get(self.source), type(self)
         own = kind.__base__ is LearnedNumbers and kind.forward is _FORWARD and is_called_plainly(self)
-        if not own or type(parameter) is not nn.Parameter or not parameter.is_cpu:
-            return None
-        if parameter.dtype in HALF or parameter.numel() > MOST_HEADS:
+        if not own or type(parameter) is not nn.Parameter or not parameter.is_cpu or parameter.numel() > MOST_HEADS:
             return None
         # A version would not do: writes to `parameter.data` do not change it.
         key = parameter.tolist(), parameter.dtype, self.__dict__.get("initial")
-        known = self._known
-        if known[0] != key or known[1] is None or known[1].parameter is not parameter:
-            known = self._known = key, self._computed(parameter)
-        return known[1]
+        made, known = self._known
+        if made != key or known is None or known.parameter is not parameter:
+            known = self._computed(parameter)
+            self._known = key, known
+        return known
 
     def _computed(self, parameter: nn.Parameter) -> Learned | None:
+        if parameter.dtype in HALF:
+            return None
         formula = self.formula
         with torch.inference_mode(False), torch.no_grad():
             source = parameter.clone()
@@ -225,11 +226,11 @@ def read(beta: nn.Module, anchor: nn.Module | None, heads: int) -> tuple[Any, An
 
 def _known(module: nn.Module, heads: int) -> Any:
     """The number of `Fixed`, or the `Learned` numbers of a module; None where it must be called."""
-    if isinstance(module, LearnedNumbers):
-        learned = module.known()
-        return learned if learned is not None and learned.numbers.shape == (heads,) else None
-    value = module.__dict__.get("value")
-    return value if type(module) is Fixed and type(value) is float and is_called_plainly(module) else None
+    if type(module) is Fixed:
+        value = module.__dict__.get("value")
+        return value if type(value) is float and is_called_plainly(module) else None
+    learned = module.known() if isinstance(module, LearnedNumbers) else None
+    return learned if learned is not None and learned.numbers.shape == (heads,) else None
 
 
 class Rotary(nn.Module):

@@ -49,17 +49,17 @@ class HeadShard:
         return everywhere.to_local(grad_placements=[Partial()])
 
 
-def applied(projection: nn.Module | None, x: Tensor, *, eager: bool) -> Tensor:
+def called(projection: nn.Module | None, x: Tensor, *, eager: bool) -> Tensor:
     """projection(x), or x where there is none; `eager` as in `direct.eager()`.
 
     A call of a plain linear module is one operation of torch, and `nn.Module` adds half of its time for few tokens.
     """
     if projection is None:
         return x
-    parameters = projection._parameters
-    known = type(projection) is nn.Linear and nn.Linear.forward is _LINEAR and is_called_plainly(projection)
-    if eager and known and "weight" in parameters and "bias" in parameters:
-        return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+    if eager and type(projection) is nn.Linear and nn.Linear.forward is _LINEAR and is_called_plainly(projection):
+        parameters = projection._parameters
+        if "weight" in parameters and "bias" in parameters:
+            return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
     made: Tensor = projection(x)
     return made
 
@@ -68,13 +68,13 @@ def projected(
     projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int, *, eager: bool
 ) -> Tensor:
     """The heads that a projection makes of x on this process, normalised, (*batch, heads or fewer, N, head_dim)."""
-    flat = applied(projection, x, eager=eager)
+    flat = called(projection, x, eager=eager)
     if type(flat) is not Tensor:
         _validate.check_local("a projection of x", flat)
-    shape = flat.shape
-    if shape[:-1] != x.shape[:-1] or shape[-1] % head_dim:
-        raise ValueError(_refusal(f"shape {tuple(shape)} from x of shape {tuple(x.shape)}", heads))
-    made = flat.reshape(*shape[:-1], shape[-1] // head_dim, head_dim).transpose(-3, -2)
+    (*lead, width), (*wanted, _) = flat.shape, x.shape
+    if lead != wanted or width % head_dim:
+        raise ValueError(_refusal(f"shape {tuple(flat.shape)} from x of shape {tuple(x.shape)}", heads))
+    made = flat.view(*lead, width // head_dim, head_dim).transpose(-3, -2)
     if norm is None:
         return made
     if made.shape[-3] == heads and not _validate.is_distributed(norm.weight):

@@ -16,6 +16,8 @@ from .._autograd import are_plain
 MOST_NUMBERS = 256
 # Most leading axes of a problem that the short check of shapes accepts.
 MOST_AXES = 8
+# Precisions of a solve.
+PRECISIONS = (torch.float32, torch.float64)
 # Limits of an inverse temperature.
 LEAST, MOST = math.ulp(0.0), sys.float_info.max
 
@@ -67,9 +69,7 @@ class Hopfield(NamedTuple):
         """
         query, keys, beta, anchor, mask, _ = self
         dtype = query.dtype
-        if dtype not in (torch.float32, torch.float64) or not are_plain(
-            dtype, query, keys, keys if values is None else values
-        ):
+        if dtype not in PRECISIONS or not are_plain(dtype, query, keys, keys if values is None else values):
             return False
         if not _fit(query.shape, keys.shape, None if values is None else values.shape):
             return False

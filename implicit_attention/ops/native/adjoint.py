@@ -10,7 +10,7 @@ from torch import Tensor
 from ...solution import UNSURE
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule
-from ..trust import empty
+from ..trust import empty, empty_like
 from .library import library
 from .operands import Operands, in_memory
 from .solve import Evidence
@@ -64,8 +64,7 @@ def adjoints(
     operands = Operands(cotangent, keys, beta, anchor, mask, first, state, mean)
     shape, dtype, device = cotangent.shape, cotangent.dtype, cotangent.device
     rows = shape[:-1]
-    value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
-    by_keys = empty(keys.shape, dtype=dtype, device=device)
+    value, by_beta, by_keys = empty_like(cotangent), empty(rows, dtype=dtype, device=device), empty_like(keys)
     evidence = Evidence(rows, dtype, device, flags=True)
     residual, tolerance, error, status, steps, negative = evidence.addresses()
     numbers = [rule.rtol, rule.max_steps, math.sqrt(max(shape[-1], 1)), least, UNSURE]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -24,8 +23,6 @@ ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
 _Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
-# Reads a shape without a frame of Python.
-_SHAPE = attrgetter("shape")
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 
@@ -77,7 +74,7 @@ class Operands:
             (keys.shape, keys.stride()),
             *where,
             place,
-            *zip(map(_SHAPE, others), map(Tensor.stride, others), strict=True),
+            *[(other.shape, other.stride()) for other in others],
         )
         at = own.buffer_info()[0]
         for i in range(2):

@@ -11,7 +11,7 @@ from ..._fused_rule import FusedRule
 from ...solution import Record
 from ..problem import Hopfield
 from ..rule import Solved
-from ..trust import empty
+from ..trust import empty, empty_like
 from .library import library
 from .operands import MOST_STEPS, Operands, in_memory
 
@@ -27,7 +27,7 @@ class Evidence:
     def __init__(self, rows: torch.Size, dtype: torch.dtype, device: torch.device, *, flags: bool = False) -> None:
         self.rows, self.dtype, self.count = rows, dtype, rows.numel()
         size = self.count * (3 * dtype.itemsize + (6 if flags else 5))
-        self.memory = empty((size,), dtype=torch.uint8, device=device)
+        self.memory = empty(size, dtype=torch.uint8, device=device)
 
     def addresses(self) -> tuple[int, int, int, int, int, int]:
         """Return where the three numbers, status, steps and flags are."""
@@ -93,15 +93,13 @@ def equilibria(
     loaded = library()
     assert loaded is not None
     operands = Operands(query, keys, beta, anchor, mask, first, initial, expanded=True)
-    shape, dtype, device = query.shape, query.dtype, query.device
-    state = empty(shape, dtype=dtype, device=device)
-    means = empty(shape, dtype=dtype, device=device) if mean else None
-    kept = Evidence(shape[:-1], dtype, device) if evidence else None
+    state, means = empty_like(query), empty_like(query) if mean else None
+    kept = Evidence(query.shape[:-1], query.dtype, query.device) if evidence else None
     outputs = [state.data_ptr(), 0 if means is None else means.data_ptr()]
     outputs += _NOWHERE if kept is None else kept.addresses()
     steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
     numbers_of_rule = [rule.rtol, rule.atol, *steps_of_rule]
-    failed = operands.call(loaded.solve, dtype.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
+    failed = operands.call(loaded.solve, query.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
     return Equilibria(state, means, kept, failed)
 
 
