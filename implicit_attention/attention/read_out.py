@@ -87,7 +87,7 @@ def read_out_plain(
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         if first is None and not differentiated:
             return F.scaled_dot_product_attention(query, keys, values, scale=scale)
-        return kernel(query, keys, values, attn_mask=None, scale=scale, first=first)[0]  # type: ignore[no-any-return]
+        return kernel(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
     fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
     return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale, first)[0])

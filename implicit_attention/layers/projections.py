@@ -216,7 +216,8 @@ def read(beta: nn.Module, anchor: nn.Module | None, heads: int) -> tuple[Any, An
 
     Without a module of its own the anchor is 1.
     """
-    of_beta, of_anchor = _known(beta, heads), 1.0 if anchor is None else _known(anchor, heads)
+    of_beta: Any = _known(beta, heads)
+    of_anchor: Any = 1.0 if anchor is None else _known(anchor, heads)
     if of_beta is None or of_anchor is None:
         return beta(), 1.0 if anchor is None else anchor(), None
     first, second = type(of_beta) is Learned, type(of_anchor) is Learned

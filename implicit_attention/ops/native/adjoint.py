@@ -85,4 +85,5 @@ def solve_adjoint(
 ) -> AdjointAnswer:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
     problem = Hopfield._make(map(in_memory, problem))
-    return adjoints(problem, *map(in_memory, (state, mean, cotangent)), rule, by_bias=by_bias).answer
+    state, mean, cotangent = map(in_memory, (state, mean, cotangent))
+    return adjoints(problem, state, mean, cotangent, rule, by_bias=by_bias).answer
