@@ -82,7 +82,10 @@ def attend(call: Call, *, eager: bool | None = None) -> Attended:
     if eager and type(call.query) is Tensor and call.query.is_cpu:
         # The contexts and wrappers below have nothing to keep out.
         call = call if call.first is None else _with_triangle(call)
-        return _by_groups(call, _answer, in_graph=False)  # type: ignore[return-value]
+        dtype, grouped = call.query.dtype, call.grouped and call.query.shape[-3] != call.keys.shape[-3]
+        # Most calls need neither groups nor another precision.
+        attended = None if grouped or dtype in HALF else _directly(call, dtype)
+        return _by_groups(call, _answer, in_graph=False) if attended is None else attended  # type: ignore[return-value]
     check_whole()
     call = _with_triangle(call.recorded())
     in_graph = torch.compiler.is_compiling()

@@ -388,8 +388,9 @@ class ImplicitAttention(Remembering):
         source = x if context is None else context
         if context is not None or self.context_dim != self.dim:
             _check_tokens("context", source, self.context_dim)
-        values = source if values is None else values
-        if values.shape[-2] != source.shape[-2]:
+        if values is None:
+            values = source
+        elif values.shape[-2] != source.shape[-2]:
             # The message is built in this branch only: torch.compile would make a graph for every number in it.
             required = f"have one row for each of the {source.shape[-2]} tokens attended to"
             raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
