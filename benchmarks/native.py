@@ -74,7 +74,9 @@ NOTES = (
     "keys or more. Training steps: gradients for queries, keys and values.",
     "LAYER: `ImplicitAttention(dim, heads)` over the same layer of SDPA with four projections (`packed`: with one for "
     "queries, keys and values), both without autograd, their training steps, and loops of 16 tokens over a cache, by "
-    "medians of process time on one thread; and how many frames of Python a call makes.",
+    "medians of process time on one thread; and how many frames of Python a call makes. `explicit by hand`, where it "
+    "was run: the operations that an explicit step of it needs, and nothing else; what `explicit` takes beyond that is "
+    "the library's own.",
     "THREADS: time on one thread / on two. CONTENDED: time of two threads pinned to one core / of one thread there. "
     "NEIGHBOUR: time on two threads while another process spins on one of the two cores / without it.",
     "SETS: the library for one instruction set, forced by IMPLICIT_ATTENTION_NATIVE, and `off`; `evaluation` is what "

@@ -192,6 +192,10 @@ class AdjointReport(Deferred):
     awaited: bool = False
     in_graph: bool = False
 
+    def __getattr__(self, name: str) -> Any:
+        # A field that was given neither a value nor a way to make one.
+        return None if name in _EMPTY and name not in self.__dict__.get("_later", ()) else super().__getattr__(name)
+
     def fill(self, later: dict[str, Callable[[], Any]]) -> None:
         """Replace fields by deferred ones."""
         for name in later:
@@ -219,10 +223,11 @@ class AdjointReport(Deferred):
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{text})"
 
 
-for _field in dataclasses.fields(AdjointReport):
+#: Fields that are None before a backward pass.
+_EMPTY = tuple(field.name for field in dataclasses.fields(AdjointReport) if field.default is None)
+for _name in _EMPTY:
     # The default of a class would be found before a field that is deferred.
-    if _field.default is None:
-        delattr(AdjointReport, _field.name)
+    delattr(AdjointReport, _name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)

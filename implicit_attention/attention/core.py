@@ -82,7 +82,10 @@ def attend(call: Call, *, eager: bool | None = None) -> Attended:
     if eager and type(call.query) is Tensor and call.query.is_cpu:
         # The contexts and wrappers below have nothing to keep out.
         call = call if call.first is None else _with_triangle(call)
-        return _by_groups(call, _answer, in_graph=False)  # type: ignore[return-value]
+        dtype, grouped = call.query.dtype, call.grouped and call.query.shape[-3] != call.keys.shape[-3]
+        # Most calls need neither groups nor another precision.
+        attended = None if grouped or dtype in HALF else _directly(call, dtype)
+        return _by_groups(call, _answer, in_graph=False) if attended is None else attended  # type: ignore[return-value]
     check_whole()
     call = _with_triangle(call.recorded())
     in_graph = torch.compiler.is_compiling()
@@ -280,9 +283,9 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         if output is None:
             return None
         # The report must not keep the queries.
-        size, kind = (*call.query.shape[:-1], 0), call.query.dtype
+        shape, kind = call.query.shape, call.query.dtype
         later: dict[str, Callable[[], Any]] = {
-            "record": lambda: Record.unmeasured(torch.empty(size, dtype=kind), Status.EXPLICIT, 1),
+            "record": lambda: Record.unmeasured(torch.empty(*shape[:-1], 0, dtype=kind), Status.EXPLICIT, 1),
             "adjoint": AdjointReport,
         }
         return Attended(output, call.query, SolveReport.deferred(later, remedies=NO_REMEDIES), None)

@@ -7,6 +7,7 @@ and the potential's own read-out.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ def solved(
     ):
         return None
     assert plan.rule is not None
-    differentiated = is_differentiated(*(problem if sources is None else inputs_of(problem, sources)))
+    inputs = problem if sources is None or not torch.is_grad_enabled() else inputs_of(problem, sources)
+    differentiated = is_differentiated(*inputs)
     counts = type(on_failure) is not str and policy_of(on_failure).counts
     reported = report or differentiated or counts
     answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=reported)
@@ -95,39 +97,40 @@ def solved(
         return solved(problem, values, initial, plan, on_failure, site, sources)
     output, made, known = None, None, None
     if evidence is not None:
-        adjoint = AdjointReport(on_failure=on_failure, site=site)
+        later: dict[str, Callable[[], Any]] = {}
         if mean is not None:
-            adjoint.awaited = not backward_running()
-            adjoint.fill({"unsolved": lambda: evidence.record.failed})
+            later["unsolved"] = lambda: evidence.record.failed
             if on_failure != "ignore":
-                adjoint.fill({"state_residual": lambda: evidence.residual})
+                later["state_residual"] = lambda: evidence.residual
+        awaited = mean is not None and not backward_running()
+        adjoint = AdjointReport.deferred(later, on_failure=on_failure, site=site, awaited=awaited)
+        if mean is not None:
             solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0, evidence)
             if values is not None and not (failed or solution or counts) and _is_whole(problem, values):
-                output = read_out_at(state, mean, values, problem, solve, sources)
+                output = read_out_at(state, mean, values, problem, solve, sources, inputs)
             if output is None:
                 if sources is not None:
                     beta, anchor = sources.recorded(problem.beta, problem.anchor)
                     problem = problem._replace(beta=beta, anchor=anchor)
                 state = solve.states(problem, state, mean)
-        energy, later = functools.partial(_energy, problem), {"record": lambda: evidence.record}
         if failed or counts:
             made = concluded(
                 Outcome(state, evidence.record),
                 plan.solver,
                 plan.adjoint,
                 adjoint,
-                energy,
+                functools.partial(_energy, problem),
                 failed=failed > 0,
                 advice=of_attention,
             )
             state, known = made.value, made.report
         else:
-            fields: dict[str, Any] = {"adjoint": adjoint, "remedies": plan.remedies}
             # Most reports are never read.
-            known = SolveReport.deferred(later, **fields)
+            later = {"record": lambda: evidence.record}
+            known = SolveReport.deferred(later, adjoint=adjoint, remedies=plan.remedies)
             if solution:
-                fields |= {"value": state, "trace": None, "course": (), "energy_function": energy}
-                made = Solution.deferred(later, **fields)
+                fields = {"trace": None, "course": (), "energy_function": functools.partial(_energy, problem)}
+                made = Solution.deferred(later, adjoint=adjoint, remedies=plan.remedies, value=state, **fields)
     if output is not None:
         return Attended(output, state, known, made)
     pairs, first = problem.mask, problem.first

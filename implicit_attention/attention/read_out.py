@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
@@ -80,13 +81,13 @@ def read_out_plain(
     else:
         query, scale = z, beta
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+    kernel = differentiable if differentiated else sdpa
     if is_laid_out(z.shape, keys.shape, values.shape):
         # The same as `attend`, for tensors that lie as the kernel takes them.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
-        if not differentiated:
-            return sdpa(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
-        return differentiable(query, keys, values, attn_mask=None, scale=scale, first=first)[0]  # type: ignore[no-any-return]
-    kernel = differentiable if differentiated else sdpa
+        if first is None and not differentiated:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        return kernel(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
     fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
     return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale, first)[0])

@@ -16,13 +16,20 @@ from .read_out import read_out_plain
 
 
 def read_out_at(
-    state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, solve: NativeSolve, sources: Sources | None
+    state: Tensor,
+    mean: Tensor,
+    values: Tensor,
+    problem: Hopfield,
+    solve: NativeSolve,
+    sources: Sources | None,
+    inputs: Hopfield,
 ) -> Tensor | None:
     """The values read out at native equilibria, differentiable; None where torch's kernel for the CPU does not read.
 
     The tensors are laid out as that kernel takes them, and all queries have answers.
 
     sources: where beta and anchor come from, if they are learned and have no graph.
+    inputs: the tensors to differentiate by, as `inputs_of` has them.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         # Hooks must see all saved tensors, and this function keeps some past them.
@@ -30,7 +37,6 @@ def read_out_at(
     query, scale = scaled(state, problem.beta, sources)
     if not torch_chooses_flash(query, problem.keys, values, None, scale):
         return None
-    inputs = problem if sources is None else inputs_of(problem, sources)
     return applied(_ReadOutAtEquilibrium, solve, (state, mean, query, problem), scale, sources, values, *inputs)
 
 

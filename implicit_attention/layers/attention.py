@@ -22,7 +22,7 @@ from .cache import CachedKeys, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .projections import read as read_numbers
 from .remembering import Remembering
-from .sharding import head_shard, projected
+from .sharding import called, head_shard, projected, weight_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-# The anchor of an explicit step, whose values do not depend on it.
-_UNREAD = Fixed(1.0)
 
 Readout: TypeAlias = Literal["values", "state"]
 
@@ -212,16 +209,16 @@ class ImplicitAttention(Remembering):
             (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
         """
         self._check_call(x, context, values, positions, cache)
-        causal = self.causal if causal is None else causal
+        causal, eager = self.causal if causal is None else causal, direct.eager()
         first, rotary = 0 if cache is None else cache.num_queries, self.rotary
         # `nn.Module` would search for each attribute.
         parts: dict[str, Any] = self._modules
-        projections = q_proj, k_proj, v_proj, out_proj = tuple(map(parts.get, _PROJECTIONS))
-        query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads)
+        q_proj, k_proj, v_proj, out_proj = projections = [parts.get(name) for name in _PROJECTIONS]
+        query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads, eager=eager)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
             query = rotary(query, positions)
-        context_keys = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj)
+        context_keys = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj, eager)
         keys, read = context_keys.keys, context_keys.values
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         if causal:
@@ -235,14 +232,12 @@ class ImplicitAttention(Remembering):
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=context_keys.key_mask)
         chosen = self.options.override(**options) if options else self.options
         # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
-        eager = direct.eager()
         measured = torch.is_grad_enabled() or return_solution or return_trajectory
         unread = eager and not measured and read is not None and chosen.plan.explicit
-        anchor, sources = _UNREAD if unread else parts["anchor"], None
         if eager and shard is None:
-            beta, anchor, sources = read_numbers(parts["beta"], anchor, self.heads)
+            beta, anchor, sources = read_numbers(parts["beta"], None if unread else parts["anchor"], self.heads)
         else:
-            beta, anchor = parts["beta"](), anchor()
+            beta, anchor, sources = parts["beta"](), parts["anchor"](), None
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
         if self.values_inside:
@@ -278,7 +273,7 @@ class ImplicitAttention(Remembering):
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
-        output = output if out_proj is None else out_proj(output)
+        output = called(out_proj, output, eager=eager)
         if not (return_solution or return_trajectory or return_weights):
             return output
         results: list[Any] = [output]
@@ -311,8 +306,8 @@ class ImplicitAttention(Remembering):
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
         else:
-            projections = self.k_proj, self.v_proj
-            cache.held, cache.fixed = self._held(context, context, None, key_mask, None, cache, *projections), True
+            parts = self.k_proj, self.v_proj, direct.eager()
+            cache.held, cache.fixed = self._held(context, context, None, key_mask, None, cache, *parts), True
         return cache
 
     def parallel_plan(self) -> dict[str, ParallelStyle]:
@@ -347,7 +342,7 @@ class ImplicitAttention(Remembering):
     def _check_call(self, x: Tensor, context: Tensor | None, values: Tensor | None, positions: Any, cache: Any) -> None:
         _check_tokens("x", x, self.dim)
         projection = self._modules.get("q_proj")
-        if type(projection) is nn.Linear and x.dtype != projection.weight.dtype:
+        if type(projection) is nn.Linear and x.dtype != weight_of(projection).dtype:
             _check_dtype(x, projection)
         if context is values is positions is cache is None:
             return
@@ -381,6 +376,7 @@ class ImplicitAttention(Remembering):
         cache: KeyValueCache | None,
         k_proj: nn.Module | None,
         v_proj: nn.Module | None,
+        eager: bool,
     ) -> CachedKeys:
         """The keys and values (None if the state is read out) of the context, and which of them exist.
 
@@ -392,19 +388,20 @@ class ImplicitAttention(Remembering):
         source = x if context is None else context
         if context is not None or self.context_dim != self.dim:
             _check_tokens("context", source, self.context_dim)
-        values = source if values is None else values
-        if values.shape[-2] != source.shape[-2]:
+        if values is None:
+            values = source
+        elif values.shape[-2] != source.shape[-2]:
             # The message is built in this branch only: torch.compile would make a graph for every number in it.
             required = f"have one row for each of the {source.shape[-2]} tokens attended to"
             raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
-        keys = projected(k_proj, self.k_norm, source, self.head_dim, self.kv_heads)
+        keys = projected(k_proj, self.k_norm, source, self.head_dim, self.kv_heads, eager=eager)
         if self.rotary is not None:
             own = context is None
             keys = self.rotary(keys, positions if own else torch.arange(source.shape[-2], device=source.device))
         # Every evaluation reads them: they are laid out once.
         keys, read = keys.contiguous(), None
         if self.readout == "values":
-            read = projected(v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
+            read = projected(v_proj, None, values, self.head_dim, self.kv_heads, eager=eager).contiguous()
         return CachedKeys(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     # Housekeeping.

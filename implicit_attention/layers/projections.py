@@ -88,18 +88,19 @@ class LearnedNumbers(nn.Module):
         """
         parameter, kind = self._parameters.get(self.source), type(self)
         own = kind.__base__ is LearnedNumbers and kind.forward is _FORWARD and is_called_plainly(self)
-        if not own or type(parameter) is not nn.Parameter or not parameter.is_cpu:
-            return None
-        if parameter.dtype in HALF or parameter.numel() > MOST_HEADS:
+        if not own or type(parameter) is not nn.Parameter or not parameter.is_cpu or parameter.numel() > MOST_HEADS:
             return None
         # A version would not do: writes to `parameter.data` do not change it.
         key = parameter.tolist(), parameter.dtype, self.__dict__.get("initial")
-        known = self._known
-        if known[0] != key or known[1] is None or known[1].parameter is not parameter:
-            known = self._known = key, self._computed(parameter)
-        return known[1]
+        made, known = self._known
+        if made != key or known is None or known.parameter is not parameter:
+            known = self._computed(parameter)
+            self._known = key, known
+        return known
 
     def _computed(self, parameter: nn.Parameter) -> Learned | None:
+        if parameter.dtype in HALF:
+            return None
         formula = self.formula
         with torch.inference_mode(False), torch.no_grad():
             source = parameter.clone()
@@ -210,11 +211,15 @@ def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
     return Fixed(float(given))
 
 
-def read(beta: nn.Module, anchor: nn.Module, heads: int) -> tuple[Any, Any, Sources | None]:
-    """The beta and the anchor of `heads` heads, and their sources if they have no graph; call while `eager`."""
-    of_beta, of_anchor = _known(beta, heads), _known(anchor, heads)
+def read(beta: nn.Module, anchor: nn.Module | None, heads: int) -> tuple[Any, Any, Sources | None]:
+    """The beta and the anchor of `heads` heads, and their sources if they have no graph; call while `eager`.
+
+    Without a module of its own the anchor is 1.
+    """
+    of_beta: Any = _known(beta, heads)
+    of_anchor: Any = 1.0 if anchor is None else _known(anchor, heads)
     if of_beta is None or of_anchor is None:
-        return beta(), anchor(), None
+        return beta(), 1.0 if anchor is None else anchor(), None
     first, second = type(of_beta) is Learned, type(of_anchor) is Learned
     sources = Sources(of_beta if first else None, of_anchor if second else None)
     return of_beta.numbers if first else of_beta, of_anchor.numbers if second else of_anchor, sources
@@ -222,11 +227,11 @@ def read(beta: nn.Module, anchor: nn.Module, heads: int) -> tuple[Any, Any, Sour
 
 def _known(module: nn.Module, heads: int) -> Any:
     """The number of `Fixed`, or the `Learned` numbers of a module; None where it must be called."""
-    if isinstance(module, LearnedNumbers):
-        learned = module.known()
-        return learned if learned is not None and learned.numbers.shape == (heads,) else None
-    value = module.__dict__.get("value")
-    return value if type(module) is Fixed and type(value) is float and is_called_plainly(module) else None
+    if type(module) is Fixed:
+        value = module.__dict__.get("value")
+        return value if type(value) is float and is_called_plainly(module) else None
+    learned = module.known() if isinstance(module, LearnedNumbers) else None
+    return learned if learned is not None and learned.numbers.shape == (heads,) else None
 
 
 class Rotary(nn.Module):

@@ -38,7 +38,7 @@ class Remembering(nn.Module):
         """Keep the report; `eager` says that torch runs eagerly, if the caller knows."""
         if eager and type(report) is SolveReport and self._site.tally is None and not backward_running():
             # `nn.Module` would test whether it is a parameter.
-            object.__setattr__(self, "_remembered", report)
+            self.__dict__["_remembered"] = report
             return
         if torch.compiler.is_exporting():
             # The tensors have shapes alone, and an exported program keeps no attributes.

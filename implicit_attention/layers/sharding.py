@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import _validate
+from .projections import is_called_plainly
+
+_LINEAR = nn.Linear.forward
 
 T = TypeVar("T", float, Tensor, Tensor | None, float | Tensor)
 
@@ -45,15 +49,32 @@ class HeadShard:
         return everywhere.to_local(grad_placements=[Partial()])
 
 
-def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int) -> Tensor:
+def called(projection: nn.Module | None, x: Tensor, *, eager: bool) -> Tensor:
+    """projection(x), or x where there is none; `eager` as in `direct.eager()`.
+
+    A call of a plain linear module is one operation of torch, and `nn.Module` adds half of its time for few tokens.
+    """
+    if projection is None:
+        return x
+    if eager and type(projection) is nn.Linear and nn.Linear.forward is _LINEAR and is_called_plainly(projection):
+        parameters = projection._parameters
+        if "weight" in parameters and "bias" in parameters:
+            return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+    made: Tensor = projection(x)
+    return made
+
+
+def projected(
+    projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int, *, eager: bool
+) -> Tensor:
     """The heads that a projection makes of x on this process, normalised, (*batch, heads or fewer, N, head_dim)."""
-    flat = x if projection is None else projection(x)
+    flat = called(projection, x, eager=eager)
     if type(flat) is not Tensor:
         _validate.check_local("a projection of x", flat)
-    shape = flat.shape
-    if shape[:-1] != x.shape[:-1] or shape[-1] % head_dim:
-        raise ValueError(_refusal(f"shape {tuple(shape)} from x of shape {tuple(x.shape)}", heads))
-    made = flat.reshape(*shape[:-1], shape[-1] // head_dim, head_dim).transpose(-3, -2)
+    (*lead, width), (*wanted, _) = flat.shape, x.shape
+    if lead != wanted or width % head_dim:
+        raise ValueError(_refusal(f"shape {tuple(flat.shape)} from x of shape {tuple(x.shape)}", heads))
+    made = flat.view(*lead, width // head_dim, head_dim).transpose(-3, -2)
     if norm is None:
         return made
     if made.shape[-3] == heads and not _validate.is_distributed(norm.weight):
@@ -105,9 +126,15 @@ def _shard_of(inward: Sequence[nn.Module | None], *heads: int) -> HeadShard:
     return HeadShard(mesh, mesh.get_local_rank(), mesh.size())
 
 
+def weight_of(projection: nn.Module | None) -> Any:
+    """Return the weight, without the search of `nn.Module` for an attribute; None where there is none."""
+    parameters = {} if projection is None else projection._parameters
+    return parameters["weight"] if "weight" in parameters else getattr(projection, "weight", None)
+
+
 def _placed(projection: nn.Module | None) -> tuple[Any, int | None]:
     """(mesh, axis on which the weight is sharded) on a mesh of one dimension, else (None, None)."""
-    weight: Any = getattr(projection, "weight", None)
+    weight = weight_of(projection)
     if type(weight) is nn.Parameter:
         return None, None
     if not _validate.is_distributed(weight) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard():

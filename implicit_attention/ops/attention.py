@@ -42,7 +42,8 @@ def flash_with_logsumexp(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale Q K^T + mask) V and the log-sum-exp, (B, H, N, E) and (B, H, N), on a CPU; of any layout."""
     assert _FLASH_FOR_CPU is not None
-    query, keys, values = (addressable(t) for t in (query, keys, values))
+    if not (query.is_contiguous() and keys.is_contiguous() and values.is_contiguous()):
+        query, keys, values = (addressable(t) for t in (query, keys, values))
     mean, logsumexp = _FLASH_FOR_CPU(query, keys, values, attn_mask=attn_mask, scale=scale, is_causal=is_causal)
     return mean, logsumexp
 
@@ -290,8 +291,11 @@ def flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by query, keys and values, from the output and the log-sum-exp over all keys."""
     assert _FLASH_BACKWARD is not None
+    if first is None:
+        fixed: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "attn_mask": mask, "scale": scale}
+        return _FLASH_BACKWARD(cotangent, query, keys, values, output, logsumexp, **fixed)  # type: ignore[no-any-return]
     count = keys.shape[-2]
-    parts = [(slice(count), False)] if first is None else causal_parts(query.shape[-2], count, first)
+    parts = causal_parts(query.shape[-2], count, first)
     # Weights of a part of the keys are normalised over all keys, as the log-sum-exp is.
     result = [
         _FLASH_BACKWARD(

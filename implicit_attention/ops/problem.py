@@ -16,6 +16,8 @@ from .._autograd import are_plain
 MOST_NUMBERS = 256
 # Most leading axes of a problem that the short check of shapes accepts.
 MOST_AXES = 8
+# Precisions of a solve.
+PRECISIONS = (torch.float32, torch.float64)
 # Limits of an inverse temperature.
 LEAST, MOST = math.ulp(0.0), sys.float_info.max
 
@@ -63,21 +65,19 @@ class Hopfield(NamedTuple):
         """Whether all tensors are plain and fit each other, and numbers are in their range, while `unobserved`.
 
         values: what is read out, (*#batch, M, E), if anything.
-        numbers: whether tensors of beta and anchor are known to be so.
+        numbers: whether tensors of beta and anchor are known to be so, but for their precision.
         """
         query, keys, beta, anchor, mask, _ = self
         dtype = query.dtype
-        if dtype not in (torch.float32, torch.float64) or not are_plain(
-            dtype, query, keys, keys if values is None else values
-        ):
+        if dtype not in PRECISIONS or not are_plain(dtype, query, keys, keys if values is None else values):
             return False
         if not _fit(query.shape, keys.shape, None if values is None else values.shape):
             return False
         # A short test for the most frequent kind.
-        if not (0.0 <= anchor <= 1.0 if type(anchor) is float else numbers or _is_number_in(anchor, query, 0.0, 1.0)):
-            return False
-        if not (LEAST <= beta <= MOST if type(beta) is float else numbers or _is_number_in(beta, query, LEAST, MOST)):
-            return False
+        for number, low, high in ((anchor, 0.0, 1.0), (beta, LEAST, MOST)):
+            known = low <= number <= high if type(number) is float else numbers and number.dtype == dtype
+            if not (known or _is_number_in(number, query, low, high)):
+                return False
         if mask is None:
             return True
         fixed = are_plain(torch.bool, mask) or (are_plain(dtype, mask) and not mask.requires_grad)

@@ -151,9 +151,15 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
     return None
 
 
-def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(shape: Sequence[int] | int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a kernel to write to; during a check it is filled, so that a missing write is seen."""
     memory = torch.empty(shape, dtype=dtype, device=device)
+    return poisoned(memory) if _checking.active else memory
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """The same of the shape of a plain tensor, laid out in order, in half of the time."""
+    memory = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     return poisoned(memory) if _checking.active else memory
 
 

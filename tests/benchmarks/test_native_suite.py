@@ -382,7 +382,7 @@ def test_the_tables_hold_what_was_measured(run, rows):
     assert sets.lines[0][:2] == ["off", report.number(rows[6]["ratios"]["evaluation"])]
     (layer,) = layers.lines
     assert layer[0] == "H 2, N 12, width 16"
-    assert layer[1:10] == [report.number(rows[7]["ratios"][name]) for name in native_layers.NAMES]
+    assert layer[1:11] == [report.number(rows[7]["ratios"][name]) for name in native_layers.NAMES]
     assert "avx2" in report.machine(run)
     assert json.loads(json.dumps(run)) == run
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...solution import UNSURE
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule
-from ..trust import empty
+from ..trust import empty, empty_like
 from .library import library
-from .operands import Operands
+from .operands import Operands, in_memory
 from .solve import Evidence
 
 
@@ -50,7 +50,7 @@ def adjoints(
     moved: int = 0,
     least: float = 0.0,
 ) -> Adjoints:
-    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D).
+    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D) and `in_memory`.
 
     A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
 
@@ -64,8 +64,7 @@ def adjoints(
     operands = Operands(cotangent, keys, beta, anchor, mask, first, state, mean)
     shape, dtype, device = cotangent.shape, cotangent.dtype, cotangent.device
     rows = shape[:-1]
-    value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
-    by_keys = empty(keys.shape, dtype=dtype, device=device)
+    value, by_beta, by_keys = empty_like(cotangent), empty(rows, dtype=dtype, device=device), empty_like(keys)
     evidence = Evidence(rows, dtype, device, flags=True)
     residual, tolerance, error, status, steps, negative = evidence.addresses()
     numbers = [rule.rtol, rule.max_steps, math.sqrt(max(shape[-1], 1)), least, UNSURE]
@@ -85,4 +84,6 @@ def solve_adjoint(
     by_bias: Tensor | None = None,
 ) -> AdjointAnswer:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
+    problem = Hopfield._make(map(in_memory, problem))
+    state, mean, cotangent = map(in_memory, (state, mean, cotangent))
     return adjoints(problem, state, mean, cotangent, rule, by_bias=by_bias).answer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from array import array
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -20,8 +19,6 @@ MOST_STEPS = 2**24
 _Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
-# Reads a shape without a frame of Python.
-_SHAPE = attrgetter("shape")
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 
@@ -44,12 +41,10 @@ class Operands:
     ) -> None:
         """`like` and `others` are (*batch, N, D); `expanded` keys, which lie in the same place, count as shared.
 
+        All tensors are `in_memory`.
+
         beta, anchor: numbers, or tensors in either layout of `Hopfield`.
         """
-        if not _are_plain(like, keys, beta, anchor, mask, *others):
-            like, keys, beta, anchor, mask, *others = (  # type: ignore[assignment]
-                _in_memory(t) if isinstance(t, Tensor) else t for t in (like, keys, beta, anchor, mask, *others)
-            )
         if keys.stride(-1) != 1 and keys.shape[-1] != 1:
             keys = keys.contiguous()
         own: array[float] = array(_CODES[like.dtype])
@@ -75,7 +70,7 @@ class Operands:
             (keys.shape, keys.stride()),
             *where,
             place,
-            *zip(map(_SHAPE, others), map(Tensor.stride, others), strict=True),
+            *[(other.shape, other.stride()) for other in others],
         )
         at = own.buffer_info()[0]
         for i in range(2):
@@ -104,19 +99,11 @@ class Operands:
         return result
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    """`tensor` with its numbers in memory as they are: torch may keep a sign aside, or no memory for zeros."""
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
-
-
-def _are_plain(*parts: Any) -> bool:
-    # A loop, as a generator would cost a frame for each tensor.
-    for part in parts:  # noqa: SIM110
-        if isinstance(part, Tensor) and (part.is_neg() or part._is_zerotensor()):
-            return False
-    return True
+def in_memory(part: Any) -> Any:
+    """A tensor with its numbers in memory as they are: torch may keep a sign aside, or no memory for zeros."""
+    if not isinstance(part, Tensor):
+        return part
+    return torch.zeros(part.shape, dtype=part.dtype) if part._is_zerotensor() else part.resolve_neg()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,9 +11,9 @@ from ..._fused_rule import FusedRule
 from ...solution import Record
 from ..problem import Hopfield
 from ..rule import Solved
-from ..trust import empty
+from ..trust import empty, empty_like
 from .library import library
-from .operands import MOST_STEPS, Operands
+from .operands import MOST_STEPS, Operands, in_memory
 
 
 class Evidence:
@@ -27,7 +27,7 @@ class Evidence:
     def __init__(self, rows: torch.Size, dtype: torch.dtype, device: torch.device, *, flags: bool = False) -> None:
         self.rows, self.dtype, self.count = rows, dtype, rows.numel()
         size = self.count * (3 * dtype.itemsize + (6 if flags else 5))
-        self.memory = empty((size,), dtype=torch.uint8, device=device)
+        self.memory = empty(size, dtype=torch.uint8, device=device)
 
     def addresses(self) -> tuple[int, int, int, int, int, int]:
         """Return where the three numbers, status, steps and flags are."""
@@ -88,26 +88,25 @@ class Equilibria(NamedTuple):
 def equilibria(
     problem: Hopfield, initial: Tensor, rule: FusedRule, *, mean: bool = True, evidence: bool = True
 ) -> Equilibria:
-    """Solve every query of a problem, all of one dtype."""
+    """Solve every query of a problem of tensors `in_memory`, all of one dtype."""
     query, keys, beta, anchor, mask, first = problem
     loaded = library()
     assert loaded is not None
     operands = Operands(query, keys, beta, anchor, mask, first, initial, expanded=True)
-    shape, dtype, device = query.shape, query.dtype, query.device
-    state = empty(shape, dtype=dtype, device=device)
-    means = empty(shape, dtype=dtype, device=device) if mean else None
-    kept = Evidence(shape[:-1], dtype, device) if evidence else None
+    state, means = empty_like(query), empty_like(query) if mean else None
+    kept = Evidence(query.shape[:-1], query.dtype, query.device) if evidence else None
     outputs = [state.data_ptr(), 0 if means is None else means.data_ptr()]
     outputs += _NOWHERE if kept is None else kept.addresses()
     steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
     numbers_of_rule = [rule.rtol, rule.atol, *steps_of_rule]
-    failed = operands.call(loaded.solve, dtype.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
+    failed = operands.call(loaded.solve, query.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
     return Equilibria(state, means, kept, failed)
 
 
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
     """Solve a problem whose tensors are all of one dtype; without `keep_mean` the returned mean has no rows."""
-    state, mean, evidence, _ = equilibria(problem, initial, rule, mean=keep_mean)
+    problem = Hopfield._make(map(in_memory, problem))
+    state, mean, evidence, _ = equilibria(problem, in_memory(initial), rule, mean=keep_mean)
     assert evidence is not None
     mean = state.new_empty(0, state.shape[-1]) if mean is None else mean
     return Solved(state, mean, evidence.number(0), *evidence.record)
