@@ -96,7 +96,9 @@ def is_native(problem: Hopfield, impl: Impl, values: Any = None, *, numbers: boo
 def is_finite(tensor: Tensor) -> bool:
     """Whether all numbers of a plain tensor are known to be finite."""
     loaded = library()
-    if loaded is not None and tensor.is_contiguous():
+    # Heads that a projection made lie in one piece of memory, in another order.
+    whole = tensor.is_contiguous() or (tensor.ndim > 2 and tensor.transpose(-3, -2).is_contiguous())
+    if loaded is not None and whole:
         return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
     return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum().item())
 

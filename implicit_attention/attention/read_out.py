@@ -84,9 +84,9 @@ def read_out_plain(
     kernel = differentiable if differentiated else sdpa
     if is_laid_out(z.shape, keys.shape, values.shape):
         # The same as `attend`, for tensors that lie as the kernel takes them.
-        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
-        if first is None and not differentiated:
+        if first is None and not differentiated and query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1:
             return F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         return kernel(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
     fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))

@@ -218,7 +218,11 @@ class ImplicitAttention(Remembering):
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
             query = rotary(query, positions)
-        context_keys = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj, eager)
+        chosen = self.options.override(**options) if options else self.options
+        # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
+        measured = torch.is_grad_enabled() or return_solution or return_trajectory
+        unread = eager and not measured and self.readout == "values" and chosen.plan.explicit
+        context_keys = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj, eager, once=unread)
         keys, read = context_keys.keys, context_keys.values
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         if causal:
@@ -230,10 +234,6 @@ class ImplicitAttention(Remembering):
             if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
                 mask = mask.unsqueeze(-3)
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=context_keys.key_mask)
-        chosen = self.options.override(**options) if options else self.options
-        # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
-        measured = torch.is_grad_enabled() or return_solution or return_trajectory
-        unread = eager and not measured and read is not None and chosen.plan.explicit
         if eager and shard is None:
             beta, anchor, sources = read_numbers(parts["beta"], None if unread else parts["anchor"], self.heads)
         else:
@@ -377,10 +377,13 @@ class ImplicitAttention(Remembering):
         k_proj: nn.Module | None,
         v_proj: nn.Module | None,
         eager: bool,
+        *,
+        once: bool = False,
     ) -> CachedKeys:
         """The keys and values (None if the state is read out) of the context, and which of them exist.
 
         positions: of the tokens of x, for `rotary`.
+        once: whether nothing but one kernel reads them.
         """
         if cache is not None and cache.fixed:
             assert cache.held is not None
@@ -398,10 +401,12 @@ class ImplicitAttention(Remembering):
         if self.rotary is not None:
             own = context is None
             keys = self.rotary(keys, positions if own else torch.arange(source.shape[-2], device=source.device))
-        # Every evaluation reads them: they are laid out once.
-        keys, read = keys.contiguous(), None
+        read = None
         if self.readout == "values":
-            read = projected(v_proj, None, values, self.head_dim, self.kv_heads, eager=eager).contiguous()
+            read = projected(v_proj, None, values, self.head_dim, self.kv_heads, eager=eager)
+        if not once:
+            # Every evaluation reads them: they are laid out here.
+            keys, read = keys.contiguous(), None if read is None else read.contiguous()
         return CachedKeys(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     # Housekeeping.
