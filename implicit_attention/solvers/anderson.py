@@ -14,8 +14,8 @@ from .._fused_rule import FusedRule
 from ..ops.native.loop import MOST_MIXED, Mixing
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
-from .iterate import Iteration, Update
-from .progress import library_for
+from .iterate import Update
+from .progress import Iteration, library_for
 from .safeguard import Memory, Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.

@@ -53,7 +53,7 @@ def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
         if index == solver.max_steps and not tested:
             value = z
             break
-        energy, measured = solver.needs_energy(problem, index), functools.partial(compared, solver)
+        energy, measured = solver.needs_energy(problem, index), functools.partial(compared, solver.end_rule)
         point, _ = evaluated(problem, z, energy, index, event, None, measured)
         accepted = solver.accept(problem, state, point)
         kept = going if accepted is None else accepted if going is None else accepted & going

@@ -23,34 +23,7 @@ from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
 from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens
-from .progress import progress_of
-
-
-class Iteration(NamedTuple):
-    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
-
-    force: -grad E (*lead, n), where energies are read and the problem has a metric; elsewhere it is r.
-
-    Not for the course of a solve: ask for `solve(..., trace=True)`.
-
-    Examples:
-        >>> import torch
-        >>> from implicit_attention.solvers import Iteration, Picard
-        >>> z = torch.ones(3, 2)
-        >>> r = z / 2 - z
-        >>> point = Iteration(z, z / 2, r, r.norm(dim=-1), energy=None, step=0, event_shape=torch.Size([2]))
-        >>> Picard().step(None, (), point, torch.ones(3, dtype=torch.bool)).candidate[0]
-        tensor([0.5000, 0.5000])
-    """
-
-    z: Tensor
-    mapped: Tensor
-    r: Tensor
-    residual: Tensor
-    energy: Tensor | None
-    step: int
-    event_shape: torch.Size
-    force: Tensor | None = None
+from .progress import Iteration, progress_of
 
 
 class Outcome(NamedTuple):
@@ -174,7 +147,12 @@ class Solver:
     @property
     def exhausted(self) -> Status:
         """The status of a problem on which all steps were spent."""
-        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0).exhausted
+        return self.end_rule.exhausted
+
+    @property
+    def end_rule(self) -> FusedRule:
+        """When a problem ends: tolerances and budget."""
+        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0)
 
     def fused_rule(self, problem: Problem) -> FusedRule | None:
         """Return the rule by which a fused operation is this solver on such a problem, or None if none can be."""
@@ -266,7 +244,7 @@ def _loop(
     # token holds for the last states of the tokens before it.
     descends = ordered or (rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None)
     plain = not (trace or graph or callback)
-    progress = progress_of(solver, rows, energy=trace_energy, descends=descends, plain=plain)
+    progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._autograd import are_plain, host_may_look, unobserved
+from .._fused_rule import FusedRule
 from .._norm import norm
 from ..ops.native.library import Library, library
 from ..ops.native.loop import Decisions
@@ -20,28 +21,52 @@ from .in_order import Tokens
 #: Numbers that the library counts.
 MOST = 2**31
 
-if TYPE_CHECKING:
-    from .iterate import Iteration, Solver
+
+class Iteration(NamedTuple):
+    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
+
+    force: -grad E (*lead, n), where energies are read and the problem has a metric; elsewhere it is r.
+
+    Not for the course of a solve: ask for `solve(..., trace=True)`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.solvers import Iteration, Picard
+        >>> z = torch.ones(3, 2)
+        >>> r = z / 2 - z
+        >>> point = Iteration(z, z / 2, r, r.norm(dim=-1), energy=None, step=0, event_shape=torch.Size([2]))
+        >>> Picard().step(None, (), point, torch.ones(3, dtype=torch.bool)).candidate[0]
+        tensor([0.5000, 0.5000])
+    """
+
+    z: Tensor
+    mapped: Tensor
+    r: Tensor
+    residual: Tensor
+    energy: Tensor | None
+    step: int
+    event_shape: torch.Size
+    force: Tensor | None = None
 
 
-def compared(solver: Solver, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r = f(z) - z (*lead, n), its length and the tolerance of the solver, (*lead)."""
+def compared(rule: FusedRule, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return r = f(z) - z (*lead, n), its length and the tolerance, (*lead)."""
     r = mapped - z
-    return r, norm(r), solver.atol + solver.rtol * norm(mapped)
+    return r, norm(r), rule.atol + rule.rtol * norm(mapped)
 
 
 class Progress:
     """The unfinished problems (`active`), their evaluations, and the best states, by operations of torch.
 
     Args:
-        solver: whose tolerances decide.
+        rule: when a problem ends.
         rows: the working set.
         energy: whether the energy at the best states is kept.
         descends: whether the last state is the best one.
     """
 
-    def __init__(self, solver: Solver, rows: Rows, *, energy: bool, descends: bool) -> None:
-        self.solver, self.rows, self.active, self.descends = solver, rows, rows.active, descends
+    def __init__(self, rule: FusedRule, rows: Rows, *, energy: bool, descends: bool) -> None:
+        self.rule, self.rows, self.active, self.descends = rule, rows, rows.active, descends
         z = rows.initial
         per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
         unknown = torch.full_like(per_problem, torch.inf)
@@ -54,7 +79,7 @@ class Progress:
 
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return r = f(z) - z (*lead, n), its length and the tolerance, (*lead)."""
-        return compared(self.solver, z, mapped)
+        return compared(self.rule, z, mapped)
 
     def everyone(self) -> Tensor:
         """Return True for each problem, (*lead)."""
@@ -79,7 +104,7 @@ class Progress:
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
         broken = candidates & ~finite
-        converged = None if self.solver.fixed_budget else candidates & finite & (point.residual <= tolerance)
+        converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
         if fallen is not None:
             fallen = self.active & fallen
             broken = broken | (fallen if converged is None else fallen & ~converged)
@@ -146,8 +171,8 @@ def first_state(point: Iteration) -> Tensor:
 class NativeProgress(Progress):
     """The same for plain tensors, by two native calls for each evaluation."""
 
-    def __init__(self, library: Library, solver: Solver, rows: Rows, *, descends: bool) -> None:
-        super().__init__(solver, rows, energy=False, descends=descends)
+    def __init__(self, library: Library, rule: FusedRule, rows: Rows, *, descends: bool) -> None:
+        super().__init__(rule, rows, energy=False, descends=descends)
         self.library = library
         self._own()
 
@@ -164,7 +189,7 @@ class NativeProgress(Progress):
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if are_plain(z.dtype, z, mapped):
             z, mapped = z.contiguous(), mapped.contiguous()
-            return measured_natively(self.library, z, mapped, self.solver.rtol, self.solver.atol)
+            return measured_natively(self.library, z, mapped, self.rule.rtol, self.rule.atol)
         return super().measured(z, mapped)
 
     def everyone(self) -> Tensor:
@@ -189,7 +214,7 @@ class NativeProgress(Progress):
             point.residual.contiguous(),
             tolerance.contiguous(),
             None if accepted is None else accepted.contiguous(),
-            fixed=self.solver.fixed_budget,
+            fixed=self.rule.fixed_budget,
             descends=self.descends,
         )
         new = first_state(point) if point.step == 0 else point.z
@@ -211,7 +236,7 @@ class NativeProgress(Progress):
         self._own()
 
 
-def progress_of(solver: Solver, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> Progress:
+def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> Progress:
     """Return the progress of a solve that begins.
 
     plain: whether nobody sees its course, and no graph is recorded.
@@ -219,8 +244,8 @@ def progress_of(solver: Solver, rows: Rows, *, energy: bool, descends: bool, pla
     native = plain and not rows.problem.has_energy and not isinstance(rows.problem, Tokens)
     loaded = library_for(rows.initial) if native else None
     if loaded is None:
-        return Progress(solver, rows, energy=energy, descends=descends)
-    return NativeProgress(loaded, solver, rows, descends=descends)
+        return Progress(rule, rows, energy=energy, descends=descends)
+    return NativeProgress(loaded, rule, rows, descends=descends)
 
 
 def library_for(*tensors: Tensor) -> Library | None:
