@@ -150,9 +150,12 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        if not lowered:
+        for kind in _KINDS:
+            if torch.is_autocast_enabled(kind):
+                break
+        else:
             return function(*args, **kwargs)
+        lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
         if torch.compiler.is_compiling():
             with torch.autocast(lowered[0], enabled=False):
                 return function(*args, **kwargs)

@@ -20,7 +20,31 @@ _D = TypeVar("_D", bound="Declared")
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    """The parameters and then the buffers with their names, each once, as `nn.Module` names them."""
+    found, parts = [], parts_of(module)
+    for kind in ("_parameters", "_buffers"):
+        seen = set()
+        for part, prefix in parts.items():
+            for name, tensor in getattr(part, kind).items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found.append((f"{prefix}{name}", tensor))
+    return found
+
+
+def parts_of(module: nn.Module) -> dict[nn.Module, str]:
+    """The modules of the tree, each once, with what their names put before those of their tensors."""
+    parts: dict[nn.Module, str] = {}
+
+    def visit(part: nn.Module, prefix: str) -> None:
+        if part not in parts:
+            parts[part] = prefix
+            for name, inner in part._modules.items():
+                if inner is not None:
+                    visit(inner, f"{prefix}{name}.")
+
+    visit(module, "")
+    return parts
 
 
 def _tree(
@@ -93,8 +117,9 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 def _computes(module: nn.Module) -> bool:
     """Whether the module computes a weight of its own at every call."""
-    hooks = module._forward_pre_hooks.values()
-    return _is_parametrized(module) or any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks)
+    hooks = module._forward_pre_hooks
+    computing = bool(hooks) and any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values())
+    return computing or _is_parametrized(module)
 
 
 def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
@@ -304,7 +329,7 @@ class Declared:
         Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
         in a module gives the module up for all later calls.)
         """
-        if not any(_is_compiled(part) or part.training for module in _modules(self) for part in module.modules()):
+        if not any(_is_compiled(part) or part.training for module in _modules(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(_inside(module), _kept_apart, copies))
@@ -315,7 +340,7 @@ class Declared:
         These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
         where their computation changes buffers.
         """
-        if not any(_computes(part) for module in _modules(self) for part in module.modules()):
+        if not any(_computes(part) for module in _modules(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _computed, copies))

@@ -271,17 +271,20 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
     problem = problem.settled()
-    named = list(problem.named_tensors())
-    for name, tensor in (*named, ("initial", initial)):
+    named = [*problem.named_tensors(), ("initial", initial)]
+    for name, tensor in named:
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
         # The number of evaluations depends on the numbers.
         _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     floating = [t.dtype for _, t in named if t.is_floating_point()]
-    if initial.dtype in floating or not floating or not (floating[0] in HALF and initial.dtype == torch.float32):
-        _validate.check_same_kind([*named, ("initial", initial)])
-    problem, (initial,) = widened(problem, initial)
-    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
+    from_wide = floating[0] in HALF and floating.count(torch.float32) == 1 and initial.dtype == torch.float32
+    if not from_wide:
+        _validate.check_same_kind(named)
+    if floating[0] in HALF:
+        problem, (initial,) = widened(problem, initial)
+    if from_wide:
+        _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
     return problem, initial
 
 

@@ -148,15 +148,25 @@ class BlockMap(nn.Module):
         self, block: nn.Module, layout: StateLayout, frame: Frame, autocast: torch.dtype | None, draws: Draws
     ) -> None:
         super().__init__()
-        self.block, self.layout, self.frame, self.autocast, self.draws = block, layout, frame, autocast, draws
-        self.__name__ = type(block).__name__
-        #: Holds an entry once the block was evaluated; copies of this module share the list.
-        self.evaluated: list[bool] = []
+        self.block = block
+        # Without the tests by which `nn.Module` looks for parameters.
+        self.__dict__ |= {"layout": layout, "frame": frame, "autocast": autocast, "draws": draws}
+        self.__dict__ |= {"__name__": type(block).__name__, "evaluated": []}
+
+    layout: StateLayout
+    frame: Frame
+    autocast: torch.dtype | None
+    draws: Draws
+    #: Holds an entry once the block was evaluated; copies of this module share the list.
+    evaluated: list[bool]
 
     def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
         """The map in a solve, around which autocast is off."""
+        state, arguments = self.layout.unpack(z), self.frame.filled(tensors)
+        if self.autocast is None:
+            return self.layout.pack(self.step(state, arguments))
         with self.precision():
-            return self.layout.pack(self.step(self.layout.unpack(z), self.frame.filled(tensors)))
+            return self.layout.pack(self.step(state, arguments))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """A context in which autocast runs the block as it would around the call."""
@@ -171,28 +181,36 @@ class BlockMap(nn.Module):
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             result = self.draws.evaluate(self.block, state, *arguments)
             return self.layout.check_output(self.__name__, result, state, cast=cast)
-        own = pytree.tree_map_only(Tensor, lambda t: t, (state, arguments))
         first = not self.evaluated
-        passed = pytree.tree_map_only(Tensor, counted_copy, own) if first else own
-        pairs = [
-            (name, old, new, writes_to(new))
-            for name, olds, news in zip(("state", "arguments"), own, passed, strict=True)
-            for old, new in zip(pytree.tree_leaves(olds), pytree.tree_leaves(news), strict=True)
-            if isinstance(new, Tensor)
-        ]
-        result = self.draws.evaluate(self.block, passed[0], *passed[1])
-        for name, old, new, before in pairs:
-            # Torch does not count writes past it (by numpy, through `.data`).
-            visible = first and new.device.type == "cpu" and not transforms_active()
-            if writes_to(new) != before or (visible and not same(new, old)):
-                required, received = f"leave its {name} as they are", f"a block that works on its {name} in place"
-                if name == "state":
-                    required, received = "leave its state as it is", "a map that works on it in place"
-                remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
-                raise ValueError(_validate.message(self.__name__, required, received, remedy))
+        passed = (state, *arguments)
+        if not (self.layout.single and self.frame.flat):
+            # The block may keep tuples, lists and dicts, or change them.
+            passed = pytree.tree_map(lambda leaf: leaf, passed)
+        olds = self._tensors(passed)
         if first:
+            passed = pytree.tree_map_only(Tensor, counted_copy, passed)
+        news = self._tensors(passed) if first else olds
+        before = [writes_to(tensor) for tensor in news]
+        result = self.draws.evaluate(self.block, *passed)
+        written = [writes_to(new) != count for new, count in zip(news, before, strict=True)]
+        if first:
+            # Torch does not count writes past it (by numpy, through `.data`).
+            for i, (old, new) in enumerate(zip(olds, news, strict=True)):
+                visible = new.device.type == "cpu" and not transforms_active()
+                written[i] = written[i] or (visible and not same(new, old))
             self.evaluated.append(True)
+        if True in written:
+            required, received = "leave its arguments as they are", "a block that works on its arguments in place"
+            if True in written[: len(self.layout.events)]:
+                required, received = "leave its state as it is", "a map that works on it in place"
+            remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
+            raise ValueError(_validate.message(self.__name__, required, received, remedy))
         return self.layout.check_output(self.__name__, result, state, cast=cast)
+
+    def _tensors(self, passed: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors in (state, x, *args), those of the state first."""
+        parts = passed if self.layout.single and self.frame.flat else pytree.tree_leaves(passed)
+        return [part for part in parts if isinstance(part, Tensor)]
 
 
 #: The remedies for a block that failed: an accelerated method may settle elsewhere than the loop of its training.
@@ -219,9 +237,19 @@ class BlockProblem(FixedPointMap):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.mode, self.draws = checked, function.block.training, function.draws
 
+    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
+        # The map has checked what the block returned.
+        mapped: Tensor = result
+        return mapped
+
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
         return None if self.draws.repeated else super().select(index)
+
+    @property
+    def to_contract(self) -> str:
+        # A block has none of the numbers that problems of attention have.
+        return ""
 
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
         advice = super().advice(remedies)

@@ -28,6 +28,7 @@ class StateLayout(NamedTuple):
         events: the shape of each tensor of one sample.
         lead: the axes that number samples.
         dtype, device: of all tensors of the state.
+        single: whether the state is one tensor.
     """
 
     spec: pytree.TreeSpec
@@ -35,6 +36,7 @@ class StateLayout(NamedTuple):
     lead: torch.Size
     dtype: torch.dtype
     device: torch.device
+    single: bool
 
     @classmethod
     def of(cls, state: Any, event_ndim: int | None) -> StateLayout:
@@ -59,12 +61,8 @@ class StateLayout(NamedTuple):
                 _validate.require(fits, "start", required, getattr(leaf, kind), "convert them with .to()")
             required = f"have tensors whose first axes are {tuple(lead)}, one entry a sample"
             _validate.require(leaf.shape[: len(lead)] == lead, "start", required, f"shape {tuple(leaf.shape)}")
-        return cls(spec, tuple(leaf.shape[len(lead) :] for leaf in leaves), lead, first.dtype, first.device)
-
-    @property
-    def single(self) -> bool:
-        """Whether the state is one tensor."""
-        return self.spec.is_leaf()
+        events = tuple(leaf.shape[len(lead) :] for leaf in leaves)
+        return cls(spec, events, lead, first.dtype, first.device, spec.is_leaf())
 
     @property
     def event_ndim(self) -> int:
@@ -216,11 +214,17 @@ def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
 
 # Arguments.
 
+#: Arguments that hold no others, as None does not.
+_LEAVES = (Tensor, bool, int, float, str)
+
 
 class Frame(NamedTuple):
-    """Arguments without their tensors: the other arguments in their places, and the places of the tensors."""
+    """Arguments without their tensors: the other arguments in their places, and the places of the tensors.
 
-    spec: pytree.TreeSpec
+    spec: the structure of the arguments; None where each is a tensor, a number, a text or None.
+    """
+
+    spec: pytree.TreeSpec | None
     others: tuple[Any, ...]
     places: tuple[int, ...]
 
@@ -228,19 +232,27 @@ class Frame(NamedTuple):
     def of(cls, x: Any, args: tuple[Any, ...], layout: StateLayout) -> tuple[Frame, tuple[PerSample | Shared, ...]]:
         """The frame of (x, *args), and their tensors, each of them wrapped in its kind."""
         arguments = (x, *args)
-        leaves, spec = pytree.tree_flatten(pytree.tree_map(_unwrapped, arguments))
-        wrappers = pytree.tree_leaves(pytree.tree_map(_wrappers, arguments))
-        of_x = len(pytree.tree_leaves(pytree.tree_map(_unwrapped, x)))
+        leaves, wrappers = list(map(_unwrapped, arguments)), [_wrapper(argument) for argument in arguments]
+        spec, of_x = None, 1
+        if not all(leaf is None or isinstance(leaf, _LEAVES) for leaf in leaves):
+            leaves, spec = pytree.tree_flatten(pytree.tree_map(_unwrapped, arguments))
+            wrappers = pytree.tree_leaves(pytree.tree_map(_wrappers, arguments))
+            of_x = len(pytree.tree_leaves(pytree.tree_map(_unwrapped, x)))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         tensors = tuple((wrappers[i] or _kind(leaves[i], layout, i < of_x))(leaves[i]) for i in places)
         return cls(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places), tensors
+
+    @property
+    def flat(self) -> bool:
+        """Whether no argument holds others."""
+        return self.spec is None
 
     def filled(self, tensors: tuple[Tensor, ...]) -> Any:
         """The arguments with these tensors."""
         leaves = list(self.others)
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tuple(leaves) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
 
 
 def widened(leaf: Any) -> Any:
@@ -254,9 +266,14 @@ def _unwrapped(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, PerSample | Shared) else leaf
 
 
+def _wrapper(argument: Any) -> type[PerSample | Shared] | None:
+    return type(argument) if isinstance(argument, PerSample | Shared) else None
+
+
 def _wrappers(leaf: Any) -> Any:
     """The class of the wrapper in the place of each leaf inside one; None for a leaf without a wrapper."""
-    return pytree.tree_map(lambda _: type(leaf), leaf.value) if isinstance(leaf, PerSample | Shared) else None
+    wrapper = _wrapper(leaf)
+    return None if wrapper is None else pytree.tree_map(lambda _: wrapper, leaf.value)
 
 
 def _kind(tensor: Tensor, layout: StateLayout, is_x: bool) -> type[PerSample] | type[Shared]:
