@@ -137,7 +137,7 @@ def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]
     """A context in which autocast lowers no precision on the device of `tensor`."""
     kind = tensor.device.type
     # In an exported program a context would be a graph of its own.
-    if kind == "meta" or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(kind)):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 

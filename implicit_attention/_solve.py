@@ -16,6 +16,7 @@ from ._autograd import (
     are_plain,
     backward_running,
     in_own_precision,
+    is_fake,
     transforms_active,
     uncompiled,
     unobserved,
@@ -217,7 +218,7 @@ def concluded(
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
     on_failure, record, value, course = report.on_failure, outcome.record, outcome.value, outcome.states
-    if failed:
+    if failed and policy_of(on_failure).backward != "keep":
         value = without_gradient(on_failure, record.failed, value)
         course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
     solution = Solution(
@@ -275,8 +276,9 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     for name, tensor in named:
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
-        # The number of evaluations depends on the numbers.
-        _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
+        if is_fake(tensor):
+            # The number of evaluations depends on the numbers.
+            _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     floating = [t.dtype for _, t in named if t.is_floating_point()]
     from_wide = floating[0] in HALF and floating.count(torch.float32) == 1 and initial.dtype == torch.float32
     if not from_wide:

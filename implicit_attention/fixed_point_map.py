@@ -142,7 +142,8 @@ class UserProblem(Problem):
         return self._with_own(filled)
 
     def _with_own(self, change: Callable[[Tensor], Tensor]) -> Self:
-        clone = copy.copy(self)
+        clone = object.__new__(type(self))
+        clone.__dict__ |= vars(self)
         pairs = zip(self.inputs, self._own, strict=True)
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone

@@ -155,6 +155,7 @@ def fixed_point(
     # The solution does not depend on the initial state, whose graph would only be kept alive.
     request = dataclasses.replace(request, initial=request.initial.detach(), linear_solver=linear_solver)
     if not transforms_active() and not is_differentiated(*tensors):
+        # No backward pass will ask for the problem: it needs no copy.
         with torch.no_grad(), exact_precision(request.initial):
             return request.solved(request.problem, request.initial)
     value, *fields = _apply(_FixedPoint, request, request.initial, *tensors)
@@ -204,11 +205,8 @@ class _FixedPoint(torch.autograd.Function):
     @staticmethod
     def forward(request: Request, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
-            problem = request.problem
-            if any(a is not b for a, b in zip(problem.tensors(), tensors, strict=True)):
-                # Transforms pass others than its own.
-                problem = problem.replace(*tensors)
-            outcome = request.solved(problem, initial)
+            # A copy: what modules keep here, without a graph, they must not read in the backward pass.
+            outcome = request.solved(request.problem.replace(*tensors), initial)
         fields = (outcome.value, *outcome.record, *(outcome.trace or ()))
         # Forward mode cannot attach tangents to outputs that are views.
         return tuple(t.clone() if t._is_view() else t for t in fields if t is not None)

@@ -151,7 +151,7 @@ class BlockMap(nn.Module):
         self.block = block
         # Without the tests by which `nn.Module` looks for parameters.
         self.__dict__ |= {"layout": layout, "frame": frame, "autocast": autocast, "draws": draws}
-        self.__dict__ |= {"__name__": type(block).__name__, "evaluated": []}
+        self.__dict__ |= {"__name__": type(block).__name__, "evaluated": [], "flat": layout.single and frame.flat}
 
     layout: StateLayout
     frame: Frame
@@ -159,6 +159,8 @@ class BlockMap(nn.Module):
     draws: Draws
     #: Holds an entry once the block was evaluated; copies of this module share the list.
     evaluated: list[bool]
+    #: Whether neither the state nor an argument holds others.
+    flat: bool
 
     def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
         """The map in a solve, around which autocast is off."""
@@ -183,7 +185,7 @@ class BlockMap(nn.Module):
             return self.layout.check_output(self.__name__, result, state, cast=cast)
         first = not self.evaluated
         passed = (state, *arguments)
-        if not (self.layout.single and self.frame.flat):
+        if not self.flat:
             # The block may keep tuples, lists and dicts, or change them.
             passed = pytree.tree_map(lambda leaf: leaf, passed)
         olds = self._tensors(passed)
@@ -209,7 +211,7 @@ class BlockMap(nn.Module):
 
     def _tensors(self, passed: tuple[Any, ...]) -> list[Tensor]:
         """The tensors in (state, x, *args), those of the state first."""
-        parts = passed if self.layout.single and self.frame.flat else pytree.tree_leaves(passed)
+        parts = passed if self.flat else pytree.tree_leaves(passed)
         return [part for part in parts if isinstance(part, Tensor)]
 
 
@@ -307,7 +309,7 @@ class Draws:
 
     def evaluate(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments) with the numbers of this call."""
-        if torch.compiler.is_compiling() or (self.before is None and not self.watching):
+        if (self.before is None and not self.watching) or torch.compiler.is_compiling():
             return function(*arguments)
         outside = _generators(self.device)
         if self.before is None:

@@ -17,6 +17,10 @@ from ..fixed_point_map import PerSample, Shared
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 
 
+#: The structure of one tensor.
+_ONE = pytree.tree_structure(0)
+
+
 class StateLayout(NamedTuple):
     """The structure of a state, and how it is one tensor for a solver.
 
@@ -41,7 +45,7 @@ class StateLayout(NamedTuple):
     @classmethod
     def of(cls, state: Any, event_ndim: int | None) -> StateLayout:
         """The layout of a state, or an error about the object that is no state."""
-        leaves, spec = pytree.tree_flatten(state)
+        leaves, spec = ([state], _ONE) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         if not leaves:
             raise ValueError(_validate.message("start", "hold at least one tensor", repr(state)))
         for leaf in leaves:
@@ -181,14 +185,14 @@ def initial_state(start: Start, x: Any, event_ndim: int | None) -> Any:
     if not isinstance(start, str):
         return _for_samples(start() if isinstance(start, StoredStart) else start, x, event_ndim)
     check_word(start)
-    for leaf in pytree.tree_leaves(x):
+    for leaf in (x,) if isinstance(x, Tensor) else pytree.tree_leaves(x):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             received = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             required = f"be a tensor, or a tuple or dict of tensors, with start={start!r}"
             remedy = "pass the state to start from as `start`"
             raise TypeError(_validate.message("x", f"{required}, of a floating-point dtype", received, remedy))
     make: Any = {"zeros": torch.zeros_like, "input": torch.clone, "random": torch.randn_like}[start]
-    return pytree.tree_map(make, x)
+    return make(x) if isinstance(x, Tensor) else pytree.tree_map(make, x)
 
 
 def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
