@@ -61,7 +61,8 @@ def _tree(
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
         clone.__dict__ = state
-        state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
+        if state["_modules"]:
+            state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
         if "dynamo_ctx" in state:
             # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
@@ -85,7 +86,7 @@ def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
             raise ValueError(
                 "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
             )
-        for kind in ("_parameters", "_buffers"):
+        for kind in [kind for kind in ("_parameters", "_buffers") if state[kind]]:
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
         return type(module)
 
@@ -193,7 +194,8 @@ def _modules(value: Any) -> Iterator[nn.Module]:
     elif isinstance(value, Declared | tuple | list | dict):
         parts = vars(value) if isinstance(value, Declared) else value
         for part in parts.values() if isinstance(parts, dict) else parts:
-            yield from _modules(part)
+            if isinstance(part, HOLDERS):
+                yield from _modules(part)
 
 
 #: How many entries of a tuple, list or dict are named where an object is shown.
@@ -305,7 +307,8 @@ class Declared:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():
-            yield from named(value, name)
+            if isinstance(value, HOLDERS):
+                yield from named(value, name)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the object reads, in a fixed order."""
@@ -356,8 +359,13 @@ class Declared:
     def _mapped(self, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Self:
         clone = copy.copy(self)
         for name, value in vars(self).items():
-            object.__setattr__(clone, name, _mapped(value, tensor, module))
+            if isinstance(value, HOLDERS):
+                object.__setattr__(clone, name, _mapped(value, tensor, module))
         return clone
+
+
+#: What may hold tensors.
+HOLDERS = (Tensor, nn.Module, tuple, list, dict, Declared)
 
 
 def restricted(declared: _D, index: Tensor, **own: int) -> _D:

@@ -114,7 +114,7 @@ def solve(
     if not watched and (native := _natively(request, adjoint)) is not None:
         outcome, failed = native
         return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
-    return _by_adjoint(request, adjoint)
+    return by_adjoint(request, adjoint)
 
 
 def _report(on_failure: Any) -> AdjointReport:
@@ -133,8 +133,9 @@ def _sampled(report: AdjointReport) -> Any:
     return None if site is None or site.tally is None or not site.tally.spectral else site.tally
 
 
-def _by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
-    """The solution as the adjoint runs the solver, for every kind of problem and tensor."""
+@in_own_precision
+def by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
+    """The solution as the adjoint runs the solver, for every kind of problem and tensor; options are not checked."""
     problem, initial = _checked(request.problem, request.initial)
     solver, impl = request.solver, request.impl
     solver.check_problem(problem)

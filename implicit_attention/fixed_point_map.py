@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import transforms_active
-from ._declared import changed, leaves, named, parts_of, picked
+from ._declared import HOLDERS, changed, leaves, named, parts_of, picked
 from .problem import Problem
 
 
@@ -212,7 +212,7 @@ def _closed_over(function: Any) -> str:
     for part in parts_of(function) if isinstance(function, nn.Module) else (function,):
         for name, value in _scope(part):
             # Mostly it is a function or a number.
-            for leaf in leaves(value) if isinstance(value, Tensor | nn.Module | tuple | list | dict) else ():
+            for leaf in leaves(value) if isinstance(value, HOLDERS) else ():
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     names.append(f"`{name}`")
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
