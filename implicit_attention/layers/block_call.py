@@ -160,7 +160,13 @@ class BlockMap(nn.Module):
     ) -> None:
         super().__init__()
         self.block = block
-        parts = {"layout": layout, "frame": frame, "autocast": autocast, "draws": draws, "evaluated": []}
+        parts: dict[str, Any] = {
+            "layout": layout,
+            "frame": frame,
+            "autocast": autocast,
+            "draws": draws,
+            "evaluated": [],
+        }
         # Past the tests by which `nn.Module` looks for parameters.
         self.__dict__ |= {"__name__": type(block).__name__, "flat": layout.single and frame.flat, **parts}
 

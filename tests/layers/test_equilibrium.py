@@ -388,6 +388,24 @@ def test_what_a_block_keeps_in_a_solve_is_not_read_by_its_backward_pass():
     assert_close(found, expected)
 
 
+class Notes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def forward(self, z, x):
+        self.notes.append(self)
+        return 0.5 * z.sin() + x
+
+
+def test_a_solve_that_nobody_differentiates_copies_no_module():
+    layer, x = made(Notes())
+    layer(x)
+    layer.block.notes.clear()
+    layer(x)
+    assert layer.block.notes and all(seen is layer.block for seen in layer.block.notes)
+
+
 class Changes(nn.Module):
     def __init__(self, change):
         super().__init__()
