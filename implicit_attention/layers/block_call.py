@@ -160,15 +160,10 @@ class BlockMap(nn.Module):
     ) -> None:
         super().__init__()
         self.block = block
-        parts: dict[str, Any] = {
-            "layout": layout,
-            "frame": frame,
-            "autocast": autocast,
-            "draws": draws,
-            "evaluated": [],
-        }
+        parts: dict[str, Any] = {"layout": layout, "frame": frame, "autocast": autocast, "draws": draws}
+        parts |= {"__name__": type(block).__name__, "evaluated": [], "flat": layout.single and frame.flat}
         # Past the tests by which `nn.Module` looks for parameters.
-        self.__dict__ |= {"__name__": type(block).__name__, "flat": layout.single and frame.flat, **parts}
+        self.__dict__ |= parts
 
     def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
         """The map in a solve, around which autocast is off."""
