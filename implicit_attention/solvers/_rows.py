@@ -50,7 +50,9 @@ def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mappe
     z, mapped: (*lead, *event), a state of all problems and f of it.
     """
     part = problem.apart().select(index)
-    assert part is not None
+    if part is None:
+        # The map has drawn random numbers since the solve began.
+        return False
     wanted, z, mapped = (pick(t, index) for t in (wanted, z, mapped))
     try:
         alone = part.fixed_point_map(z)

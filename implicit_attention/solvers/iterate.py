@@ -219,7 +219,8 @@ def _iterated(
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = Rows(problem, initial, pad=not graph, compact=not trace and callback is None)
-        every = looks_every(solver.check_every, initial, *problem.tensors())
+        # Nothing is batched outside of transforms, and a search for tensors costs as much as a small evaluation.
+        every = looks_every(solver.check_every, initial, *(problem.tensors() if transforms_active() else ()))
         best, traced = _loop(solver, rows, every, trace, graph, callback)
         value, record = rows.all(best)
         if share_memory(value, initial):

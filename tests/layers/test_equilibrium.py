@@ -538,6 +538,17 @@ def test_copies_pickles_and_state_dicts_keep_the_weights_and_not_the_report():
         assert_close(other(x), want, atol=0)
 
 
+def test_samples_of_a_block_that_draws_end_at_different_times_at_the_first_call():
+    layer, x = made(Block(dropout=0.5))
+    layer.train()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+    steps = layer.last_solve.num_steps
+    assert bool(layer.last_solve.converged.all())
+    assert len(steps.unique()) > 1, steps
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("steps", [None, 3, range(2, 9)])
