@@ -137,7 +137,7 @@ def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]
     """A context in which autocast lowers no precision on the device of `tensor`."""
     kind = tensor.device.type
     # In an exported program a context would be a graph of its own.
-    if kind == "meta" or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(kind)):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
@@ -150,9 +150,12 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        if not lowered:
+        for kind in _KINDS:
+            if torch.is_autocast_enabled(kind):
+                break
+        else:
             return function(*args, **kwargs)
+        lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
         if torch.compiler.is_compiling():
             with torch.autocast(lowered[0], enabled=False):
                 return function(*args, **kwargs)

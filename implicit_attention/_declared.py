@@ -20,7 +20,31 @@ _D = TypeVar("_D", bound="Declared")
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    """The parameters and then the buffers with their names, each once, as `nn.Module` names them."""
+    found, parts = [], parts_of(module)
+    for kind in ("_parameters", "_buffers"):
+        seen = set()
+        for part, prefix in parts.items():
+            for name, tensor in getattr(part, kind).items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found.append((f"{prefix}{name}", tensor))
+    return found
+
+
+def parts_of(module: nn.Module) -> dict[nn.Module, str]:
+    """The modules of the tree, each once, with what their names put before those of their tensors."""
+    parts: dict[nn.Module, str] = {}
+
+    def visit(part: nn.Module, prefix: str) -> None:
+        if part not in parts:
+            parts[part] = prefix
+            for name, inner in part._modules.items():
+                if inner is not None:
+                    visit(inner, f"{prefix}{name}.")
+
+    visit(module, "")
+    return parts
 
 
 def _tree(
@@ -37,7 +61,8 @@ def _tree(
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
         clone.__dict__ = state
-        state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
+        if state["_modules"]:
+            state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
         if "dynamo_ctx" in state:
             # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
@@ -61,7 +86,7 @@ def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
             raise ValueError(
                 "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
             )
-        for kind in ("_parameters", "_buffers"):
+        for kind in [kind for kind in ("_parameters", "_buffers") if state[kind]]:
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
         return type(module)
 
@@ -93,8 +118,9 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 def _computes(module: nn.Module) -> bool:
     """Whether the module computes a weight of its own at every call."""
-    hooks = module._forward_pre_hooks.values()
-    return _is_parametrized(module) or any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks)
+    hooks = module._forward_pre_hooks
+    computing = bool(hooks) and any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values())
+    return computing or _is_parametrized(module)
 
 
 def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
@@ -168,7 +194,8 @@ def _modules(value: Any) -> Iterator[nn.Module]:
     elif isinstance(value, Declared | tuple | list | dict):
         parts = vars(value) if isinstance(value, Declared) else value
         for part in parts.values() if isinstance(parts, dict) else parts:
-            yield from _modules(part)
+            if isinstance(part, HOLDERS):
+                yield from _modules(part)
 
 
 #: How many entries of a tuple, list or dict are named where an object is shown.
@@ -280,7 +307,8 @@ class Declared:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():
-            yield from named(value, name)
+            if isinstance(value, HOLDERS):
+                yield from named(value, name)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the object reads, in a fixed order."""
@@ -304,7 +332,7 @@ class Declared:
         Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
         in a module gives the module up for all later calls.)
         """
-        if not any(_is_compiled(part) or part.training for module in _modules(self) for part in module.modules()):
+        if not any(_is_compiled(part) or part.training for module in _modules(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(_inside(module), _kept_apart, copies))
@@ -315,7 +343,7 @@ class Declared:
         These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
         where their computation changes buffers.
         """
-        if not any(_computes(part) for module in _modules(self) for part in module.modules()):
+        if not any(_computes(part) for module in _modules(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _computed, copies))
@@ -331,8 +359,13 @@ class Declared:
     def _mapped(self, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Self:
         clone = copy.copy(self)
         for name, value in vars(self).items():
-            object.__setattr__(clone, name, _mapped(value, tensor, module))
+            if isinstance(value, HOLDERS):
+                object.__setattr__(clone, name, _mapped(value, tensor, module))
         return clone
+
+
+#: What may hold tensors.
+HOLDERS = (Tensor, nn.Module, tuple, list, dict, Declared)
 
 
 def restricted(declared: _D, index: Tensor, **own: int) -> _D:

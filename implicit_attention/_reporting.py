@@ -69,9 +69,10 @@ def report_failures(
 
     Inside torch.vmap, where the host cannot look, the status itself must be read.
     """
-    policy, failed, site = policy_of(on_failure), record.failed, site or own_site(on_failure)
+    policy, site = policy_of(on_failure), site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(record.status):
         return
+    failed = record.failed
     too_many = _too_many(policy, site, side, failed)
     if too_many is None:
         return

@@ -16,6 +16,7 @@ from ._autograd import (
     are_plain,
     backward_running,
     in_own_precision,
+    is_fake,
     transforms_active,
     uncompiled,
     unobserved,
@@ -113,7 +114,7 @@ def solve(
     if not watched and (native := _natively(request, adjoint)) is not None:
         outcome, failed = native
         return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
-    return _by_adjoint(request, adjoint)
+    return by_adjoint(request, adjoint)
 
 
 def _report(on_failure: Any) -> AdjointReport:
@@ -132,8 +133,9 @@ def _sampled(report: AdjointReport) -> Any:
     return None if site is None or site.tally is None or not site.tally.spectral else site.tally
 
 
-def _by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
-    """The solution as the adjoint runs the solver, for every kind of problem and tensor."""
+@in_own_precision
+def by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
+    """The solution as the adjoint runs the solver, for every kind of problem and tensor; options are not checked."""
     problem, initial = _checked(request.problem, request.initial)
     solver, impl = request.solver, request.impl
     solver.check_problem(problem)
@@ -217,7 +219,7 @@ def concluded(
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
     on_failure, record, value, course = report.on_failure, outcome.record, outcome.value, outcome.states
-    if failed:
+    if failed and policy_of(on_failure).backward != "keep":
         value = without_gradient(on_failure, record.failed, value)
         course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
     solution = Solution(
@@ -271,17 +273,21 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
     problem = problem.settled()
-    named = list(problem.named_tensors())
-    for name, tensor in (*named, ("initial", initial)):
+    named = [*problem.named_tensors(), ("initial", initial)]
+    for name, tensor in named:
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
-        # The number of evaluations depends on the numbers.
-        _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
+        if is_fake(tensor):
+            # The number of evaluations depends on the numbers.
+            _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     floating = [t.dtype for _, t in named if t.is_floating_point()]
-    if initial.dtype in floating or not floating or not (floating[0] in HALF and initial.dtype == torch.float32):
-        _validate.check_same_kind([*named, ("initial", initial)])
-    problem, (initial,) = widened(problem, initial)
-    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
+    from_wide = floating[0] in HALF and floating.count(torch.float32) == 1 and initial.dtype == torch.float32
+    if not from_wide:
+        _validate.check_same_kind(named)
+    if floating[0] in HALF:
+        problem, (initial,) = widened(problem, initial)
+    if from_wide:
+        _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
     return problem, initial
 
 

@@ -130,21 +130,15 @@ def check_dense(argument: str, value: Tensor) -> None:
 def check_same_kind(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """All tensors on one device; all floating-point ones of one dtype."""
     named = list(tensors)
-    if not named:
-        return
-    for what, remedy in (("device", "move it with .to(device)"), ("dtype", "convert it with .to(dtype)")):
-        group = [(n, t) for n, t in named if what == "device" or t.is_floating_point()]
-        for name, tensor in group[1:]:
+    floating = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
+    for what, group, remedy in (
+        ("device", [(name, tensor.device) for name, tensor in named], "move it with .to(device)"),
+        ("dtype", [(name, tensor.dtype) for name, tensor in floating], "convert it with .to(dtype)"),
+    ):
+        for name, kind in group[1:]:
             first_name, first = group[0]
-            if getattr(tensor, what) != getattr(first, what):
-                raise ValueError(
-                    message(
-                        name,
-                        f"have the {what} of `{first_name}` ({getattr(first, what)})",
-                        getattr(tensor, what),
-                        remedy,
-                    )
-                )
+            if kind != first:
+                raise ValueError(message(name, f"have the {what} of `{first_name}` ({first})", kind, remedy))
 
 
 def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: tuple[int, ...], meaning: str) -> None:

@@ -8,7 +8,7 @@ import inspect
 import numbers
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import transforms_active
-from ._declared import changed, leaves, named, picked
+from ._declared import HOLDERS, changed, leaves, named, parts_of, picked
 from .problem import Problem
 
 
@@ -142,7 +142,8 @@ class UserProblem(Problem):
         return self._with_own(filled)
 
     def _with_own(self, change: Callable[[Tensor], Tensor]) -> Self:
-        clone = copy.copy(self)
+        clone = object.__new__(type(self))
+        clone.__dict__ |= vars(self)
         pairs = zip(self.inputs, self._own, strict=True)
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
@@ -208,9 +209,10 @@ def _closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
     names = []
-    for part in function.modules() if isinstance(function, nn.Module) else (function,):
-        for name, value in _scope(part).items():
-            for leaf in leaves(value):
+    for part in parts_of(function) if isinstance(function, nn.Module) else (function,):
+        for name, value in _scope(part):
+            # Mostly it is a function or a number.
+            for leaf in leaves(value) if isinstance(value, HOLDERS) else ():
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     names.append(f"`{name}`")
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
@@ -218,18 +220,22 @@ def _closed_over(function: Any) -> str:
     return " and ".join(dict.fromkeys(names)) or "a tensor"
 
 
-def _scope(function: Any) -> dict[str, Any]:
-    """The objects that a function reads by name (closure, globals, bound object), or a module by unregistered names."""
+def _scope(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function reads by name (closure, globals, bound object), or a module by unregistered names."""
     code_of = type(function).forward if isinstance(function, nn.Module) else function
     # Methods of potentials are wrapped by decorators.
     code_of = inspect.unwrap(code_of)
     code = getattr(code_of, "__code__", None)
-    cells = zip(getattr(code, "co_freevars", ()), getattr(code_of, "__closure__", None) or (), strict=False)
-    scope = {name: cell.cell_contents for name, cell in cells}
-    scope |= {n: getattr(code_of, "__globals__", {}).get(n) for n in getattr(code, "co_names", ())}
+    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(code_of, "__closure__", None) or (), strict=False):
+        yield name, cell.cell_contents
+    read = getattr(code_of, "__globals__", {})
+    for name in getattr(code, "co_names", ()):
+        if name in read:
+            yield name, read[name]
     bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    own = {n: v for n, v in getattr(bound, "__dict__", {}).items() if bound is not function or n[:1] != "_"}
-    return scope | {f"self.{n}": v for n, v in own.items()}
+    for name, value in getattr(bound, "__dict__", {}).items():
+        if bound is not function or name[:1] != "_":
+            yield f"self.{name}", value
 
 
 class FixedPointMap(UserProblem):

@@ -103,7 +103,7 @@ class SolveOptions:
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
         """These options with some replaced; None keeps an option as it is."""
-        if not given:
+        if all(value is None and name in _NAMES for name, value in given.items()):
             return self
         # Not for policies: equal ones count failures separately.
         if isinstance(given.get("on_failure", self.on_failure), str) and not torch.compiler.is_compiling():

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from typing_extensions import Self
 
 from . import _validate
@@ -414,7 +415,7 @@ def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two plain tensors are views of the same memory."""
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (a, b)) or a.numel() == 0:
+    if is_functorch_wrapped_tensor(a) or is_functorch_wrapped_tensor(b) or a.numel() == 0:
         return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
@@ -429,7 +430,7 @@ def counted_copy(z: Tensor) -> Tensor:
 
 def writes_to(tensor: Tensor) -> int:
     """Return the number of torch's writes to the memory of `tensor`."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return 0 if tensor.is_inference() else tensor._version
 

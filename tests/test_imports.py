@@ -23,7 +23,7 @@ ALLOWED = {
     "fixed_point_map": {"problem"},
     "_reporting": {"solution"},
     "potentials": {"ops"},
-    "solvers": {"fixed_point_map", "problem", "linear", "solution"},
+    "solvers": {"ops", "fixed_point_map", "problem", "linear", "solution"},
     "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
     "adjoints": {
         "fused",
@@ -192,7 +192,7 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_operations_are_asked_for_in_four_places():
+def test_operations_are_asked_for_in_five_places():
     askers = {
         dotted_name(path)
         for path in PACKAGE.rglob("*.py")
@@ -203,7 +203,8 @@ def test_operations_are_asked_for_in_four_places():
     # Commands tell which implementation ran.
     told = {"cli.compare_solvers", "cli.report"}
     ask = {"fused", "potentials.scored_keys", "adjoints.native", "attention"}
-    rooms = {re.sub(r"^attention\..*", "attention", name) for name in askers - {""}}
+    ask |= {"solvers"}
+    rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
     assert rooms == ask | told | {dotted_name(layout)}
     assert set(re.findall(r"from \.\.ops\.(\w+) import", layout.read_text())) == {"fold", "problem"}
 

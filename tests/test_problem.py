@@ -206,6 +206,27 @@ def test_what_is_no_number_is_refused(number):
 # Maps that are random.
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.outer = nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.Linear(3, 3), "empty": nn.Identity()})
+        self.again, self.none, self.lone = self.outer["b"], None, nn.Parameter(torch.ones(3))
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.again.weight
+        self.register_buffer("kept", self.lone.detach())
+        self.register_buffer("same", self.kept)
+        self.register_parameter("missing", None)
+
+
+def test_tensors_of_a_module_are_named_as_the_module_names_them():
+    module = Tied()
+    expected = [(f"function.{n}", t) for n, t in [*module.named_parameters(), *module.named_buffers()]]
+    found = list(FixedPointMap(module, event_ndim=1).named_tensors())
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(a is b for (_, a), (_, b) in zip(found, expected, strict=True))
+    assert len(found) == 9
+
+
 class Dropped(nn.Module):
     def __init__(self):
         super().__init__()

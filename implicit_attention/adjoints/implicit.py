@@ -13,9 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import _validate
 from .._autograd import (
+    applied,
     exact_precision,
     grad,
     host_may_look,
@@ -23,6 +25,7 @@ from .._autograd import (
     is_differentiated,
     jvp_by_vjp,
     transforms_active,
+    unobserved,
     vjp,
 )
 from .._declared import first_of
@@ -100,14 +103,15 @@ class Implicit(Adjoint):
         required = "suit a map whose Jacobian is not symmetric"
         remedy = "use GMRES() or Neumann(), or declare FixedPointMap(..., symmetric=True)"
         _validate.require(fits, "linear_solver", required, type(method).__name__, remedy)
-        if is_differentiated(*problem.tensors()) and (solver.fixed_budget or solver.max_steps == 0):
+        if (solver.fixed_budget or solver.max_steps == 0) and is_differentiated(*problem.tensors()):
             required = "not be Implicit() for a fixed number of steps: where they end is no solution"
             received = f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}"
             remedy = "use Unrolled() or Phantom(), or a positive rtol"
             raise ValueError(_validate.message("adjoint", required, received, remedy))
 
     def run(self, request: Request) -> Outcome:
-        outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)
+        recorded = torch.is_grad_enabled() or transforms_active()
+        outcome = fixed_point(request, request.problem.tensors() if recorded else (), self.linear_solver)
         if self.fallback is None or not (outcome.value.requires_grad or transforms_active()):
             return outcome
         return outcome._replace(value=_fallen_back(self.fallback, request.problem, outcome))
@@ -150,6 +154,10 @@ def fixed_point(
     """The outcome of the solver, its value differentiable with respect to `tensors`."""
     # The solution does not depend on the initial state, whose graph would only be kept alive.
     request = dataclasses.replace(request, initial=request.initial.detach(), linear_solver=linear_solver)
+    if not transforms_active() and not is_differentiated(*tensors):
+        # No backward pass will ask for the problem: it needs no copy.
+        with torch.no_grad(), exact_precision(request.initial):
+            return request.solved(request.problem, request.initial)
     value, *fields = _apply(_FixedPoint, request, request.initial, *tensors)
     return Outcome(value, Record(*fields[:5]), Trace.of(*fields[5:]) if request.trace else None)
 
@@ -197,6 +205,7 @@ class _FixedPoint(torch.autograd.Function):
     @staticmethod
     def forward(request: Request, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
+            # A copy: what modules keep here, without a graph, they must not read in the backward pass.
             outcome = request.solved(request.problem.replace(*tensors), initial)
         fields = (outcome.value, *outcome.record, *(outcome.trace or ()))
         # Forward mode cannot attach tangents to outputs that are views.
@@ -298,6 +307,8 @@ class _AdjointSolve(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    if unobserved() and not any(isinstance(arg, Tensor) and is_functorch_wrapped_tensor(arg) for arg in args):
+        return applied(function, *args)
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 

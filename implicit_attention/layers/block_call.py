@@ -16,8 +16,8 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import HALF, at_least_single, is_batched, same, transforms_active
 from .._norm import norm
-from .._solve import solve
-from ..adjoints import Adjoint, Implicit, Unrolled
+from .._solve import by_adjoint, solve
+from ..adjoints import Adjoint, Implicit, Request, Unrolled
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
@@ -28,6 +28,8 @@ from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
 
+#: The adjoint of a layer without one of its own.
+EXACT = Implicit()
 #: The tolerance of the adjoint where autocast makes its products in half precision.
 HALF_RTOL = 1e-2
 
@@ -58,16 +60,15 @@ class BlockCall:
         problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
         packed = layout.pack(self.initial)
         # Products in half precision carry no more.
-        in_half = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else None
-        if not torch.compiler.is_exporting():
+        exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
+        solver, adjoint = solver or options.effective_solver, adjoint or options.effective_adjoint or exact
+        if torch.compiler.is_exporting():
+            solution = solve(problem, packed, solver=solver, adjoint=adjoint, on_failure=self.on_failure)
+        else:
             problem.check_axes(packed)
-        solution = solve(
-            problem,
-            packed,
-            solver=solver or options.effective_solver,
-            adjoint=adjoint or options.effective_adjoint or in_half,
-            on_failure=self.on_failure,
-        )
+            # The layer has checked its options.
+            report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
+            solution = by_adjoint(Request(problem, packed, solver, "auto", False, report), adjoint)
         state = layout.unpack(solution.value)
         if not layout.single:
             solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
@@ -144,19 +145,36 @@ class BlockMap(nn.Module):
         draws: the random numbers of the call.
     """
 
+    __name__: str
+    layout: StateLayout
+    frame: Frame
+    autocast: torch.dtype | None
+    draws: Draws
+    #: Holds an entry once the block was evaluated; copies of this module share the list.
+    evaluated: list[bool]
+    #: Whether neither the state nor an argument holds others.
+    flat: bool
+
     def __init__(
         self, block: nn.Module, layout: StateLayout, frame: Frame, autocast: torch.dtype | None, draws: Draws
     ) -> None:
         super().__init__()
-        self.block, self.layout, self.frame, self.autocast, self.draws = block, layout, frame, autocast, draws
-        self.__name__ = type(block).__name__
-        #: Holds an entry once the block was evaluated; copies of this module share the list.
-        self.evaluated: list[bool] = []
+        self.block = block
+        parts: dict[str, Any] = {"layout": layout, "frame": frame, "autocast": autocast, "draws": draws}
+        parts |= {"__name__": type(block).__name__, "evaluated": [], "flat": layout.single and frame.flat}
+        # Past the tests by which `nn.Module` looks for parameters.
+        self.__dict__ |= parts
 
     def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
         """The map in a solve, around which autocast is off."""
+        state, arguments = self.layout.unpack(z), self.frame.filled(tensors)
+        if self.autocast is None:
+            return self.layout.pack(self.step(state, arguments))
         with self.precision():
-            return self.layout.pack(self.step(self.layout.unpack(z), self.frame.filled(tensors)))
+            return self.layout.pack(self.step(state, arguments))
+
+    # Without the search for hooks: only the layer sees this module.
+    __call__ = forward
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """A context in which autocast runs the block as it would around the call."""
@@ -171,28 +189,43 @@ class BlockMap(nn.Module):
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             result = self.draws.evaluate(self.block, state, *arguments)
             return self.layout.check_output(self.__name__, result, state, cast=cast)
-        own = pytree.tree_map_only(Tensor, lambda t: t, (state, arguments))
-        first = not self.evaluated
-        passed = pytree.tree_map_only(Tensor, counted_copy, own) if first else own
-        pairs = [
-            (name, old, new, writes_to(new))
-            for name, olds, news in zip(("state", "arguments"), own, passed, strict=True)
-            for old, new in zip(pytree.tree_leaves(olds), pytree.tree_leaves(news), strict=True)
-            if isinstance(new, Tensor)
-        ]
-        result = self.draws.evaluate(self.block, passed[0], *passed[1])
-        for name, old, new, before in pairs:
+        first, passed = not self.evaluated, (state, *arguments)
+        olds = news = self._tensors(passed)
+        if first or not self.flat:
+            # The block may keep tuples, lists and dicts, or change them.
+            own = _copied if first else _itself
+            passed = tuple(map(own, passed)) if self.flat else pytree.tree_map(own, passed)
+            news = self._tensors(passed)
+        before = [writes_to(tensor) for tensor in news]
+        result = self.draws.evaluate(self.block, *passed)
+        written = [writes_to(new) != count for new, count in zip(news, before, strict=True)]
+        if first:
             # Torch does not count writes past it (by numpy, through `.data`).
-            visible = first and new.device.type == "cpu" and not transforms_active()
-            if writes_to(new) != before or (visible and not same(new, old)):
-                required, received = f"leave its {name} as they are", f"a block that works on its {name} in place"
-                if name == "state":
-                    required, received = "leave its state as it is", "a map that works on it in place"
-                remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
-                raise ValueError(_validate.message(self.__name__, required, received, remedy))
+            for i, (old, new) in enumerate(zip(olds, news, strict=True)):
+                visible = new.device.type == "cpu" and not transforms_active()
+                written[i] = written[i] or (visible and not same(new, old))
+        if True in written:
+            required, received = "leave its arguments as they are", "a block that works on its arguments in place"
+            if True in written[: len(self.layout.events)]:
+                required, received = "leave its state as it is", "a map that works on it in place"
+            remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
+            raise ValueError(_validate.message(self.__name__, required, received, remedy))
         if first:
             self.evaluated.append(True)
         return self.layout.check_output(self.__name__, result, state, cast=cast)
+
+    def _tensors(self, passed: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors in (state, x, *args), those of the state first."""
+        parts = passed if self.flat else pytree.tree_leaves(passed)
+        return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _copied(leaf: Any) -> Any:
+    return counted_copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 #: The remedies for a block that failed: an accelerated method may settle elsewhere than the loop of its training.
@@ -219,9 +252,19 @@ class BlockProblem(FixedPointMap):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.mode, self.draws = checked, function.block.training, function.draws
 
+    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
+        # The map has checked what the block returned.
+        mapped: Tensor = result
+        return mapped
+
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
         return None if self.draws.repeated else super().select(index)
+
+    @property
+    def to_contract(self) -> str:
+        # A block has none of the numbers that problems of attention have.
+        return ""
 
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
         advice = super().advice(remedies)
@@ -279,7 +322,7 @@ class Draws:
 
     def evaluate(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments) with the numbers of this call."""
-        if torch.compiler.is_compiling() or (self.before is None and not self.watching):
+        if (self.before is None and not self.watching) or torch.compiler.is_compiling():
             return function(*arguments)
         outside = _generators(self.device)
         if self.before is None:

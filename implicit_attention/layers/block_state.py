@@ -17,6 +17,10 @@ from ..fixed_point_map import PerSample, Shared
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 
 
+#: The structure of one tensor.
+_ONE = pytree.tree_structure(0)
+
+
 class StateLayout(NamedTuple):
     """The structure of a state, and how it is one tensor for a solver.
 
@@ -28,6 +32,7 @@ class StateLayout(NamedTuple):
         events: the shape of each tensor of one sample.
         lead: the axes that number samples.
         dtype, device: of all tensors of the state.
+        single: whether the state is one tensor.
     """
 
     spec: pytree.TreeSpec
@@ -35,11 +40,12 @@ class StateLayout(NamedTuple):
     lead: torch.Size
     dtype: torch.dtype
     device: torch.device
+    single: bool
 
     @classmethod
     def of(cls, state: Any, event_ndim: int | None) -> StateLayout:
         """The layout of a state, or an error about the object that is no state."""
-        leaves, spec = pytree.tree_flatten(state)
+        leaves, spec = ([state], _ONE) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         if not leaves:
             raise ValueError(_validate.message("start", "hold at least one tensor", repr(state)))
         for leaf in leaves:
@@ -59,12 +65,8 @@ class StateLayout(NamedTuple):
                 _validate.require(fits, "start", required, getattr(leaf, kind), "convert them with .to()")
             required = f"have tensors whose first axes are {tuple(lead)}, one entry a sample"
             _validate.require(leaf.shape[: len(lead)] == lead, "start", required, f"shape {tuple(leaf.shape)}")
-        return cls(spec, tuple(leaf.shape[len(lead) :] for leaf in leaves), lead, first.dtype, first.device)
-
-    @property
-    def single(self) -> bool:
-        """Whether the state is one tensor."""
-        return self.spec.is_leaf()
+        events = tuple(leaf.shape[len(lead) :] for leaf in leaves)
+        return cls(spec, events, lead, first.dtype, first.device, spec.is_leaf())
 
     @property
     def event_ndim(self) -> int:
@@ -183,14 +185,14 @@ def initial_state(start: Start, x: Any, event_ndim: int | None) -> Any:
     if not isinstance(start, str):
         return _for_samples(start() if isinstance(start, StoredStart) else start, x, event_ndim)
     check_word(start)
-    for leaf in pytree.tree_leaves(x):
+    for leaf in (x,) if isinstance(x, Tensor) else pytree.tree_leaves(x):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             received = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             required = f"be a tensor, or a tuple or dict of tensors, with start={start!r}"
             remedy = "pass the state to start from as `start`"
             raise TypeError(_validate.message("x", f"{required}, of a floating-point dtype", received, remedy))
     make: Any = {"zeros": torch.zeros_like, "input": torch.clone, "random": torch.randn_like}[start]
-    return pytree.tree_map(make, x)
+    return make(x) if isinstance(x, Tensor) else pytree.tree_map(make, x)
 
 
 def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
@@ -216,11 +218,17 @@ def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
 
 # Arguments.
 
+#: Arguments that hold no others, as None does not.
+_LEAVES = (Tensor, bool, int, float, str)
+
 
 class Frame(NamedTuple):
-    """Arguments without their tensors: the other arguments in their places, and the places of the tensors."""
+    """Arguments without their tensors: the other arguments in their places, and the places of the tensors.
 
-    spec: pytree.TreeSpec
+    spec: the structure of the arguments; None where each is a tensor, a number, a text or None.
+    """
+
+    spec: pytree.TreeSpec | None
     others: tuple[Any, ...]
     places: tuple[int, ...]
 
@@ -228,19 +236,27 @@ class Frame(NamedTuple):
     def of(cls, x: Any, args: tuple[Any, ...], layout: StateLayout) -> tuple[Frame, tuple[PerSample | Shared, ...]]:
         """The frame of (x, *args), and their tensors, each of them wrapped in its kind."""
         arguments = (x, *args)
-        leaves, spec = pytree.tree_flatten(pytree.tree_map(_unwrapped, arguments))
-        wrappers = pytree.tree_leaves(pytree.tree_map(_wrappers, arguments))
-        of_x = len(pytree.tree_leaves(pytree.tree_map(_unwrapped, x)))
+        leaves, wrappers = list(map(_unwrapped, arguments)), [_wrapper(argument) for argument in arguments]
+        spec, of_x = None, 1
+        if not all(leaf is None or isinstance(leaf, _LEAVES) for leaf in leaves):
+            leaves, spec = pytree.tree_flatten(pytree.tree_map(_unwrapped, arguments))
+            wrappers = pytree.tree_leaves(pytree.tree_map(_wrappers, arguments))
+            of_x = len(pytree.tree_leaves(pytree.tree_map(_unwrapped, x)))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         tensors = tuple((wrappers[i] or _kind(leaves[i], layout, i < of_x))(leaves[i]) for i in places)
         return cls(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places), tensors
+
+    @property
+    def flat(self) -> bool:
+        """Whether no argument holds others."""
+        return self.spec is None
 
     def filled(self, tensors: tuple[Tensor, ...]) -> Any:
         """The arguments with these tensors."""
         leaves = list(self.others)
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tuple(leaves) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
 
 
 def widened(leaf: Any) -> Any:
@@ -254,9 +270,14 @@ def _unwrapped(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, PerSample | Shared) else leaf
 
 
+def _wrapper(argument: Any) -> type[PerSample | Shared] | None:
+    return type(argument) if isinstance(argument, PerSample | Shared) else None
+
+
 def _wrappers(leaf: Any) -> Any:
     """The class of the wrapper in the place of each leaf inside one; None for a leaf without a wrapper."""
-    return pytree.tree_map(lambda _: type(leaf), leaf.value) if isinstance(leaf, PerSample | Shared) else None
+    wrapper = _wrapper(leaf)
+    return None if wrapper is None else pytree.tree_map(lambda _: wrapper, leaf.value)
 
 
 def _kind(tensor: Tensor, layout: StateLayout, is_x: bool) -> type[PerSample] | type[Shared]:

@@ -50,7 +50,9 @@ def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mappe
     z, mapped: (*lead, *event), a state of all problems and f of it.
     """
     part = problem.apart().select(index)
-    assert part is not None
+    if part is None:
+        # The map has drawn random numbers since the solve began.
+        return False
     wanted, z, mapped = (pick(t, index) for t in (wanted, z, mapped))
     try:
         alone = part.fixed_point_map(z)
@@ -164,13 +166,13 @@ class Rows:
         return active if self.unread else active | finite_rows(z) & finite_rows(mapped)
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
-        """Restrict problem, best states and solver memory to the rows `order` of the present working set."""
+        """Restrict problem and solver memory to the rows `order` of the present working set, with the best states."""
         self.full = self._merged(best)
         self.rows = order if self.rows is None else self.rows.gather(-1, order)
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        picked: list[Any] = list(pytree.tree_map_only(Tensor, lambda tensor: pick(tensor, order), (*tree, best)))
+        picked: list[Any] = list(pytree.tree_map_only(Tensor, lambda tensor: pick(tensor, order), tree))
         return picked
 
     def all(self, best: Best) -> tuple[Tensor, Record]:

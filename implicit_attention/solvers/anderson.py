@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look, transforms_active
 from .._fused_rule import FusedRule
+from ..ops.native.loop import MOST_MIXED, Mixing
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
-from .iterate import Iteration
-from .safeguard import Proposal, Safeguarded
+from .iterate import Update
+from .progress import Iteration, library_for
+from .safeguard import Memory, Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.
 NO_RIDGE = 1e-8
@@ -93,6 +95,27 @@ class Anderson(Safeguarded):
             return None
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps)
 
+    def init(self, problem: Problem, z: Tensor) -> Any:
+        history = self._history(problem)
+        plain = self._guard(problem) == "residual" and not (problem.symmetric or problem.plain_steps_descend)
+        if plain and type(self) is Anderson and history <= MOST_MIXED and library_for(z) is not None:
+            return Mixing.empty(z, history)
+        return super().init(problem, z)
+
+    def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
+        loaded = library_for(point.residual)
+        if not isinstance(state, Mixing) or loaded is None:
+            return super().accept(problem, _written_out(state), point)
+        return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
+
+    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+        loaded = library_for(point.z, point.r, point.residual)
+        if not isinstance(state, Mixing) or loaded is None:
+            return super().step(problem, _written_out(state), point, accepted)
+        given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
+        mixes, learns = point.step >= self._plain_steps(problem), point.step > 0
+        return Update(state, state.candidate(loaded, *given, ridge=self.ridge, mixes=mixes, learns=learns))
+
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)
 
@@ -162,6 +185,15 @@ class Anderson(Safeguarded):
             for j, factor in enumerate(lower[i], i + 1):
                 weights[i] = torch.addcmul(weights[i], factor, weights[j], value=-1)
         return tuple(weights if whole else [torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True)])
+
+
+def _written_out(state: Any) -> Any:
+    """Return a memory for operations of torch, without the history of a native one."""
+    if not isinstance(state, Mixing):
+        return state
+    return Memory(
+        *state[:3], None, None, None, None, state.residual, state.accelerated, AndersonHistory((), (), (), ())
+    )
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from ..errors import UnsupportedImplementation
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
 from .iterate import Solver, evaluated
+from .progress import compared
 
 
 def is_budget(solver: Solver) -> bool:
@@ -50,7 +53,8 @@ def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
         if index == solver.max_steps and not tested:
             value = z
             break
-        point, _ = evaluated(solver, problem, z, solver.needs_energy(problem, index), index, event, None)
+        energy, measured = solver.needs_energy(problem, index), functools.partial(compared, solver.end_rule)
+        point, _ = evaluated(problem, z, energy, index, event, None, measured)
         accepted = solver.accept(problem, state, point)
         kept = going if accepted is None else accepted if going is None else accepted & going
         value = z if kept is None else rows_where(kept, z, value)

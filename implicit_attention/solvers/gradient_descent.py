@@ -11,7 +11,8 @@ from .. import _validate
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
-from .iterate import Iteration, Solver, Update
+from .iterate import Solver, Update
+from .progress import Iteration
 
 
 @dataclasses.dataclass(frozen=True)

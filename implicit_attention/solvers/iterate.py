@@ -15,41 +15,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, looks_every, transforms_active
+from .._autograd import looks_every, transforms_active
 from .._fused_rule import FusedRule
 from .._norm import length, norm
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
-from ._rows import Best, Rows, flat, rows_where, unflat
+from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens
-
-
-class Iteration(NamedTuple):
-    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
-
-    force: -grad E (*lead, n), where energies are read and the problem has a metric; elsewhere it is r.
-
-    Not for the course of a solve: ask for `solve(..., trace=True)`.
-
-    Examples:
-        >>> import torch
-        >>> from implicit_attention.solvers import Iteration, Picard
-        >>> z = torch.ones(3, 2)
-        >>> r = z / 2 - z
-        >>> point = Iteration(z, z / 2, r, r.norm(dim=-1), energy=None, step=0, event_shape=torch.Size([2]))
-        >>> Picard().step(None, (), point, torch.ones(3, dtype=torch.bool)).candidate[0]
-        tensor([0.5000, 0.5000])
-    """
-
-    z: Tensor
-    mapped: Tensor
-    r: Tensor
-    residual: Tensor
-    energy: Tensor | None
-    step: int
-    event_shape: torch.Size
-    force: Tensor | None = None
+from .progress import Iteration, progress_of
 
 
 class Outcome(NamedTuple):
@@ -173,7 +147,12 @@ class Solver:
     @property
     def exhausted(self) -> Status:
         """The status of a problem on which all steps were spent."""
-        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0).exhausted
+        return self.end_rule.exhausted
+
+    @property
+    def end_rule(self) -> FusedRule:
+        """When a problem ends: tolerances and budget."""
+        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0)
 
     def fused_rule(self, problem: Problem) -> FusedRule | None:
         """Return the rule by which a fused operation is this solver on such a problem, or None if none can be."""
@@ -240,7 +219,8 @@ def _iterated(
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = Rows(problem, initial, pad=not graph, compact=not trace and callback is None)
-        every = looks_every(solver.check_every, initial, *problem.tensors())
+        # Nothing is batched outside of transforms, and a search for tensors costs as much as a small evaluation.
+        every = looks_every(solver.check_every, initial, *(problem.tensors() if transforms_active() else ()))
         best, traced = _loop(solver, rows, every, trace, graph, callback)
         value, record = rows.all(best)
         if share_memory(value, initial):
@@ -254,88 +234,75 @@ def _iterated(
 def _loop(
     solver: Solver, rows: Rows, every: int, trace: bool, graph: bool, callback: Callback | None
 ) -> tuple[Best, list[Any]]:
-    z, active, event = rows.initial, rows.active, rows.event
+    z, event = rows.initial, rows.event
     state = solver.init(rows.problem, z)
     trace_energy = trace and rows.problem.has_energy
-    best = _nothing_yet(z, trace_energy)
-    num_evals = best.record.num_evals
     traced: list[Any] = []
     point: Iteration | None = None
     falls, floor, begun = rows.falls(), None, None
-    # The last state, which fused operations return as well: as the energy falls, it is the best of all.
-    descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     ordered = isinstance(rows.problem, Tokens)
-    # A residual of a token holds for the last states of the tokens before it.
-    descends = descends or ordered
+    # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual of a
+    # token holds for the last states of the tokens before it.
+    descends = ordered or (rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None)
+    plain = not (trace or graph or callback)
+    progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
         if ordered:
             # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
-            z = rows_where(active, z, best.value.nan_to_num(0.0, 0.0, 0.0))
+            z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
         z = flat(rows.problem.retract(unflat(z, event)), event)
-        point, tolerance = evaluated(solver, rows.problem, z, energy, index, event, point)
+        point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
             long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
             begun = long | far if begun is None else begun
             point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
             tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
-        num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
-        accepted = torch.ones_like(active) if accepted is None else accepted
-        candidates = active & accepted
-        # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
-        finite = (point.residual < torch.inf) & (tolerance < torch.inf)
-        broken = candidates & ~finite
-        converged = None if solver.fixed_budget else candidates & finite & (point.residual <= tolerance)
+        fallen = None
         if falls is not None:
             floor = _floor(falls, point) if floor is None else floor
-            fallen = active & _below(floor, point, accepted)
-            broken = broken | (fallen if converged is None else fallen & ~converged)
-        if isinstance(rows.problem, Tokens):
-            converged, broken = rows.problem.settled_of(active, converged, broken)
-        settled = broken if converged is None else converged | broken
-        best = _improve(best, point, tolerance, candidates, converged, num_evals, descends)
-        if not (host_may_look(settled) and not bool(settled.any())):
-            if converged is not None:
-                best = _finish(best, converged, Status.CONVERGED)
-            best = _finish(best, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
-            active = active & ~settled
+            fallen = _below(floor, point, progress.everyone() if accepted is None else accepted)
+        progress.decide(point, tolerance, accepted, fallen)
+        accepted = progress.everyone() if accepted is None else accepted
         if trace:
-            course = (best.record.residual, best.energy, num_evals, unflat(best.value, event))
+            best = progress.best
+            course = (best.record.residual, best.energy, progress.num_evals, unflat(best.value, event))
             traced.append([t for t in course if t is not None])
         if callback is not None:
-            callback(index, *(rows.unpadded(t.detach(), 0).clone() for t in (best.record.residual, active)))
+            shown = progress.best.record.residual, progress.active
+            callback(index, *(rows.unpadded(t.detach(), 0).clone() for t in shown))
         if index == solver.max_steps:
             break
         if every and index % every == 0:
-            if not bool(active.any()):
+            if not progress.unfinished():
                 break
-            if (order := rows.compaction(active, point.z, point.mapped)) is not None:
-                state, point, active, accepted, num_evals, falls, floor, begun, best = rows.take(
-                    order, best, (state, point, active, accepted, num_evals, falls, floor, begun)
+            shrinks = progress.may_shrink(COMPACT_BELOW)
+            if shrinks and (order := rows.compaction(progress.active, point.z, point.mapped)) is not None:
+                state, point, accepted, falls, floor, begun, parts = rows.take(
+                    order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
+                progress.restrict(*parts)
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
             # Further steps of a finished problem are detached, unless others read them: at the first 0/0 their
             # gradient of zero would turn into NaN.
-            live = rows.recorded(active, point.z, point.mapped)
+            live = rows.recorded(progress.active, point.z, point.mapped)
             state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=live), (state, z))
         if update.num_evals is not None:
-            num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
+            progress.spend(update.num_evals)
         if update.stalled is not None:
-            best = _finish(best, active & update.stalled, Status.STALLED)
-            active = active & ~update.stalled
-    best = _finish(best, active, solver.exhausted)
+            progress.end(update.stalled, Status.STALLED)
     if falls is not None and solver.exhausted == Status.MAX_STEPS and before is not None and point is not None:
         # More steps would not help where the energy curves downwards; near a minimum they would.
         downward = ((point.z - before.z) * (point.r - before.r)).sum(-1) > 0
         downward = downward | rows.problem.curves_down(unflat(point.z, event))
-        best = _finish(best, active & falls & downward, Status.DIVERGED)
-    # Evaluations that did not improve a problem were spent on it all the same.
-    return best._replace(record=best.record._replace(num_evals=num_evals)), traced
+        progress.end(falls & downward, Status.DIVERGED)
+    progress.end(progress.active, solver.exhausted)
+    return progress.result(), traced
 
 
 def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
@@ -347,22 +314,21 @@ def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
 
 
 def evaluated(
-    solver: Solver,
     problem: Problem,
     z: Tensor,
     energy: bool,
     index: int,
     event: torch.Size,
     before: Iteration | None,
+    measured: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Iteration, Tensor]:
+    """The evaluation of states (*lead, n), of which `measured` gives r, its length and the tolerance."""
     mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
     mapped = flat(mapped, event)
     if index == 1 and before is not None and share_memory(mapped, before.mapped):
         # A map may return the same numbers twice, but no others in their place.
         check_kept(problem, before.mapped - before.z, before.r)
-    r = mapped - z
-    residual = norm(r)
-    tolerance = solver.atol + solver.rtol * norm(mapped)
+    r, residual, tolerance = measured(z, mapped)
     force = None
     if energy and problem.has_metric:
         force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
@@ -385,46 +351,3 @@ def _below(floor: Tensor, point: Iteration, accepted: Tensor) -> Tensor:
     """Return where the energy is below the floor; for a refused step, which may jump a minimum, where -inf."""
     assert point.energy is not None
     return (accepted & (point.energy < floor)) | (floor.isfinite() & (point.energy == -torch.inf))
-
-
-def _nothing_yet(z: Tensor, energy: bool) -> Best:
-    per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
-    unknown = torch.full_like(per_problem, torch.inf)
-    count = torch.zeros_like(per_problem, dtype=torch.int32)
-    status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-    record = Record(status, unknown, torch.zeros_like(unknown), count, count)
-    return Best(z, record, unknown if energy else None)
-
-
-def _improve(
-    best: Best,
-    point: Iteration,
-    tolerance: Tensor,
-    candidates: Tensor,
-    converged: Tensor | None,
-    num_evals: Tensor,
-    descends: bool,
-) -> Best:
-    """The best states, with the candidates that are better; where the energy `descends` all candidates are."""
-    value, record, energy = best
-    if converged is None or point.step == 0:
-        better = candidates
-    elif descends:
-        better = candidates & (point.residual < torch.inf)
-    else:
-        better = candidates & (point.residual < record.residual) | converged
-    # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
-    new = rows_where(point.residual < torch.inf, point.z, torch.nan) if point.step == 0 else point.z
-    residual, steps = point.residual, torch.full_like(record.num_steps, point.step)
-    reached = None if energy is None else point.energy
-    if not (host_may_look(better) and bool(better.all())):
-        new = rows_where(better, new, value)
-        fields = zip((residual, tolerance, steps), record[1:4], strict=True)
-        residual, tolerance, steps = (torch.where(better, *pair) for pair in fields)
-        reached = reached if reached is None or energy is None else torch.where(better, reached, energy)
-    return Best(new, Record(record.status, residual, tolerance, steps, num_evals), reached)
-
-
-def _finish(best: Best, which: Tensor, status: Status) -> Best:
-    record = best.record
-    return best._replace(record=record._replace(status=record.status.masked_fill(which, int(status))))

@@ -13,7 +13,7 @@ from .._safeguard import STRETCH
 from ..linear import CG, GMRES
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
-from .iterate import Iteration
+from .progress import Iteration
 from .safeguard import Proposal, Safeguarded
 
 

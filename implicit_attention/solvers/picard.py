@@ -12,7 +12,8 @@ from .._fused_rule import FusedRule
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import CONTRACT, Status
-from .iterate import Iteration, Solver, Update
+from .iterate import Solver, Update
+from .progress import Iteration
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from .._norm import norm, resolves
 from .._safeguard import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH
 from ..problem import Problem
 from ._rows import rows_where, unflat
-from .iterate import Iteration, Solver, Update
+from .iterate import Solver, Update
+from .progress import Iteration
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 

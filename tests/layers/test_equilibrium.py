@@ -313,6 +313,100 @@ def test_a_call_advances_the_generator_once():
 # Bad input.
 
 
+def halved(block):
+    block.mix = nn.Linear(6, 6).double()
+
+
+def renewed(block):
+    block.read.weight = nn.Parameter(0.5 * block.read.weight.detach())
+
+
+def parametrised(block):
+    parametrizations.weight_norm(block.mix)
+    with torch.no_grad():
+        block.mix.parametrizations.weight.original0.mul_(0.5)
+
+
+def hooked(block):
+    block.read.register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+def trained(block):
+    block.drop.p = 0.5
+    block.train()
+
+
+def moved(block):
+    for parameter in block.parameters():
+        parameter.data = 0.5 * parameter.data
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("change", [halved, renewed, parametrised, hooked, trained, moved])
+def test_a_block_that_changes_between_calls_is_read_anew(change, record):
+    layer, x = made()
+    x = x[:1]
+    with torch.set_grad_enabled(record):
+        before = layer(x)
+        change(layer.block)
+        torch.manual_seed(3)
+        after = layer(x)
+        torch.manual_seed(3)
+        expected = Equilibrium(layer.block, solver=TIGHT)(x)
+    assert torch.equal(after, expected)
+    assert not torch.allclose(after, before)
+    assert after.requires_grad == record
+
+
+def test_parameters_of_another_dtype_are_refused_at_any_call():
+    layer, x = made()
+    with torch.no_grad():
+        layer(x)
+        layer.block.read.weight.data = layer.block.read.weight.data.float()
+        with pytest.raises(ValueError, match=r"`function.block.read.weight` must have the dtype of"):
+            layer(x)
+
+
+class Keeps(nn.Module):
+    """Keeps what it reads of x at its first evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.read = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, z, x):
+        if not hasattr(self, "kept"):
+            self.kept = self.read(x)
+        return torch.tanh(0.3 * self.mix(z) + self.kept)
+
+
+def test_what_a_block_keeps_in_a_solve_is_not_read_by_its_backward_pass():
+    layer, x = made(Keeps())
+    found = gradients(layer(x).square().sum(), layer)
+    block = copy.deepcopy(layer.block)
+    expected = torch.autograd.grad(unrolled(block, torch.zeros_like(x), x).square().sum(), [*block.parameters()])
+    assert_close(found, expected)
+
+
+class Notes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def forward(self, z, x):
+        self.notes.append(self)
+        return 0.5 * z.sin() + x
+
+
+def test_a_solve_that_nobody_differentiates_copies_no_module():
+    layer, x = made(Notes())
+    layer.eval()(x)
+    layer.block.notes.clear()
+    layer(x)
+    assert layer.block.notes
+    assert all(seen is layer.block for seen in layer.block.notes)
+
+
 class Changes(nn.Module):
     def __init__(self, change):
         super().__init__()
@@ -442,6 +536,17 @@ def test_copies_pickles_and_state_dicts_keep_the_weights_and_not_the_report():
     for other in (*copies, fresh):
         assert other.last_solve is None
         assert_close(other(x), want, atol=0)
+
+
+def test_samples_of_a_block_that_draws_end_at_different_times_at_the_first_call():
+    layer, x = made(Block(dropout=0.5))
+    layer.train()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+    steps = layer.last_solve.num_steps
+    assert bool(layer.last_solve.converged.all())
+    assert len(steps.unique()) > 1, steps
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -134,6 +134,29 @@ def test_a_block_that_writes_to_what_it_is_given_is_refused_and_changes_nothing(
     assert torch.equal(shift, torch.ones_like(x))
 
 
+class WritesLater(nn.Module):
+    """Works in place from its fourth evaluation on."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.which, self.count = which, [0]
+
+    def forward(self, z, shifts):
+        self.count[0] += 1
+        if self.count[0] > 3:
+            (z if self.which == "state" else shifts[1] if isinstance(shifts, tuple) else shifts).mul_(0.9)
+        return 0.5 * z.sin() + (sum(shifts) if isinstance(shifts, tuple) else shifts)
+
+
+@pytest.mark.parametrize("steps", [None, 8])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("which", ["state", "arguments"])
+def test_a_block_that_writes_later_is_refused(which, nested, steps):
+    layer, x = made(lambda: WritesLater(which), 4, 5, event_ndim=1, solver=TIGHT)
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"`WritesLater` must leave its {which} as .*in place"):
+        layer((x, x.clone()) if nested else x, start=torch.zeros_like(x), steps=steps)
+
+
 def test_a_failed_block_is_told_the_remedies_of_the_guide():
     layer, x = made(Centred, 4, 5, solver=ia.Picard(rtol=1e-9, max_steps=2))
     with pytest.warns(ia.ConvergenceWarning, match=r"raise max_steps.*steps=range.*Anderson\(history=1\)") as told:

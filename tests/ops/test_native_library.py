@@ -72,9 +72,13 @@ def refused(reason):
         hopfield_solve(torch.ones(2, 4), torch.eye(4), beta=0.5, impl="native")
 
 
+#: The operations of a library.
+FUNCTIONS = [f"ia_{name}" for name in library.ARGUMENTS]
+
+
 def stand_in(folder, isa, *, abi=library.ABI, supported=1, without=None):
     """A library of functions that return a number, but for one that it lacks."""
-    returned = {"ia_abi": abi, "ia_supported": supported, "ia_solve": 0, "ia_adjoint": 0, "ia_finite": 1}
+    returned = {"ia_abi": abi, "ia_supported": supported, **dict.fromkeys(FUNCTIONS, 0)}
     lines = [f'extern "C" int {name}() {{ return {number}; }}' for name, number in returned.items() if name != without]
     source = folder / f"{isa}.cpp"
     source.write_text("\n".join(lines))
@@ -125,7 +129,7 @@ def test_it_is_told_why_the_faster_set_does_not_answer(stand_ins):
 
 
 @needs_compiler
-@pytest.mark.parametrize("without", ["ia_abi", "ia_supported", "ia_solve", "ia_adjoint", "ia_finite"])
+@pytest.mark.parametrize("without", ["ia_abi", "ia_supported", *FUNCTIONS])
 def test_a_library_that_lacks_a_function(stand_ins, without):
     stand_in(stand_ins, "avx2", without=without)
     refused(f"avx2 cannot be loaded .*{without}.*; install the package again")

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from ...errors import KernelWarning, outside
-from .operands import ARGUMENTS
 
 #: The version of the interface; the same number stands in kernels.cpp.
-ABI = 4
+ABI = 5
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
@@ -27,6 +26,17 @@ SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",), "arm64": ("neon",)}
 #: Sets that no test has run yet: their code is that of the others, compiled for them.
 UNVERIFIED = ("neon",)
 FOLDER = Path(__file__).parent
+_LONG, _INT, _DOUBLE, _ADDRESS = ctypes.c_int64, ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
+#: What each function returns, and its arguments.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "solve": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
+    "adjoint": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
+    "finite": (_INT, _LONG, _ADDRESS, _LONG),
+    "measure": (None, *[_LONG] * 3, *[_ADDRESS] * 3, _LONG),
+    "decide": (_LONG, *[_LONG] * 3, *[_INT] * 2, _ADDRESS),
+    "mix": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
+    "accept": (None, *[_LONG] * 2, _DOUBLE, *[_ADDRESS] * 4),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +48,10 @@ class Library:
     solve: Any
     adjoint: Any
     finite: Any
+    measure: Any
+    decide: Any
+    mix: Any
+    accept: Any
     parallel_for: int
 
 
@@ -149,18 +163,17 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
         if not _is_whole(path):
             return None, f"the compiled library for {isa} is damaged; {again}"
         handle = ctypes.CDLL(str(path))
-        version, supported, finite = handle.ia_abi(), handle.ia_supported, handle.ia_finite
-        functions = handle.ia_solve, handle.ia_adjoint
+        version, supported = handle.ia_abi(), handle.ia_supported
+        if version != ABI:
+            return None, f"the compiled library for {isa} is of interface {version}, the package of {ABI}; {again}"
+        functions = {name: getattr(handle, f"ia_{name}") for name in ARGUMENTS}
     except (OSError, AttributeError) as error:
         return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
-    if version != ABI:
-        return None, f"the compiled library for {isa} is of interface {version}, the package of {ABI}; {again}"
     if not supported():
         return None, f"this processor has no {isa}"
-    for function in functions:
-        function.argtypes, function.restype = ARGUMENTS, ctypes.c_int64
-    finite.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    return Library(isa, handle, *functions, finite, _parallel_for()), ""
+    for name, function in functions.items():
+        function.restype, *function.argtypes = ARGUMENTS[name]
+    return Library(isa, handle, **functions, parallel_for=_parallel_for()), ""
 
 
 def _is_whole(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from array import array
 from typing import Any, TypeAlias
@@ -16,9 +15,6 @@ AXES = 16
 LARGEST = 2**55
 #: Steps that float32 counts.
 MOST_STEPS = 2**24
-#: The arguments of `ia_solve` and `ia_adjoint`.
-ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
-
 #: Shape and steps of a tensor.
 _Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 

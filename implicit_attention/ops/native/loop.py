@@ -1,0 +1,145 @@
+"""The general loop's look at one evaluation of a map, in one pass over the states by the native library."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .library import Library
+
+
+class Measured(NamedTuple):
+    """r = f(z) - z (*lead, n), |r| and the tolerance atol + rtol |f(z)|, (*lead)."""
+
+    r: Tensor
+    residual: Tensor
+    tolerance: Tensor
+
+
+def measured(library: Library, z: Tensor, mapped: Tensor, rtol: float, atol: float) -> Measured:
+    """Compare states with their images: contiguous tensors (*lead, n) of one dtype, in this machine's memory."""
+    r, residual, tolerance = torch.empty_like(z), z.new_empty(z.shape[:-1]), z.new_empty(z.shape[:-1])
+    numbers = array("d", (rtol, atol))
+    addresses = array("Q", [t.data_ptr() for t in (z, mapped, r, residual, tolerance)])
+    library.measure(
+        z.dtype.itemsize,
+        residual.numel(),
+        z.shape[-1],
+        numbers.buffer_info()[0],
+        addresses.buffer_info()[0],
+        library.parallel_for,
+        torch.get_num_threads(),
+    )
+    return Measured(r, residual, tolerance)
+
+
+class Decisions:
+    """The state of every row of a solve, which the library updates in place.
+
+    Args:
+        active: which rows are unfinished, (*lead).
+        residual, tolerance, steps: at the best state, (*lead).
+        num_evals: evaluations, (*lead).
+        status: codes of `Status`, (*lead).
+    """
+
+    def __init__(
+        self, active: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor, num_evals: Tensor, status: Tensor
+    ) -> None:
+        #: Which rows were improved by the last step.
+        self.better = torch.empty_like(active)
+        self._kept = active, residual, tolerance, steps, num_evals, status, self.better
+        self._addresses = array("Q", [*(t.data_ptr() for t in self._kept), 0, 0, 0])
+
+    def decide(
+        self,
+        library: Library,
+        step: int,
+        residual: Tensor,
+        tolerance: Tensor,
+        accepted: Tensor | None,
+        *,
+        fixed: bool,
+        descends: bool,
+    ) -> tuple[int, int]:
+        """Decide after a step, and return how many rows it improved, and how many are unfinished.
+
+        accepted: (*lead), rows whose step the solver accepts; None for all.
+        fixed: whether the number of steps is fixed; else rows end by their residual.
+        descends: whether the last state is the best one.
+        """
+        addresses = self._addresses
+        addresses[-3], addresses[-2] = residual.data_ptr(), tolerance.data_ptr()
+        addresses[-1] = 0 if accepted is None else accepted.data_ptr()
+        counts: int = library.decide(
+            residual.dtype.itemsize, residual.numel(), step, fixed, descends, addresses.buffer_info()[0]
+        )
+        return counts >> 32, counts & 0xFFFFFFFF
+
+
+#: Steps that are mixed at most, as in mixing.h.
+MOST_MIXED = 8
+
+
+class Mixing(NamedTuple):
+    """The memory of Anderson's method, which the library updates in place.
+
+    z, r, residual: of the last accepted states, (*lead, n) and (*lead).
+    accelerated: whether the step that was tried last is more than a plain one, (*lead).
+    dr, df: the last changes of r and f(z), (*lead, history, n).
+    gram: products of the former, (*lead, history, history).
+    counts: how many changes may be mixed, and how many were made, (*lead, 2).
+    """
+
+    z: Tensor
+    r: Tensor
+    residual: Tensor
+    accelerated: Tensor
+    dr: Tensor
+    df: Tensor
+    gram: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(cls, z: Tensor, history: int) -> Mixing:
+        """Return the memory before the first evaluation, for states (*lead, n)."""
+        *lead, n = z.shape
+        last_z, last_r = (z.new_zeros(z.shape) for _ in range(2))
+        dr, df = (z.new_empty(*lead, history, n) for _ in range(2))
+        accelerated, counts = z.new_zeros(lead, dtype=torch.bool), z.new_zeros(*lead, 2, dtype=torch.int32)
+        gram = z.new_empty(*lead, history, history)
+        return cls(last_z, last_r, z.new_zeros(lead), accelerated, dr, df, gram, counts)
+
+    def accepted(self, library: Library, residual: Tensor, growth: float) -> Tensor:
+        """Return which candidates are accepted, (*lead): plain steps, and others where |r| grew at most so much."""
+        accepted = torch.empty_like(self.accelerated)
+        addresses = (t.data_ptr() for t in (residual, self.residual, self.accelerated, accepted))
+        library.accept(residual.dtype.itemsize, residual.numel(), growth, *addresses)
+        return accepted
+
+    def candidate(
+        self,
+        library: Library,
+        z: Tensor,
+        r: Tensor,
+        residual: Tensor,
+        accepted: Tensor,
+        *,
+        ridge: float,
+        mixes: bool,
+        learns: bool,
+    ) -> Tensor:
+        """Return the states to evaluate next, (*lead, n), from the last evaluation: contiguous tensors.
+
+        mixes: whether a step may be more than a plain one.
+        learns: whether there is a step before to learn from.
+        """
+        to = torch.empty_like(z)
+        integers = array("q", (residual.numel(), z.shape[-1], self.dr.shape[-2], mixes, learns))
+        addresses = array("Q", [t.data_ptr() for t in (*self, z, r, residual, accepted, to)])
+        places = integers.buffer_info()[0], ridge, addresses.buffer_info()[0]
+        library.mix(z.dtype.itemsize, *places, library.parallel_for, torch.get_num_threads())
+        return to

@@ -1,0 +1,256 @@
+"""The progress of a solve: which problems are unfinished, and the best state of each with what was measured there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._autograd import are_plain, host_may_look, unobserved
+from .._fused_rule import FusedRule
+from .._norm import norm
+from ..ops.native.library import Library, library
+from ..ops.native.loop import Decisions
+from ..ops.native.loop import measured as measured_natively
+from ..solution import Record
+from ..status import Status
+from ._rows import Best, Rows, rows_where
+from .in_order import Tokens
+
+#: Numbers that the library counts.
+MOST = 2**31
+
+
+class Iteration(NamedTuple):
+    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
+
+    force: -grad E (*lead, n), where energies are read and the problem has a metric; elsewhere it is r.
+
+    Not for the course of a solve: ask for `solve(..., trace=True)`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.solvers import Iteration, Picard
+        >>> z = torch.ones(3, 2)
+        >>> r = z / 2 - z
+        >>> point = Iteration(z, z / 2, r, r.norm(dim=-1), energy=None, step=0, event_shape=torch.Size([2]))
+        >>> Picard().step(None, (), point, torch.ones(3, dtype=torch.bool)).candidate[0]
+        tensor([0.5000, 0.5000])
+    """
+
+    z: Tensor
+    mapped: Tensor
+    r: Tensor
+    residual: Tensor
+    energy: Tensor | None
+    step: int
+    event_shape: torch.Size
+    force: Tensor | None = None
+
+
+def compared(rule: FusedRule, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return r = f(z) - z (*lead, n), its length and the tolerance, (*lead)."""
+    r = mapped - z
+    return r, norm(r), rule.atol + rule.rtol * norm(mapped)
+
+
+class Progress:
+    """The unfinished problems (`active`), their evaluations, and the best states, by operations of torch.
+
+    Args:
+        rule: when a problem ends.
+        rows: the working set.
+        energy: whether the energy at the best states is kept.
+        descends: whether the last state is the best one.
+    """
+
+    def __init__(self, rule: FusedRule, rows: Rows, *, energy: bool, descends: bool) -> None:
+        self.rule, self.rows, self.active, self.descends = rule, rows, rows.active, descends
+        z = rows.initial
+        per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
+        unknown = torch.full_like(per_problem, torch.inf)
+        count = torch.zeros_like(per_problem, dtype=torch.int32)
+        status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
+        self.num_evals = count
+        self.best = Best(
+            z, Record(status, unknown, torch.zeros_like(unknown), count, count), unknown if energy else None
+        )
+
+    def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return r = f(z) - z (*lead, n), its length and the tolerance, (*lead)."""
+        return compared(self.rule, z, mapped)
+
+    def everyone(self) -> Tensor:
+        """Return True for each problem, (*lead)."""
+        return torch.ones_like(self.active)
+
+    def unfinished(self) -> bool:
+        """Whether a problem is unfinished: a look of the host."""
+        return bool(self.active.any())
+
+    def may_shrink(self, below: float) -> bool:
+        """Whether less than this part of the problems may be unfinished; True where nothing is known."""
+        return True
+
+    def decide(self, point: Iteration, tolerance: Tensor, accepted: Tensor | None, fallen: Tensor | None) -> None:
+        """Keep what is better, and end the problems that have converged or are broken, after a step.
+
+        accepted: which steps the solver accepts, None for all.
+        fallen: problems whose energy falls without end.
+        """
+        self.num_evals = self.num_evals + self.active
+        candidates = self.active if accepted is None else self.active & accepted
+        # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
+        finite = (point.residual < torch.inf) & (tolerance < torch.inf)
+        broken = candidates & ~finite
+        converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
+        if fallen is not None:
+            fallen = self.active & fallen
+            broken = broken | (fallen if converged is None else fallen & ~converged)
+        if isinstance(self.rows.problem, Tokens):
+            converged, broken = self.rows.problem.settled_of(self.active, converged, broken)
+        settled = broken if converged is None else converged | broken
+        self._improve(point, tolerance, candidates, converged)
+        if not (host_may_look(settled) and not bool(settled.any())):
+            if converged is not None:
+                self._finish(converged, Status.CONVERGED)
+            self._finish(broken, Status.NONFINITE if point.step == 0 else Status.DIVERGED)
+            self.active = self.active & ~settled
+
+    def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
+        """Keep the candidates that are better; where the energy `descends` all candidates are."""
+        value, record, energy = self.best
+        if converged is None or point.step == 0:
+            better = candidates
+        elif self.descends:
+            better = candidates & (point.residual < torch.inf)
+        else:
+            better = candidates & (point.residual < record.residual) | converged
+        new = first_state(point) if point.step == 0 else point.z
+        residual, steps = point.residual, torch.full_like(record.num_steps, point.step)
+        reached = None if energy is None else point.energy
+        if not (host_may_look(better) and bool(better.all())):
+            new = rows_where(better, new, value)
+            fields = zip((residual, tolerance, steps), record[1:4], strict=True)
+            residual, tolerance, steps = (torch.where(better, *pair) for pair in fields)
+            reached = reached if reached is None or energy is None else torch.where(better, reached, energy)
+        self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
+
+    def _finish(self, which: Tensor, status: Status) -> None:
+        record = self.best.record
+        self.best = self.best._replace(record=record._replace(status=record.status.masked_fill(which, int(status))))
+
+    def end(self, which: Tensor, status: Status) -> None:
+        """Give up problems `which` are unfinished, with a status."""
+        self._finish(self.active & which, status)
+        self.active = self.active & ~which
+
+    def spend(self, num_evals: Tensor) -> None:
+        """Count further evaluations of the unfinished problems."""
+        self.num_evals = self.num_evals + torch.where(self.active, num_evals, 0).to(self.num_evals.dtype)
+
+    def tree(self) -> tuple[Any, ...]:
+        """Return the tensors with an entry for each problem."""
+        return self.active, self.num_evals, self.best
+
+    def restrict(self, active: Tensor, num_evals: Tensor, best: Best) -> None:
+        """Go on with some of the problems."""
+        self.active, self.num_evals, self.best = active, num_evals, best
+
+    def result(self) -> Best:
+        """Return the best states; evaluations that did not improve a problem were spent on it all the same."""
+        return self.best._replace(record=self.best.record._replace(num_evals=self.num_evals))
+
+
+def first_state(point: Iteration) -> Tensor:
+    """Return the initial state; NaN, loudly, for problems whose map is not finite there."""
+    return rows_where(point.residual < torch.inf, point.z, torch.nan)
+
+
+class NativeProgress(Progress):
+    """The same for plain tensors, by two native calls for each evaluation."""
+
+    def __init__(self, library: Library, rule: FusedRule, rows: Rows, *, descends: bool) -> None:
+        super().__init__(rule, rows, energy=False, descends=descends)
+        self.library = library
+        self._own()
+
+    def _own(self) -> None:
+        """Make tensors that the library may write to."""
+        value, record, _ = self.best
+        self.active, self.num_evals = (t.clone(memory_format=torch.contiguous_format) for t in self.tree()[:2])
+        status, residual, tolerance, steps, _ = (t.clone(memory_format=torch.contiguous_format) for t in record)
+        self.best = Best(value, Record(status, residual, tolerance, steps, self.num_evals), None)
+        self.decisions = Decisions(self.active, residual, tolerance, steps, self.num_evals, status)
+        self.left: int | None = None
+        self.accepted = torch.ones_like(self.active)
+
+    def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if are_plain(z.dtype, z, mapped):
+            z, mapped = z.contiguous(), mapped.contiguous()
+            return measured_natively(self.library, z, mapped, self.rule.rtol, self.rule.atol)
+        return super().measured(z, mapped)
+
+    def everyone(self) -> Tensor:
+        return self.accepted
+
+    def unfinished(self) -> bool:
+        return super().unfinished() if self.left is None else self.left > 0
+
+    def may_shrink(self, below: float) -> bool:
+        # Where some rows of the last axis are fewer than a part of it, so are they on the whole.
+        return self.left is None or self.left <= below * self.active.numel()
+
+    def decide(self, point: Iteration, tolerance: Tensor, accepted: Tensor | None, fallen: Tensor | None) -> None:
+        flags = () if accepted is None else (accepted,)
+        if not (are_plain(point.z.dtype, point.residual, tolerance) and are_plain(torch.bool, *flags)):
+            super().decide(point, tolerance, accepted, fallen)
+            self._own()
+            return
+        improved, self.left = self.decisions.decide(
+            self.library,
+            point.step,
+            point.residual.contiguous(),
+            tolerance.contiguous(),
+            None if accepted is None else accepted.contiguous(),
+            fixed=self.rule.fixed_budget,
+            descends=self.descends,
+        )
+        new = first_state(point) if point.step == 0 else point.z
+        if 0 < improved < self.active.numel():
+            new = torch.where(self.decisions.better[..., None], new, self.best.value)
+        if improved:
+            self.best = self.best._replace(value=new)
+
+    def end(self, which: Tensor, status: Status) -> None:
+        self.best.record.status.masked_fill_(self.active & which, int(status))
+        self.active.masked_fill_(which, False)
+        self.left = None
+
+    def spend(self, num_evals: Tensor) -> None:
+        self.num_evals += torch.where(self.active, num_evals, 0).to(self.num_evals.dtype)
+
+    def restrict(self, active: Tensor, num_evals: Tensor, best: Best) -> None:
+        super().restrict(active, num_evals, best)
+        self._own()
+
+
+def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> Progress:
+    """Return the progress of a solve that begins.
+
+    plain: whether nobody sees its course, and no graph is recorded.
+    """
+    native = plain and not rows.problem.has_energy and not isinstance(rows.problem, Tokens)
+    loaded = library_for(rows.initial) if native else None
+    if loaded is None:
+        return Progress(rule, rows, energy=energy, descends=descends)
+    return NativeProgress(loaded, rule, rows, descends=descends)
+
+
+def library_for(*tensors: Tensor) -> Library | None:
+    """Return the native library if it may work on these tensors: plain numbers of one dtype, without a graph."""
+    dtype = tensors[0].dtype
+    if torch.is_grad_enabled() or dtype not in (torch.float32, torch.float64) or not unobserved():
+        return None
+    return library() if are_plain(dtype, *tensors) and tensors[0].numel() < MOST else None

@@ -1,0 +1,169 @@
+"""The general loop by native calls makes the evaluations, statuses and states that it makes by operations of torch."""
+
+import functools
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from implicit_attention import FixedPointMap, PerSample, Unrolled, solve
+from implicit_attention._norm import norm
+from implicit_attention.ops.native import library, loop
+from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard, anderson, progress
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no native library")
+
+SOLVERS = {
+    "picard": Picard(),
+    "damped": Picard(damping=0.3, rtol=1e-6),
+    "anderson": Anderson(rtol=1e-8),
+    "history 1": Anderson(history=1),
+    "history 2": Anderson(history=2, rtol=1e-6),
+    "history 8": Anderson(history=8, plain_steps=1, rtol=1e-6),
+    "longest": Anderson(history=9),
+    "unguarded": Anderson(guard="none", history=2),
+    "budget": Anderson(rtol=0, atol=0, max_steps=7),
+    "no step": Anderson(max_steps=0),
+    "few steps": Picard(max_steps=3),
+    "broyden": Broyden(rtol=1e-6),
+    "newton": NewtonKrylov(),
+}
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """A context in which the loop runs by operations of torch."""
+
+    def without(function):
+        with monkeypatch.context() as patch:
+            for module in (progress, anderson):
+                patch.setattr(module, "library_for", lambda *tensors: None)
+            return function()
+
+    return without
+
+
+def problem(lead=(6,), n=33, dtype=torch.float64, contraction=0.6, own=True):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(n, n, generator=generator, dtype=dtype) * contraction / n**0.5
+    x = torch.randn(*lead, n, generator=generator, dtype=dtype)
+    return FixedPointMap(lambda z, x: torch.tanh(z @ weight + x), PerSample(x) if own else x, event_ndim=1), x
+
+
+def agree(one, two, **tolerances):
+    for name in ("status", "num_steps", "num_evals"):
+        assert getattr(one, name).tolist() == getattr(two, name).tolist(), name
+    for name in ("value", "residual", "tolerance"):
+        assert_close(getattr(one, name), getattr(two, name), equal_nan=True, **tolerances)
+
+
+@pytest.mark.parametrize(
+    ("lead", "own"), [((), False), ((1,), True), ((7,), True), ((7,), False), ((2, 5), True), ((2, 5), False)], ids=str
+)
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_it_is_the_loop_of_torch(by_torch, solver, lead, own):
+    f, x = problem(lead, own=own)
+    run = functools.partial(solve, f, torch.zeros_like(x), solver=solver, on_failure="ignore")
+    with torch.no_grad():
+        agree(run(), by_torch(run), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(history=2), Broyden()], ids=lambda s: type(s).__name__)
+def test_samples_that_fail_end_alone_with_the_status_of_torch(by_torch, solver):
+    x = torch.tensor([[0.1, 0.2], [torch.nan, 0.1], [3.0, 0.1], [torch.inf, 0.0], [0.24, 0.1]], dtype=torch.float64)
+    f = FixedPointMap(lambda z, x: z * z + x, PerSample(x), event_ndim=1)
+    run = functools.partial(solve, f, torch.zeros_like(x), solver=solver, on_failure="ignore")
+    with torch.no_grad():
+        found, expected = run(), by_torch(run)
+    assert found.status.tolist() == expected.status.tolist()
+    assert (found.status == 7).tolist() == [False, True, False, True, False]
+    assert_close(found.value[[0, 4]], expected.value[[0, 4]], rtol=1e-11, atol=1e-12)
+    assert found.value[[1, 3]].isnan().all()
+
+
+def test_it_is_used_for_plain_states_only(monkeypatch):
+    calls = []
+    measured = progress.measured_natively
+    monkeypatch.setattr(progress, "measured_natively", lambda *a: calls.append(1) or measured(*a))
+    f, x = problem()
+    with torch.no_grad():
+        count = int(solve(f, torch.zeros_like(x), solver=Picard()).num_evals.max())
+    assert len(calls) == count
+    calls.clear()
+    seen = []
+    solve(f, torch.zeros_like(x), solver=Picard(), trace=True)
+    solve(f, torch.zeros_like(x), solver=Picard(), callback=lambda *step: seen.append(step))
+    solve(f, torch.zeros_like(x).requires_grad_(), solver=Picard(), adjoint=Unrolled())
+    assert seen
+    assert not calls
+
+
+class Marked(torch.Tensor):
+    """A tensor of a subclass, as a map may return one."""
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(history=2)], ids=lambda s: type(s).__name__)
+def test_a_map_that_returns_a_subclass_is_solved_by_torch(by_torch, solver):
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    plain, marked = (
+        FixedPointMap(
+            lambda z, x, kind=kind: (z.as_subclass(torch.Tensor).cos() / 2 + x).as_subclass(kind), x, event_ndim=1
+        )
+        for kind in (torch.Tensor, Marked)
+    )
+    with torch.no_grad():
+        found, expected = (solve(f, torch.zeros_like(x), solver=solver) for f in (marked, plain))
+    assert found.status.tolist() == expected.status.tolist()
+    assert_close(found.value.as_subclass(torch.Tensor), expected.value, rtol=1e-4, atol=1e-4)
+
+
+def test_strides_of_states_and_images_change_nothing(by_torch):
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    f = FixedPointMap(lambda z, x: (z.cos() / 2 + x).transpose(1, 2).contiguous().transpose(1, 2), x, event_ndim=2)
+    start = torch.zeros(5, 3, 4, dtype=torch.float64).transpose(1, 2)
+    run = functools.partial(solve, f, start, solver=Anderson(history=2))
+    with torch.no_grad():
+        agree(run(), by_torch(run), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 5, 64, 131])
+@pytest.mark.parametrize("size", [1e-38, 1e-25, 1e-3, 1.0, 1e20, 1e37])
+def test_lengths_hold_for_numbers_of_every_size(size, n, dtype):
+    z, f = (torch.randn(9, n, generator=torch.Generator().manual_seed(i)).to(dtype) * size for i in range(2))
+    r, residual, tolerance = loop.measured(library.library(), z, f, 0.25, 0.5 * size)
+    assert torch.equal(r, f - z)
+    least = 1e-45 if dtype == torch.float32 else 0.0
+    assert_close(residual, norm((f - z).double()).to(dtype), rtol=1e-5, atol=least)
+    assert_close(tolerance, (0.5 * size + 0.25 * norm(f.double())).to(dtype), rtol=1e-5, atol=least)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_stays_in_its_row(bad):
+    z, f = torch.zeros(3, 40), torch.ones(3, 40)
+    f[1, 17] = bad
+    _, residual, tolerance = loop.measured(library.library(), z, f, 1.0, 0.0)
+    expected = norm(f)
+    assert_close(residual, expected, equal_nan=True)
+    assert_close(tolerance, expected, equal_nan=True)
+
+
+def test_two_threads_find_the_bits_of_one():
+    f, x = problem((400,), n=300, dtype=torch.float32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            z, image = x, f.fixed_point_map(x) if not found else image
+            found.append(loop.measured(library.library(), z, image, 1e-3, 1e-8))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_solve_in_inference_mode_leaves_tensors_that_can_be_used_outside():
+    f, x = problem()
+    with torch.inference_mode():
+        found = solve(f, torch.zeros_like(x), solver=Anderson(history=2))
+    assert bool(found.converged.all())
