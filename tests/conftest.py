@@ -195,7 +195,6 @@ SLOW = (
     r"examples/test_(convert_llama|spin_feed_forward|puzzles).py::",
     r"cli/test_compare_potentials.py::test_the_retrieval_suite",
     r"cli/test_compare.py::test_(patterns_that_are_not_finite|a_method_that_raises)",
-    r"cli/test_train_inpaint.py::test_a_training_learns",
     r"cli/test_magnetize.py::test_without_a_file_the_fitted_digits",
     r"cli/test_drive.py::test_(without_methods|a_field_that_is_not_finite|many_steps)",
     r"cli/test_landscape_(page|command).py::test_a_quick_(page|run)",
