@@ -240,6 +240,8 @@ SLOW = (
 
 #: Of a function with more cases the fast suite asks so many, drawn by their names, and `pytest -m slow` the others.
 CASES = 8
+#: Wrong arguments are each another fault, and short: all of them are fast.
+WHOLE = r"::test_\w*(raise|refuse|error|wrong|bad_|argument)"
 #: The same for functions whose cases are long.
 FEWER = {
     r"ops/test_triton.py::test_kernel_in_the_interpreter": 6,
@@ -273,7 +275,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         matched |= here
         if here.isdisjoint(SLOW):
             cases[function].append(item)
-            most[function] = min((FEWER[p] for p in here), default=CASES)
+            most[function] = min((FEWER[p] for p in here), default=len(items) if re.search(WHOLE, name) else CASES)
         else:
             item.add_marker(pytest.mark.slow)
     for function, several in cases.items():
