@@ -134,6 +134,10 @@ class UserProblem(Problem):
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda tensor: picked(tensor, index, index.ndim - 1)) if self._restrictable else None
 
+    def undifferentiated(self) -> Self:
+        # No backward pass will ask for its modules, which need no copies then.
+        return self
+
     def without(self, left_out: Tensor) -> Self:
         def filled(tensor: Tensor) -> Tensor:
             rows = left_out.reshape((*left_out.shape, *(1,) * (tensor.ndim - left_out.ndim)))

@@ -277,6 +277,10 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
+    def undifferentiated(self) -> Self:
+        """The same problems, as a solve evaluates them of which no derivative is asked."""
+        return self.replace(*self.tensors())
+
     #: The remedy for a map that turns out to be random.
     if_random: str = "call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
 

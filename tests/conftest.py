@@ -173,7 +173,7 @@ SLOW = (
     r"energies/test_legendre.py::test_first_and_second_derivatives",
     r"training/test_watch_engines.py::test_a_compiled_model_is_one_graph_with_the_counts_of_eager_calls",
     # Programs, processes and whole runs: the fast suite has a shorter one of the same kind.
-    r"distributed/test_learned_anchors.py::test_three_steps_are_those_of_one_process",
+    r"distributed/test_learned_anchors.py::",
     r"distributed/test_sharded.py::test_an_evaluation_is_one_sum_of_few_numbers\[(?!learned)",
     r"distributed/test_watch_group.py::test_counts_are_summed",
     r"test_export.py::test_(so_is_every_kind_of_budget|onnx_has_the_numbers|the_strict_tracer|a_query_without_keys)",
@@ -236,6 +236,8 @@ SLOW = (
     r"spins/test_adaptive_tap.py::test_(random_systems|it_is_exact_for_many)",
     r"spins/test_branches.py::test_(the_second_order|stability_finds|a_long_chain)",
     r"spins/test_saddle_point_samples.py::test_single_precision",
+    r"spins/test_driven(_calls)?.py::test_(a_field_that_stays|derivatives_of_what)\S+\[Gaussian",
+    r"layers/test_spin_cache.py::test_token_by_token.*KineticPlefka.*SphereUnits.*order=2",
 )
 
 #: Of a function with more cases the fast suite asks so many, drawn by their names, and `pytest -m slow` the others.

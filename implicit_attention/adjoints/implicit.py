@@ -155,9 +155,8 @@ def fixed_point(
     # The solution does not depend on the initial state, whose graph would only be kept alive.
     request = dataclasses.replace(request, initial=request.initial.detach(), linear_solver=linear_solver)
     if not transforms_active() and not is_differentiated(*tensors):
-        # No backward pass will ask for the problem: it needs no copy.
         with torch.no_grad(), exact_precision(request.initial):
-            return request.solved(request.problem, request.initial)
+            return request.solved(request.problem.undifferentiated(), request.initial)
     value, *fields = _apply(_FixedPoint, request, request.initial, *tensors)
     return Outcome(value, Record(*fields[:5]), Trace.of(*fields[5:]) if request.trace else None)
 
