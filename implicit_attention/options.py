@@ -103,7 +103,10 @@ class SolveOptions:
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
         """These options with some replaced; None keeps an option as it is."""
-        if all(value is None and name in _NAMES for name, value in given.items()):
+        for name, value in given.items():
+            if value is not None or name not in _NAMES:
+                break
+        else:
             return self
         # Not for policies: equal ones count failures separately.
         if isinstance(given.get("on_failure", self.on_failure), str) and not torch.compiler.is_compiling():

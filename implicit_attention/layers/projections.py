@@ -47,17 +47,18 @@ class Fixed(nn.Module):
 
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call of a module is its `forward` alone: there are no hooks, and no method replaces forward."""
+    own = module.__dict__
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or module._compiled_call_impl is not None
         or torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
     )
 
 

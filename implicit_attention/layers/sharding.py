@@ -106,10 +106,11 @@ def head_shard(
         kv_heads: of keys and values, over all processes.
     """
     queries, keys, values = parts
-    *inward, outward = projections
     here = [queries.shape[-3], keys.shape[-3], (keys if values is None else values).shape[-3]]
+    *inward, outward = projections
     # On a mesh of one process, too, the parameters are DTensors.
-    if here == [heads, kv_heads, kv_heads] and _placed(outward) == (None, None):
+    whole = type(weight_of(outward)) is nn.Parameter or _placed(outward) == (None, None)
+    if whole and here == [heads, kv_heads, kv_heads]:
         return None
     shard = _shard_of([p for p in inward if p is not None], heads, kv_heads)
     if [n * shard.count for n in here] != [heads, kv_heads, kv_heads] or _placed(outward) != (shard.mesh, 1):
