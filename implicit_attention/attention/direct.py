@@ -55,7 +55,8 @@ def explicit(problem: Hopfield, values: Any, sources: Sources | None = None) -> 
         return None
     if first is not None and not is_finite(values):
         return None
-    output = read_out_plain(query, keys, values, beta, first, columns_of(sources))
+    columns = None if sources is None else columns_of(sources)
+    output = read_out_plain(query, keys, values, beta, first, columns)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from .calls import plain
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 Readout: TypeAlias = Literal["values", "state"]
@@ -213,7 +212,8 @@ class ImplicitAttention(Remembering):
         first, rotary = 0 if cache is None else cache.num_queries, self.rotary
         # `nn.Module` would search for each attribute.
         parts: dict[str, Any] = self._modules
-        q_proj, k_proj, v_proj, out_proj = projections = [parts.get(name) for name in _PROJECTIONS]
+        get = parts.get
+        q_proj, k_proj, v_proj, out_proj = projections = [get("q_proj"), get("k_proj"), get("v_proj"), get("out_proj")]
         query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads, eager=eager)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
