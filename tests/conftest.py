@@ -173,7 +173,9 @@ SLOW = (
     r"energies/test_legendre.py::test_first_and_second_derivatives",
     r"training/test_watch_engines.py::test_a_compiled_model_is_one_graph_with_the_counts_of_eager_calls",
     # Programs, processes and whole runs: the fast suite has a shorter one of the same kind.
-    r"distributed/test_learned_anchors.py::",
+    r"(distributed/test_learned_anchors|benchmarks/test_scale_suite|layers/test_sharding).py::",
+    r"distributed/test_sharded.py::test_they_are_those_of_one_process\[(3|4)",
+    r"benchmarks/test_native_suite.py::test_(short_calls|layers_are|threads_and|an_evaluation|the_tables)",
     r"distributed/test_sharded.py::test_an_evaluation_is_one_sum_of_few_numbers\[(?!learned)",
     r"distributed/test_watch_group.py::test_counts_are_summed",
     r"test_export.py::test_(so_is_every_kind_of_budget|onnx_has_the_numbers|the_strict_tracer|a_query_without_keys)",
@@ -185,7 +187,6 @@ SLOW = (
     r"test_docs_links.py::test_a_broken_link",
     r"test_guides.py::test_the_first_words",
     r"test_site.py::test_every_source_of_a_docstring",
-    r"benchmarks/test_scale_suite.py::test_(ratios_are|the_page)",
     r"benchmarks/test_(native_suite|benchmarks).py::test_every_metric_is_measured",
     r"benchmarks/test_(usefulness|spins).py::test_(the_command_runs|every_(model|setting)_has_its_row)",
     r"benchmarks/test_attention_suite.py::test_(every_solver_is_timed|the_figures_show|runs_on_a_gpu)",
@@ -246,7 +247,7 @@ CASES = 8
 WHOLE = r"::test_\w*(raise|refuse|error|wrong|bad_|argument)"
 #: The same for functions whose cases are long.
 FEWER = {
-    r"ops/test_triton.py::test_kernel_in_the_interpreter": 6,
+    r"ops/test_triton.py::test_kernel_in_the_interpreter": 4,
     r"integrations/": 3,
     r"::test_\w*(derivative|differentiated|gradcheck|grad_compose|_gradients|_its_gradients|compile)": 2,
     r"(test_layouts|test_failure_policy\w*|plotting/test_\w+).py::": 3,
