@@ -225,7 +225,7 @@ def _closed_over(function: Any) -> str:
 
 
 def _scope(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function reads by name (closure, globals, bound object), or a module by unregistered names."""
+    """Yield the objects that a function reads by name (closure, globals, bound object), or a module by other names."""
     code_of = type(function).forward if isinstance(function, nn.Module) else function
     # Methods of potentials are wrapped by decorators.
     code_of = inspect.unwrap(code_of)

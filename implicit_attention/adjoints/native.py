@@ -93,12 +93,15 @@ def is_native(problem: Hopfield, impl: Impl, values: Any = None, *, numbers: boo
     return (pairs is None and first is None) or is_finite(keys)
 
 
+def in_one_piece(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, or would be with tokens before heads, as projections lay out heads."""
+    return tensor.is_contiguous() or (tensor.ndim > 2 and tensor.transpose(-3, -2).is_contiguous())
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether all numbers of a plain tensor are known to be finite."""
     loaded = library()
-    # Heads that a projection made lie in one piece of memory, in another order.
-    whole = tensor.is_contiguous() or (tensor.ndim > 2 and tensor.transpose(-3, -2).is_contiguous())
-    if loaded is not None and whole:
+    if loaded is not None and in_one_piece(tensor):
         return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
     return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum().item())
 

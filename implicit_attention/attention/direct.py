@@ -19,6 +19,7 @@ from .._solve import concluded
 from ..adjoints.native import (
     NativeSolve,
     energy_of,
+    in_one_piece,
     is_differentiated,
     is_finite,
     is_native,
@@ -47,6 +48,7 @@ def explicit(problem: Hopfield, values: Any, sources: Sources | None = None) -> 
     query, keys, beta, anchor, pairs, first = problem
     if pairs is not None or not problem.is_plain(values, numbers=sources is not None):
         return None
+    query = query if in_one_piece(query) else query.contiguous()
     # A query that is not finite must read NaN, and kernels do not always return it.
     if query.data_ptr() % LINE or not is_finite(query):
         return None

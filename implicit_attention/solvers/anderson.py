@@ -98,6 +98,8 @@ class Anderson(Safeguarded):
     def init(self, problem: Problem, z: Tensor) -> Any:
         history = self._history(problem)
         plain = self._guard(problem) == "residual" and not (problem.symmetric or problem.plain_steps_descend)
+        # The bits of a token must not depend on whether those behind it are plain tensors.
+        plain = plain and problem.token_order is None
         if plain and type(self) is Anderson and history <= MOST_MIXED and library_for(z) is not None:
             return Mixing.empty(z, history)
         return super().init(problem, z)

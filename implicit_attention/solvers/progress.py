@@ -55,7 +55,7 @@ def compared(rule: FusedRule, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor
     return r, norm(r), rule.atol + rule.rtol * norm(mapped)
 
 
-class Progress:
+class LoopState:
     """The unfinished problems (`active`), their evaluations, and the best states, by operations of torch.
 
     Args:
@@ -168,7 +168,7 @@ def first_state(point: Iteration) -> Tensor:
     return rows_where(point.residual < torch.inf, point.z, torch.nan)
 
 
-class NativeProgress(Progress):
+class NativeLoopState(LoopState):
     """The same for plain tensors, by two native calls for each evaluation."""
 
     def __init__(self, library: Library, rule: FusedRule, rows: Rows, *, descends: bool) -> None:
@@ -236,7 +236,7 @@ class NativeProgress(Progress):
         self._own()
 
 
-def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> Progress:
+def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> LoopState:
     """Return the progress of a solve that begins.
 
     plain: whether nobody sees its course, and no graph is recorded.
@@ -244,8 +244,8 @@ def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, pl
     native = plain and not rows.problem.has_energy and not isinstance(rows.problem, Tokens)
     loaded = library_for(rows.initial) if native else None
     if loaded is None:
-        return Progress(rule, rows, energy=energy, descends=descends)
-    return NativeProgress(loaded, rule, rows, descends=descends)
+        return LoopState(rule, rows, energy=energy, descends=descends)
+    return NativeLoopState(loaded, rule, rows, descends=descends)
 
 
 def library_for(*tensors: Tensor) -> Library | None:
