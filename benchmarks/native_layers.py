@@ -73,7 +73,7 @@ class Plain(nn.Module):
 class ByHand(nn.Module):
     """The least that an explicit step with the evidence of `ImplicitAttention` costs, by the parameters of one.
 
-    The same projections in the same layout, a temperature per head, and an answer only where queries and keys are known
+    The same projections, read where they lie, a temperature per head, and an answer only where queries and keys are known
     to be finite, as the kernel does not tell; without arguments, options and a report, and for parameters that stay.
     """
 
@@ -85,9 +85,9 @@ class ByHand(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, out = self.weights
         shape = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
-        query = F.linear(x, q).view(shape).transpose(-3, -2).contiguous()
-        keys = F.linear(x, k).view(shape).transpose(-3, -2).contiguous()
-        values = F.linear(x, v).view(shape).transpose(-3, -2).contiguous()
+        query = F.linear(x, q).view(shape).transpose(-3, -2)
+        keys = F.linear(x, k).view(shape).transpose(-3, -2)
+        values = F.linear(x, v).view(shape).transpose(-3, -2)
         if not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
             raise ValueError("queries and keys must be finite")
         read = F.scaled_dot_product_attention(self.beta * query, keys, values, scale=1.0)
