@@ -73,8 +73,9 @@ class Plain(nn.Module):
 class ByHand(nn.Module):
     """The least that an explicit step with the evidence of `ImplicitAttention` costs, by the parameters of one.
 
-    The same projections, read where they lie, a temperature per head, and an answer only where queries and keys are known
-    to be finite, as the kernel does not tell; without arguments, options and a report, and for parameters that stay.
+    The same projections, read where they lie, a temperature per head, and an answer only where queries and keys are
+    known to be finite, as the kernel does not tell; without arguments, options and a report, and for parameters that
+    stay.
     """
 
     def __init__(self, layer: ImplicitAttention) -> None:
