@@ -100,9 +100,18 @@ def in_one_piece(tensor: Tensor) -> bool:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all numbers of a plain tensor are known to be finite."""
+    return piece_is_finite(tensor) if in_one_piece(tensor) else _sum_is_finite(tensor)
+
+
+def piece_is_finite(tensor: Tensor) -> bool:
+    """Return the same of a tensor that is `in_one_piece`."""
     loaded = library()
-    if loaded is not None and in_one_piece(tensor):
-        return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
+    if loaded is None:
+        return _sum_is_finite(tensor)
+    return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
+
+
+def _sum_is_finite(tensor: Tensor) -> bool:
     return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum().item())
 
 

@@ -23,6 +23,7 @@ from ..adjoints.native import (
     is_differentiated,
     is_finite,
     is_native,
+    piece_is_finite,
     potential_of,
     solve_natively,
 )
@@ -50,7 +51,7 @@ def explicit(problem: Hopfield, values: Any, sources: Sources | None = None) -> 
         return None
     query = query if in_one_piece(query) else query.contiguous()
     # A query that is not finite must read NaN, and kernels do not always return it.
-    if query.data_ptr() % LINE or not is_finite(query):
+    if query.data_ptr() % LINE or not piece_is_finite(query):
         return None
     # Keys and values that are not finite must not reach queries that do not attend to them.
     if (loses_nan(keys) or first is not None) and not is_finite(keys):
