@@ -53,8 +53,9 @@ class Implicit(Adjoint):
     Args:
         linear_solver: method for the linear system: `CG()`, `MINRES()`, `GMRES()` or `Neumann()` with their tolerances,
             which are relative to the cotangent. None is CG for symmetric problems (energies) and GMRES for others, with
-            rtol 1e-5 in float32 and 1e-10 in float64, or what rounding of the answer itself leaves, if that is more. CG
-            and MINRES solve the symmetric system M^(1/2) (I - J^T) M^(-1/2) of an energy with a metric M.
+            the rtol of the solver (at most 1e-2, at least 1e-5 in float32 and 1e-10 in float64): the state's error is
+            in the gradient whatever the linear system's is. CG and MINRES solve the symmetric system
+            M^(1/2) (I - J^T) M^(-1/2) of an energy with a metric M.
             Where CG meets negative curvature the problem sits on a saddle: MINRES finishes, status UNSTABLE.
         fallback: the adjoint of problems that have not converged, `Phantom(5)` or `OneStep()`; each other one keeps the
             exact gradient. None gives all of them that of this formula. It is for training that drifts out of

@@ -21,6 +21,7 @@ from ..fused import lower
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import ORDINARY, normalised
+from ..linear.base import adjoint_rtol
 from ..problem import Linearization, Problem
 from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
@@ -43,7 +44,7 @@ def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, 
         return problem.fixed_point_map(z)
 
     with torch.no_grad():
-        method = request.linear_solver or _default_method(problem, z.dtype)
+        method = request.linear_solver or _default_method(problem, request.solver, z.dtype)
         answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
         report_adjoint(request.report, request.solver, method, answer, problem.symmetric, z, rhs, mapped)
         if policy_of(request.report.on_failure).backward == "zero":
@@ -59,7 +60,7 @@ def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: 
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is kept.
     """
-    method = request.linear_solver or _default_method(problem, z.dtype)
+    method = request.linear_solver or _default_method(problem, request.solver, z.dtype)
     gradients, answer, tape = _gradients(request, method, problem, z, cotangent)
 
     def mapped() -> Tensor:
@@ -259,21 +260,16 @@ def _finish_with_minres(
     return replace(first, record=record, value=value, checked=False)
 
 
-def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
+def _default_method(problem: Problem, solver: Solver, dtype: torch.dtype) -> LinearSolver[Any]:
     if problem.symmetric or problem.has_metric:
-        return conjugate_gradients(dtype)
-    return GMRES(rtol=_rtol(dtype))
+        return conjugate_gradients(solver.rtol, dtype)
+    return GMRES(rtol=adjoint_rtol(solver.rtol, dtype))
 
 
-@functools.cache
-def conjugate_gradients(dtype: torch.dtype) -> CG:
-    """The default method for symmetric problems."""
-    return CG(rtol=_rtol(dtype))
-
-
-def _rtol(dtype: torch.dtype) -> float:
-    # Tighter than any forward tolerance in use, and within reach of the precision.
-    return 1e-5 if dtype == torch.float32 else 1e-10
+@functools.lru_cache(maxsize=256)
+def conjugate_gradients(rtol: float, dtype: torch.dtype) -> CG:
+    """The default method for symmetric problems whose states are solved to `rtol`."""
+    return CG(rtol=adjoint_rtol(rtol, dtype))
 
 
 def _norm(states: Tensor, event_ndim: int) -> Tensor:

@@ -189,7 +189,7 @@ class _Equilibrium(torch.autograd.Function):
 @functools.lru_cache(maxsize=256)
 def _adjoint_rule(solver: Solver, dtype: torch.dtype, dim: int) -> tuple[CG, AdjointRule, float]:
     """The method of the backward solve, its rule, and the size below which a state counts as zero."""
-    method = conjugate_gradients(dtype)
+    method = conjugate_gradients(solver.rtol, dtype)
     return method, AdjointRule(method.rtol, method.default_max_steps(dim)), least_size(solver, dim)
 
 

@@ -108,10 +108,10 @@ def head_shard(
     queries, keys, values = parts
     # On a mesh of one process, too, the parameters are DTensors.
     whole = type(weight_of(projections[-1])) is nn.Parameter or _placed(projections[-1]) == (None, None)
-    if whole and queries.shape[-3] == heads and keys.shape[-3] == kv_heads:
-        if values is None or values.shape[-3] == kv_heads:
-            return None
-    here = [queries.shape[-3], keys.shape[-3], (keys if values is None else values).shape[-3]]
+    read = keys if values is None else values
+    if whole and queries.shape[-3] == heads and keys.shape[-3] == read.shape[-3] == kv_heads:
+        return None
+    here = [queries.shape[-3], keys.shape[-3], read.shape[-3]]
     *inward, outward = projections
     shard = _shard_of([p for p in inward if p is not None], heads, kv_heads)
     if [n * shard.count for n in here] != [heads, kv_heads, kv_heads] or _placed(outward) != (shard.mesh, 1):

@@ -26,6 +26,10 @@ PROGRESS = 0.999
 SLACK = 10.0
 #: The smallest relative tolerance of float32 (with a tenth of slack for a tolerance that was itself rounded).
 FLOAT32_RTOL = 1e-6
+#: Tolerances of an adjoint that rounding certainly allows.
+FINEST_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
+#: A larger tolerance of a state is not that of its adjoint: at 1 a gradient of 0 would do.
+LOOSEST_RTOL = 1e-2
 
 
 @dataclass(frozen=True)
@@ -344,6 +348,11 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
         return product
 
     return apply
+
+
+def adjoint_rtol(of_state: float, dtype: torch.dtype) -> float:
+    """Return the default tolerance of an adjoint: that of the state, whose error the gradient has in any case."""
+    return min(max(of_state, FINEST_RTOL[dtype]), LOOSEST_RTOL)
 
 
 def check_arguments(rtol: float, matvec: LinearMap, b: Tensor, initial: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from .._reporting import forgiven, left_out, lost, report_failures
 from ..errors import UnsupportedImplementation
 from ..failure_policy import FailureSite, of_text
 from ..linear import CG
+from ..linear.base import adjoint_rtol
 from . import dispatch
 from .problem import Hopfield
 from .rule import MAX_STEPS, AdjointAnswer, Solved
@@ -61,7 +62,7 @@ def _unshared(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.first, ctx.impl, ctx.on_failure = inputs[5], *inputs[11:13]
+    ctx.first, ctx.rtol, (ctx.impl, ctx.on_failure) = inputs[5], inputs[7], inputs[11:13]
     site = inputs[13] if len(inputs) > 13 else None
     ctx.save_for_backward(*inputs[:5], output[0], output[1], site)
     ctx.mark_non_differentiable(*output[1:])
@@ -79,7 +80,9 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     read = lost & (cotangent != 0).any(-1, keepdim=True)
     # A failed query with a cotangent stays NaN: its backward solve fails and is reported.
     state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
-    answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
+    # Products of keys in half precision have a tolerance of their own.
+    rtol = adjoint_rtol(ctx.rtol, state.dtype) if keys.dtype == state.dtype else None
+    answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.impl, ctx.on_failure, site))
     by_anchor = (answer.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * answer.value, answer.by_keys, answer.by_beta[..., None], by_anchor)
     # The gradients of broadcast tensors are sums.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .._fused_rule import FusedRule
+from ..linear.base import FINEST_RTOL
 from ..solution import Record
 
-#: Relative tolerance of the adjoint solve: tighter than any forward tolerance in use, and within reach of the precision
-#: in which products are formed.
-RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+#: Relative tolerance of an adjoint solve that is within reach of the precision in which products are formed.
+RTOL = {**FINEST_RTOL, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 MAX_STEPS = 500
 #: One evaluation, where the state is.
 THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from implicit_attention import AnchoredEnergy, ConvergenceError, FixedPointMap, Implicit, LogSumExp, Status, solve
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    ConvergenceError,
+    FixedPointMap,
+    Implicit,
+    LogSumExp,
+    Status,
+    solve,
+)
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.testing.numerics import random, relative_error
 
@@ -26,7 +35,7 @@ def fold(condition, dtype):
 
 def gradient(condition, dtype, method):
     problem, start = fold(condition, dtype)
-    solution = solve(problem, start, adjoint=Implicit(method))
+    solution = solve(problem, start, solver=Anderson(rtol=1e-5), adjoint=Implicit(method))
     (solution.value * random(8, 24, seed=2).to(dtype)).sum().backward()
     return problem.inputs[0].grad, solution.adjoint
 
