@@ -150,12 +150,11 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for kind in _KINDS:
-            if torch.is_autocast_enabled(kind):
-                break
-        else:
+        if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
         lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+        if not lowered:
+            return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             with torch.autocast(lowered[0], enabled=False):
                 return function(*args, **kwargs)

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import transforms_active
 from ._declared import HOLDERS, changed, leaves, named, parts_of, picked
-from .problem import Problem
+from .problem import Problem, is_like, refuse_writes, writes_to
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -295,3 +295,17 @@ class FixedPointMap(UserProblem):
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self._check_output(self._called(z), z, z.shape, "of z")
+
+    def later_map(self) -> Callable[[Tensor], Tensor] | None:
+        if type(self) is not FixedPointMap:
+            return None
+        function, inputs = self.function, self.inputs
+
+        def mapped(z: Tensor) -> Tensor:
+            writes = writes_to(z)
+            result = function(z, *inputs)
+            if writes_to(z) != writes:
+                refuse_writes(self)
+            return result if is_like(result, z) else self._check_output(result, z, z.shape, "of z")
+
+        return mapped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -176,6 +176,13 @@ class Problem(Declared, general=True):
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
         """f(z) and, if asked for, E(z) in one go."""
         return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
+
+    def later_map(self) -> Callable[[Tensor], Tensor] | None:
+        """f for the evaluations of one solve after the first two, where those have passed all tests; None for `evaluate`.
+
+        It is called with plain tensors that have no graph, and tests only what a later call can do otherwise.
+        """
+        return None
 
     def linearize(self, z: Tensor) -> Linearization:
         """The Jacobian of f at z, for many products at one state."""
@@ -355,10 +362,15 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
     # Torch does not count writes of others (by numpy, through `.data`).
     visible = call == 0 and z.device.type == "cpu" and not transforms_active()
     if writes_to(state) != writes or (visible and not same(state, z)):
-        required, received = "leave its state as it is", "a map that works on it in place"
-        remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
-        raise ValueError(_validate.message(problem._map_name(), required, received, remedy))
+        refuse_writes(problem)
     return evaluation
+
+
+def refuse_writes(problem: Problem) -> NoReturn:
+    """Raise because the map of the problem changes its state."""
+    required, received = "leave its state as it is", "a map that works on it in place"
+    remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
+    raise ValueError(_validate.message(problem._map_name(), required, received, remedy))
 
 
 def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Tensor]:
@@ -430,6 +442,13 @@ def counted_copy(z: Tensor) -> Tensor:
     # Torch does not count writes to inference tensors.
     with torch.inference_mode(False):
         return z.clone()
+
+
+def is_like(result: Any, z: Tensor) -> bool:
+    """Whether the result of a map is a plain tensor of the kind of its state."""
+    if type(result) is not Tensor:
+        return False
+    return result.shape == z.shape and result.dtype == z.dtype and result.device == z.device
 
 
 def writes_to(tensor: Tensor) -> int:

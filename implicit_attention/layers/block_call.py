@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from operator import ne
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from ..adjoints import Adjoint, Implicit, Request, Unrolled
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
-from ..problem import counted_copy, writes_to
+from ..problem import counted_copy, is_like, writes_to
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
 from ..solvers._rows import stay_where
@@ -205,14 +206,36 @@ class BlockMap(nn.Module):
                 visible = new.device.type == "cpu" and not transforms_active()
                 written[i] = written[i] or (visible and not same(new, old))
         if True in written:
-            required, received = "leave its arguments as they are", "a block that works on its arguments in place"
-            if True in written[: len(self.layout.events)]:
-                required, received = "leave its state as it is", "a map that works on it in place"
-            remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
-            raise ValueError(_validate.message(self.__name__, required, received, remedy))
+            self._refuse_writes(written)
         if first:
             self.evaluated.append(True)
         return self.layout.check_output(self.__name__, result, state, cast=cast)
+
+    def later(self, inputs: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor] | None:
+        """The map of plain states after the first evaluation, for a block of plain arguments that draws no numbers."""
+        draws, arguments = self.draws, self.frame.filled(inputs)
+        tensors = [part for part in arguments if isinstance(part, Tensor)] if self.flat else []
+        if not self.flat or self.autocast is not None or draws.repeated or draws.watching or not self.evaluated:
+            return None
+        block = self.block
+
+        def mapped(z: Tensor) -> Tensor:
+            passed = [z, *tensors]
+            before = list(map(writes_to, passed))
+            result = block(z, *arguments)
+            if (after := list(map(writes_to, passed))) != before:
+                self._refuse_writes(list(map(ne, after, before)))
+            return result if is_like(result, z) else self.layout.check_output(self.__name__, result, z, cast=False)
+
+        return mapped
+
+    def _refuse_writes(self, written: list[bool]) -> NoReturn:
+        """Raise because the block has written to some of its tensors, those of the state first."""
+        required, received = "leave its arguments as they are", "a block that works on its arguments in place"
+        if True in written[: len(self.layout.events)]:
+            required, received = "leave its state as it is", "a map that works on it in place"
+        remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
+        raise ValueError(_validate.message(self.__name__, required, received, remedy))
 
     def _tensors(self, passed: tuple[Any, ...]) -> list[Tensor]:
         """The tensors in (state, x, *args), those of the state first."""
@@ -256,6 +279,10 @@ class BlockProblem(FixedPointMap):
         # The map has checked what the block returned.
         mapped: Tensor = result
         return mapped
+
+    def later_map(self) -> Callable[[Tensor], Tensor] | None:
+        function: BlockMap = self.function
+        return function.later(self.inputs)
 
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.

@@ -112,17 +112,15 @@ class Rows:
         self.base = self.problem = problem
         self.rows: Tensor | None = None
         self.full: Best | None = None
-        self.compact = False
+        self.compact = compact and pad and self.count > 0 and initial.numel() > 0
         #: Whether unfinished problems were seen not to read finished ones; None before that is tried.
         self.unread: bool | None = True if problem.separates else None
-        if pad and self.count > 0 and initial.numel() > 0:
-            padded = self._rounded_up(self.count)
+        padded = self._rounded_up(self.count) if pad and initial.numel() > 0 else self.count
+        if padded > self.count:
             index = torch.arange(padded, device=initial.device)
-            # Without padding one row shows whether the problem can be restricted, and does not copy it.
-            wanted = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
-            selected = problem.select(wanted.expand(*lead[:-1], -1))
-            self.compact = compact and selected is not None
-            if selected is not None and padded > self.count:
+            selected = problem.select(index.clamp(max=self.count - 1).expand(*lead[:-1], -1))
+            self.compact = self.compact and selected is not None
+            if selected is not None:
                 self.base = self.problem = selected
                 self.active = (index < self.count).expand(*lead[:-1], padded)
                 self.initial = torch.cat(
@@ -149,8 +147,11 @@ class Rows:
             return None
         # All distinct: finished rows fill up the block and are carried along unchanged.
         order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
-        if self.rows is None and not self.base.separates:
-            self.compact = maps_alone(self.base, order, active, *(unflat(t, self.event) for t in (z, mapped)))
+        if self.rows is None:
+            # Some problems cannot be restricted.
+            self.compact = self.base.select(order) is not None
+            if self.compact and not self.base.separates:
+                self.compact = maps_alone(self.base, order, active, *(unflat(t, self.event) for t in (z, mapped)))
         return order if self.compact else None
 
     def recorded(self, active: Tensor, z: Tensor, mapped: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
 from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens
-from .progress import Iteration, progress_of
+from .progress import Iteration, NativeLoopState, progress_of
 
 
 class Outcome(NamedTuple):
@@ -246,14 +246,22 @@ def _loop(
     descends = ordered or (rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None)
     plain = not (trace or graph or callback)
     progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
+    later: Callable[[Tensor], Tensor] | None = None
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
         if ordered:
             # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
             z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
-        z = flat(rows.problem.retract(unflat(z, event)), event)
-        point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
+        if later is not None and not energy:
+            mapped = later(unflat(z, event)).reshape(z.shape)
+            r, residual, tolerance = progress.measured(z, mapped)
+            point = Iteration(z, mapped, r, residual, None, index, event)
+        else:
+            z = flat(rows.problem.retract(unflat(z, event)), event)
+            point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
+        if index == 1 and isinstance(progress, NativeLoopState):
+            later = rows.problem.later_map()
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
             long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
@@ -285,6 +293,7 @@ def _loop(
                     order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
                 progress.restrict(*parts)
+                later = None if later is None else rows.problem.later_map()
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:

@@ -11,7 +11,7 @@ from .._autograd import are_plain, host_may_look, unobserved
 from .._fused_rule import FusedRule
 from .._norm import norm
 from ..ops.native.library import Library, library
-from ..ops.native.loop import Decisions
+from ..ops.native.loop import Decisions, Measured
 from ..ops.native.loop import measured as measured_natively
 from ..solution import Record
 from ..status import Status
@@ -174,6 +174,8 @@ class NativeLoopState(LoopState):
     def __init__(self, library: Library, rule: FusedRule, rows: Rows, *, descends: bool) -> None:
         super().__init__(rule, rows, energy=False, descends=descends)
         self.library = library
+        #: The last native measurement.
+        self.own: Measured | None = None
         self._own()
 
     def _own(self) -> None:
@@ -189,7 +191,8 @@ class NativeLoopState(LoopState):
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if are_plain(z.dtype, z, mapped):
             z, mapped = z.contiguous(), mapped.contiguous()
-            return measured_natively(self.library, z, mapped, self.rule.rtol, self.rule.atol)
+            self.own = measured_natively(self.library, z, mapped, self.rule.rtol, self.rule.atol)
+            return self.own
         return super().measured(z, mapped)
 
     def everyone(self) -> Tensor:
@@ -203,8 +206,9 @@ class NativeLoopState(LoopState):
         return self.left is None or self.left <= below * self.active.numel()
 
     def decide(self, point: Iteration, tolerance: Tensor, accepted: Tensor | None, fallen: Tensor | None) -> None:
-        flags = () if accepted is None else (accepted,)
-        if not (are_plain(point.z.dtype, point.residual, tolerance) and are_plain(torch.bool, *flags)):
+        measured = self.own is not None and self.own.residual is point.residual and self.own.tolerance is tolerance
+        plain = measured or are_plain(point.z.dtype, point.residual, tolerance)
+        if not (plain and (accepted is None or are_plain(torch.bool, accepted))):
             super().decide(point, tolerance, accepted, fallen)
             self._own()
             return
