@@ -154,6 +154,8 @@ class Problem(Declared, general=True):
     #: Whether f is known to compute each problem by itself. Otherwise f of a part of the problems is compared with f of
     #: all before any problem is left out, and adjoints keep all together.
     separates: bool = True
+    #: Whether solves before have shown that f leaves its state alone and returns new memory.
+    tested: bool = False
     #: Where the axis before the last numbers tokens that read no later ones: the loop then stops each on its own.
     token_order: TokenOrder | None = None
 
@@ -178,11 +180,18 @@ class Problem(Declared, general=True):
         return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
 
     def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        """f for the evaluations of one solve after the first two, where those have passed all tests; None for `evaluate`.
+        """f for evaluations after those that have passed all tests (two, or one if it is `tested`); None for `evaluate`.
 
         It is called with plain tensors that have no graph, and tests only what a later call can do otherwise.
         """
         return None
+
+    def pass_tests(self) -> None:
+        """Take note that the first two evaluations of a solve have passed their tests."""
+
+    def leaves_others(self, test: Callable[[], bool]) -> bool:
+        """Whether f of some problems alone is that of all, by a `test`, or as solves before have shown."""
+        return test()
 
     def linearize(self, z: Tensor) -> Linearization:
         """The Jacobian of f at z, for many products at one state."""
@@ -351,16 +360,18 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:
     """`problem.evaluate(z)`, or an error if the map changes z, with which f(z) - z would be wrong.
 
-    The first calls, 0 and 1, get copies: the state may be a tensor of the user, or a result of the map itself.
+    The first calls, 0 and 1, get copies until the problem is `tested`: the state may be a tensor of the user, or a
+    result of the map itself.
     """
     if torch.compiler.is_exporting():
         # A graph that is recorded has no memory to look at, and its operations do not work in place.
         return problem.evaluate(z, energy=energy)
-    state = counted_copy(z) if call < 2 else z
+    untested = not problem.tested
+    state = counted_copy(z) if call < 2 and untested else z
     writes = writes_to(state)
     evaluation = problem.evaluate(state, energy=energy)
     # Torch does not count writes of others (by numpy, through `.data`).
-    visible = call == 0 and z.device.type == "cpu" and not transforms_active()
+    visible = call == 0 and untested and z.device.type == "cpu" and not transforms_active()
     if writes_to(state) != writes or (visible and not same(state, z)):
         refuse_writes(problem)
     return evaluation

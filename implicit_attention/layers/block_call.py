@@ -63,6 +63,8 @@ class BlockCall:
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
         solver, adjoint = solver or options.effective_solver, adjoint or options.effective_adjoint or exact
+        if problem.tested:
+            self.map.evaluated.append(True)
         if torch.compiler.is_exporting():
             solution = solve(problem, packed, solver=solver, adjoint=adjoint, on_failure=self.on_failure)
         else:
@@ -287,6 +289,25 @@ class BlockProblem(FixedPointMap):
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
         return None if self.draws.repeated else super().select(index)
+
+    @property
+    def tested(self) -> bool:  # type: ignore[override]
+        """Whether a solve of the layer, in this mode, has shown that the block writes to nothing it is given."""
+        return (self.mode, "writes") in self.checked
+
+    def pass_tests(self) -> None:
+        if not transforms_active():
+            self.checked.add((self.mode, "writes"))
+
+    def leaves_others(self, test: Callable[[], bool]) -> bool:
+        frame = self.function.frame
+        if not frame.flat:
+            return test()
+        kinds = [(tuple(t.shape), own) for t, own in zip(self.inputs, self._own, strict=True)]
+        key = (self.mode, f"alone: {self.function.layout.events} {kinds} {frame.others}")
+        if key not in self.checked and test():
+            self.checked.add(key)
+        return key in self.checked
 
     @property
     def to_contract(self) -> str:

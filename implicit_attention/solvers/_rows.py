@@ -87,6 +87,16 @@ def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mappe
     return _agree(again, mapped, wanted & (torch.linalg.vector_norm(mapped, dim=-1) < torch.inf))
 
 
+def _picked(tree: Any, order: Tensor) -> Any:
+    """A nested tuple of tensors (*lead, ...) and other objects, with the rows `order` of its tensors."""
+    if isinstance(tree, Tensor):
+        return pick(tree, order)
+    if not isinstance(tree, tuple):
+        return tree
+    parts = (_picked(part, order) for part in tree)
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+
+
 class Best(NamedTuple):
     """The best state of every problem so far, with the numbers measured at that state."""
 
@@ -151,7 +161,8 @@ class Rows:
             # Some problems cannot be restricted.
             self.compact = self.base.select(order) is not None
             if self.compact and not self.base.separates:
-                self.compact = maps_alone(self.base, order, active, *(unflat(t, self.event) for t in (z, mapped)))
+                states = [unflat(t, self.event) for t in (z, mapped)]
+                self.compact = self.base.leaves_others(lambda: maps_alone(self.base, order, active, *states))
         return order if self.compact else None
 
     def recorded(self, active: Tensor, z: Tensor, mapped: Tensor) -> Tensor:
@@ -173,7 +184,7 @@ class Rows:
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        picked: list[Any] = list(pytree.tree_map_only(Tensor, lambda tensor: pick(tensor, order), tree))
+        picked: list[Any] = list(_picked(tree, order))
         return picked
 
     def all(self, best: Best) -> tuple[Tensor, Record]:

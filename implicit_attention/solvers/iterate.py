@@ -247,6 +247,7 @@ def _loop(
     plain = not (trace or graph or callback)
     progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
     later: Callable[[Tensor], Tensor] | None = None
+    shape = (*z.shape[:-1], *event)
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
@@ -254,13 +255,13 @@ def _loop(
             # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
             z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
         if later is not None and not energy:
-            mapped = later(unflat(z, event)).reshape(z.shape)
+            mapped = later(z.reshape(shape)).reshape(z.shape)
             r, residual, tolerance = progress.measured(z, mapped)
             point = Iteration(z, mapped, r, residual, None, index, event)
         else:
             z = flat(rows.problem.retract(unflat(z, event)), event)
             point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
-        if index == 1 and isinstance(progress, NativeLoopState):
+        if index < 2 and (index == 1 or rows.problem.tested) and isinstance(progress, NativeLoopState):
             later = rows.problem.later_map()
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
@@ -293,7 +294,7 @@ def _loop(
                     order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
                 progress.restrict(*parts)
-                later = None if later is None else rows.problem.later_map()
+                later, shape = later and rows.problem.later_map(), (*point.z.shape[:-1], *event)
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
@@ -337,6 +338,8 @@ def evaluated(
     if index == 1 and before is not None and share_memory(mapped, before.mapped):
         # A map may return the same numbers twice, but no others in their place.
         check_kept(problem, before.mapped - before.z, before.r)
+    if index == 1 and not problem.tested:
+        problem.pass_tests()
     r, residual, tolerance = measured(z, mapped)
     force = None
     if energy and problem.has_metric:

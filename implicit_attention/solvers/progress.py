@@ -191,7 +191,8 @@ class NativeLoopState(LoopState):
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if are_plain(z.dtype, z, mapped):
             z, mapped = z.contiguous(), mapped.contiguous()
-            self.own = measured_natively(self.library, z, mapped, self.rule.rtol, self.rule.atol)
+            like = self.best.record.residual
+            self.own = measured_natively(self.library, z, mapped, self.rule.rtol, self.rule.atol, like)
             return self.own
         return super().measured(z, mapped)
 
@@ -221,7 +222,8 @@ class NativeLoopState(LoopState):
             fixed=self.rule.fixed_budget,
             descends=self.descends,
         )
-        new = first_state(point) if point.step == 0 else point.z
+        # Where all go on, all are finite.
+        new = first_state(point) if point.step == 0 and self.left < self.active.numel() else point.z
         if 0 < improved < self.active.numel():
             new = torch.where(self.decisions.better[..., None], new, self.best.value)
         if improved:

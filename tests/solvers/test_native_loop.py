@@ -132,7 +132,7 @@ def test_strides_of_states_and_images_change_nothing(by_torch):
 @pytest.mark.parametrize("size", [1e-38, 1e-25, 1e-3, 1.0, 1e20, 1e37])
 def test_lengths_hold_for_numbers_of_every_size(size, n, dtype):
     z, f = (torch.randn(9, n, generator=torch.Generator().manual_seed(i)).to(dtype) * size for i in range(2))
-    r, residual, tolerance = loop.measured(library.library(), z, f, 0.25, 0.5 * size)
+    r, residual, tolerance = loop.measured(library.library(), z, f, 0.25, 0.5 * size, z[..., 0].clone())
     assert torch.equal(r, f - z)
     least = 1e-45 if dtype == torch.float32 else 0.0
     assert_close(residual, norm((f - z).double()).to(dtype), rtol=1e-5, atol=least)
@@ -143,7 +143,7 @@ def test_lengths_hold_for_numbers_of_every_size(size, n, dtype):
 def test_a_number_that_is_not_finite_stays_in_its_row(bad):
     z, f = torch.zeros(3, 40), torch.ones(3, 40)
     f[1, 17] = bad
-    _, residual, tolerance = loop.measured(library.library(), z, f, 1.0, 0.0)
+    _, residual, tolerance = loop.measured(library.library(), z, f, 1.0, 0.0, z[..., 0].clone())
     expected = norm(f)
     assert_close(residual, expected, equal_nan=True)
     assert_close(tolerance, expected, equal_nan=True)
@@ -156,7 +156,7 @@ def test_two_threads_find_the_bits_of_one():
         for threads in (1, 2):
             torch.set_num_threads(threads)
             z, image = x, f.fixed_point_map(x) if not found else image
-            found.append(loop.measured(library.library(), z, image, 1e-3, 1e-8))
+            found.append(loop.measured(library.library(), z, image, 1e-3, 1e-8, z[..., 0].clone()))
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*found, strict=True):

@@ -19,9 +19,13 @@ class Measured(NamedTuple):
     tolerance: Tensor
 
 
-def measured(library: Library, z: Tensor, mapped: Tensor, rtol: float, atol: float) -> Measured:
-    """Compare states with their images: contiguous tensors (*lead, n) of one dtype, in this machine's memory."""
-    r, residual, tolerance = torch.empty_like(z), z.new_empty(z.shape[:-1]), z.new_empty(z.shape[:-1])
+def measured(library: Library, z: Tensor, mapped: Tensor, rtol: float, atol: float, like: Tensor) -> Measured:
+    """Compare states with their images: contiguous tensors (*lead, n) of one dtype, in this machine's memory.
+
+    like: a contiguous tensor (*lead) of that dtype.
+    """
+    # Torch is slower with shapes.
+    r, residual, tolerance = torch.empty_like(z), torch.empty_like(like), torch.empty_like(like)
     numbers = array("d", (rtol, atol))
     addresses = array("Q", [t.data_ptr() for t in (z, mapped, r, residual, tolerance)])
     library.measure(
