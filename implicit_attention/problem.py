@@ -180,9 +180,10 @@ class Problem(Declared, general=True):
         return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
 
     def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        """f for evaluations after those that have passed all tests (two, or one if it is `tested`); None for `evaluate`.
+        """f for the evaluations after those that have passed all tests (two, or one if it is `tested`).
 
-        It is called with plain tensors that have no graph, and tests only what a later call can do otherwise.
+        None where that is `evaluate`. It is called with plain tensors that have no graph, and tests only what a later
+        call can do otherwise.
         """
         return None
 

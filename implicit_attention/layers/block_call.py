@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from operator import ne
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -227,7 +227,9 @@ class BlockMap(nn.Module):
             result = block(z, *arguments)
             if (after := list(map(writes_to, passed))) != before:
                 self._refuse_writes(list(map(ne, after, before)))
-            return result if is_like(result, z) else self.layout.check_output(self.__name__, result, z, cast=False)
+            if not is_like(result, z):
+                result = self.layout.check_output(self.__name__, result, z, cast=False)
+            return cast(Tensor, result)
 
         return mapped
 
@@ -283,8 +285,7 @@ class BlockProblem(FixedPointMap):
         return mapped
 
     def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        function: BlockMap = self.function
-        return function.later(self.inputs)
+        return cast(BlockMap, self.function).later(self.inputs)
 
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
@@ -300,11 +301,11 @@ class BlockProblem(FixedPointMap):
             self.checked.add((self.mode, "writes"))
 
     def leaves_others(self, test: Callable[[], bool]) -> bool:
-        frame = self.function.frame
-        if not frame.flat:
+        function = cast(BlockMap, self.function)
+        if not function.frame.flat:
             return test()
         kinds = [(tuple(t.shape), own) for t, own in zip(self.inputs, self._own, strict=True)]
-        key = (self.mode, f"alone: {self.function.layout.events} {kinds} {frame.others}")
+        key = (self.mode, f"alone: {function.layout.events} {kinds} {function.frame.others}")
         if key not in self.checked and test():
             self.checked.add(key)
         return key in self.checked

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look, transforms_active
+from .._autograd import are_plain, host_may_look, transforms_active
 from .._fused_rule import FusedRule
+from ..ops.native.library import library
 from ..ops.native.loop import MOST_MIXED, Mixing
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
@@ -105,14 +106,14 @@ class Anderson(Safeguarded):
         return super().init(problem, z)
 
     def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        loaded = library_for(point.residual)
-        if not isinstance(state, Mixing) or loaded is None:
+        loaded = library() if isinstance(state, Mixing) else None
+        if loaded is None or not are_plain(state.z.dtype, point.residual):
             return super().accept(problem, _written_out(state), point)
         return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-        loaded = library_for(point.z, point.r, point.residual)
-        if not isinstance(state, Mixing) or loaded is None:
+        loaded = library() if isinstance(state, Mixing) else None
+        if loaded is None or not are_plain(state.z.dtype, point.z, point.r, point.residual):
             return super().step(problem, _written_out(state), point, accepted)
         given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
         mixes, learns = point.step >= self._plain_steps(problem), point.step > 0

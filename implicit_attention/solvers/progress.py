@@ -213,11 +213,14 @@ class NativeLoopState(LoopState):
             super().decide(point, tolerance, accepted, fallen)
             self._own()
             return
+        residual = point.residual
+        if not measured:
+            residual, tolerance = residual.contiguous(), tolerance.contiguous()
         improved, self.left = self.decisions.decide(
             self.library,
             point.step,
-            point.residual.contiguous(),
-            tolerance.contiguous(),
+            residual,
+            tolerance,
             None if accepted is None else accepted.contiguous(),
             fixed=self.rule.fixed_budget,
             descends=self.descends,
