@@ -219,6 +219,22 @@ NATIVE = (
 _BLOCK = "training step of a block as a fixed point"
 _FASTER = f"{_BLOCK} / torchdeq's faster solver at equal measured residuals"
 
+_FORWARD = "forward of a block as a fixed point / a bare loop of as many evaluations"
+#: Sizes of a block, and the bounds for plain steps and Anderson(history=2).
+_FORWARDS: tuple[tuple[str, dict[str, Any], float, float], ...] = (
+    ("B 1, N 8, D 32", {"batch": 1, "kind": "block"}, 1.4, 2.0),
+    ("B 8, N 8, D 32", {"batch": 8, "length": 8, "kind": "block"}, 1.25, 1.6),
+    ("B 8, N 32, D 64", {"batch": 8, "length": 32}, 1.15, 1.3),
+    ("B 32, N 32, D 128", {"batch": 32}, 1.05, 1.1),
+    ("convolutions, 8 x 8, 32 channels", {"kind": "convolution"}, 1.4, 2.0),
+)
+
+
+def _forward(**sizes: Any) -> Callable[[Row], bool]:
+    """Rows of forward passes of these sizes."""
+    return lambda row: row.get("metric") == "FORWARD" and all(row.get(name) == size for name, size in sizes.items())
+
+
 _LLAMA = "converted Llama, anchor .9, 1024 tokens"
 
 
@@ -247,7 +263,13 @@ TRAIN = (
         1.2,
         _metric("LLAMA"),
     ),
-    Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "worst", "<=", 1.0, _metric("EQUILIBRIUM"), 0.8),
+    Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "geometric mean", "<=", 0.75, _metric("EQUILIBRIUM")),
+    Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "worst", "<=", 1.0, _metric("EQUILIBRIUM")),
+    *(
+        Target("FORWARD", f"{_FORWARD}, {name}, {sizes}", f"{name} / bare", "worst", "<=", bound, _forward(**where))
+        for sizes, where, *bounds in _FORWARDS
+        for name, bound in zip(("picard", "anderson"), bounds, strict=True)
+    ),
     Target(
         "EQUILIBRIUM",
         f"{_BLOCK} / its evaluations and products with the Jacobian, made in a row",

@@ -9,7 +9,9 @@ from typing import Any
 
 from .baselines import picard_counts
 from .block import BlockSetting, block_row
-from .block_equilibrium import EquilibriumSetting, equilibrium_row
+from .block_equilibrium import TEN, EquilibriumSetting, equilibrium_row
+from .block_forward import SETTINGS as FORWARDS
+from .block_forward import ForwardSetting, forward_row
 from .block_memory import MemorySetting, memory_row
 from .compare import compared, ratios
 from .environment import default_device
@@ -23,7 +25,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "MEMORY", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "MEMORY", "G4")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -45,12 +47,16 @@ NOTES = (
     "`training.watch` / without it, the median over 30 pairs in turn. Peaks of memory are those of "
     "fresh processes, of one small layer, so that attention is most of it; growth is from the fewest tokens to the "
     "most, per token.",
-    "EQUILIBRIUM: training step of a whole post-norm block (attention, MLP, the input added at every step) as a fixed "
-    "point per sample, by Anderson(history=2) and Implicit(GMRES()) to the same relative tolerance; torchdeq with the "
+    "EQUILIBRIUM: training step of a whole post-norm block (attention, MLP, the input added at every step), or of a "
+    "block of two convolutions, as a fixed point per sample, by `Equilibrium` with Anderson(history=2) or plain steps, "
+    "and the default adjoint; `ours / torchdeq` is the faster of both over the faster of theirs; torchdeq with the "
     "loosest tolerances at which the largest residuals of its states and adjoints, measured anew, are within it; a "
     "stack of as many untied blocks as ours makes evaluations; `bare`: as many calls without a graph and products with "
     "the Jacobian as ours makes, in a row; `by hand`: the same two methods in as few calls of torch as they need, with "
     "no safeguard, status or check. On a GPU products are in bfloat16 and peak memory is measured.",
+    "FORWARD: forward pass of the same without autograd, on one thread, by process time, over a bare loop of as many "
+    "evaluations as the slowest sample has; `by hand`: plain steps that find state, residual and evaluations of each "
+    "sample by calls of torch.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
@@ -75,16 +81,17 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     chosen = (("gaussian", 2.0, 0.5), ("gaussian", 4.0, 0.0), ("clustered", 2.0, 0.5), ("clustered", 8.0, 0.0))
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     shape, block = Shape(), BlockSetting(device=device)
-    equilibrium, memory = EquilibriumSetting(device=device), MemorySetting(device=device)
+    equilibria: tuple[EquilibriumSetting, ...] = TEN
+    memory = MemorySetting(device=device)
     llamas = [LlamaSetting(256, device=device), LlamaSetting(1024, device=device)]
     llamas.append(LlamaSetting(**SMALL, memory=(4096, 8192, 16384, 32768), device=device))  # type: ignore[arg-type]
     if device != "cpu":
         # A tolerance that bfloat16 resolves, on a block that fills a card.
         card: dict[str, Any] = {"length": 512, "dim": 512, "heads": 8, "rtol": 1e-2, "dtype": "bfloat16"}
-        equilibrium, memory = (dataclasses.replace(s, **card) for s in (equilibrium, memory))
-        equilibrium = dataclasses.replace(equilibrium, batch=32)
+        equilibria, memory = (EquilibriumSetting(batch=32, device=device, **card),), dataclasses.replace(memory, **card)
     if quick:
-        equilibrium, memory = (dataclasses.replace(s, batch=1, length=64) for s in (equilibrium, memory))
+        small = {"batch": 1, "length": 64}
+        equilibria, memory = (dataclasses.replace(equilibria[0], **small),), dataclasses.replace(memory, **small)  # type: ignore[arg-type]
         chosen, lengths = chosen[:1], (64, 128)
         llamas = [LlamaSetting(64, **SMALL, memory=m, device=device) for m in ((), (128, 256))]  # type: ignore[arg-type]
         shape, block = Shape(length=64), BlockSetting(length=64, batch=1, device=device)
@@ -93,7 +100,8 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         *(Case("LENGTH", Setting("gaussian", 2.0, 0.5, Shape(1, 4, length), **where)) for length in lengths),  # type: ignore[arg-type]
         Case("BLOCK", block),
         *(Case("LLAMA", llama) for llama in llamas),
-        Case("EQUILIBRIUM", equilibrium),
+        *(Case("EQUILIBRIUM", setting) for setting in equilibria),
+        *(Case("FORWARD", setting) for setting in (FORWARDS[:1] if quick else FORWARDS) if device == "cpu"),
         Case("MEMORY", memory),
     ]
     if device != "cpu":
@@ -127,6 +135,7 @@ MEASURES: dict[type, Callable[..., Row]] = {
     LlamaSetting: llama_row,
     MemorySetting: memory_row,
     EquilibriumSetting: equilibrium_row,
+    ForwardSetting: forward_row,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention_tables import evaluations, problem
+from .block_forward import RATIOS as RATIOS_OF_FORWARD
 from .llama import RATIOS
 from .report import Table, number, spread
 from .targets import Row
@@ -19,7 +20,8 @@ def tables(run: dict[str, Any]) -> list[Table]:
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(_steps(metric, title, rows))
-    for metric, table in (("BLOCK", _blocks), ("EQUILIBRIUM", _equilibria), ("MEMORY", _memory)):
+    per_metric = {"BLOCK": _blocks, "EQUILIBRIUM": _equilibria, "FORWARD": _forwards, "MEMORY": _memory}
+    for metric, table in per_metric.items():
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(table(rows))
@@ -97,11 +99,13 @@ def _equilibria(rows: list[Row]) -> Table:
     header = ["block", "", "evaluations", "products", "residual, state", "adjoint", "ms", "peak MiB", "ours / it"]
     lines = []
     for row in rows:
+        ratio = number(row["ratios"].get("ours / torchdeq"))
+        lines.append([_sizes(row), "our faster / torchdeq's faster", *["-"] * 6, ratio])
         for name in dict.fromkeys((*row["evidence"], *row["seconds"])):
             found, timing = row["evidence"].get(name, {}), row["seconds"].get(name)
             lines.append(
                 [
-                    row["name"],
+                    _sizes(row),
                     name,
                     *(str(found.get(what, "-")) for what in ("evaluations", "products")),
                     *(f"{found[r]:.1e}" if r in found else "-" for r in ("state_residual", "adjoint_residual")),
@@ -111,6 +115,28 @@ def _equilibria(rows: list[Row]) -> Table:
                 ]
             )
     return Table("blocks as fixed points", "EQUILIBRIUM: training steps of a block as a fixed point:", header, lines)
+
+
+def _forwards(rows: list[Row]) -> Table:
+    header = ["block", "evaluations, picard", "anderson", *RATIOS_OF_FORWARD, "spread"]
+    lines = [
+        [
+            _sizes(row),
+            *(str(row["evidence"].get(name, {}).get("evaluations", "-")) for name in ("picard", "anderson")),
+            *(number(row["ratios"].get(name)) for name in RATIOS_OF_FORWARD),
+            spread(row["seconds"]),
+        ]
+        for row in rows
+    ]
+    title = "FORWARD: the forward pass of a block as a fixed point over a bare loop of as many evaluations:"
+    return Table("forwards of blocks", title, header, lines)
+
+
+def _sizes(row: Row) -> str:
+    """Write the block of a row and its sizes."""
+    return str(row["name"].removeprefix(f"{row['metric']}: ").removeprefix("forward of a ")).replace(
+        " as a fixed point", ""
+    )
 
 
 def _memory(rows: list[Row]) -> Table:
