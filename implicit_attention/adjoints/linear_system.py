@@ -27,6 +27,7 @@ from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
 from ..status import Status
 from .base import Request
+from .native_gmres import natively
 from .tape import Gradients, Tape
 
 # Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each
@@ -193,7 +194,7 @@ def _together(
     """
     shape = system.rhs.shape
     product, rhs = system.flat(problem)
-    whole = method.solve(lambda v: product(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
+    whole = natively(method).solve(lambda v: product(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
     value = whole.value.reshape(rhs.shape)
     residual = norm(rhs - product(value))
     if not bool(norm(residual.reshape(1, -1)) < norm(apart.residual.reshape(1, -1))):
@@ -217,7 +218,7 @@ def _solve(
     """The answer, `checked` where the last product with the `tape` gave its gradients, too."""
     system = _AdjointSystem.of(method, problem, linear, z, rhs, transpose)
     both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
-    answer = method.solve(*system.flat(problem), check=both)
+    answer = natively(method).solve(*system.flat(problem), check=both)
     answer = replace(answer, value=answer.value.reshape(rhs.shape))
     if not problem.separates and host_may_look(answer.status) and bool((answer.status > Status.UNSTABLE).any()):
         answer = _together(method, problem, system, answer)

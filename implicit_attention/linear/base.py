@@ -151,6 +151,33 @@ class LinearSolver(abc.ABC, Generic[S]):
         """The longest sweep."""
         return max_steps
 
+    def sweep(
+        self, apply: LinearMap, residual: Tensor, tolerance: Tensor, live: Tensor, num_steps: Tensor, max_steps: int
+    ) -> tuple[S, Tensor]:
+        """Step while a live problem is above its tolerance, has no verdict and has steps left.
+
+        Args:
+            apply: v -> A v, (*batch, n).
+            residual: of the answer so far, (*batch, n), 0 where a problem is not live.
+            tolerance: of the residual, (*batch).
+            live: which problems take part, (*batch).
+            num_steps: steps made before, (*batch).
+            max_steps: the largest number of them.
+
+        Returns:
+            The state of the method, and the steps made by then.
+        """
+        state, every = self.begin(residual), looks_every(self.check_every, live)
+        for step in range(self.sweep_steps(max_steps)):
+            # A NaN residual compares false: such a problem rests until the true residual gives its status.
+            wanted = (state.residual_norm > tolerance) & (state.verdict < 0)
+            active = live & wanted & (num_steps < max_steps)
+            if step and step % every == 0 and not bool(active.any()):
+                break
+            state = self.step(apply, state, active)
+            num_steps = num_steps + active
+        return state, num_steps
+
     def solve(
         self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None, check: LinearMap | None = None
     ) -> LinearSolution:
@@ -253,8 +280,8 @@ def _swept(
     """One sweep of the live problems, undone where it made the residual worse."""
     solution, record = before.solution, before.solution.record
     unit, scale = normalised(before.residual)
-    state = solver.begin(choose(live, unit, 0.0))
-    state, num_steps = _stepped(solver, system, state, live, system.tolerance / scale, num_steps)
+    start, tolerance = choose(live, unit, 0.0), system.tolerance / scale
+    state, num_steps = solver.sweep(system.apply, start, tolerance, live, num_steps, system.max_steps)
     value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
     residual = system.b - system.measure(value)
     size = norm(residual)
@@ -285,22 +312,6 @@ def _judged(system: _LinearSystem, record: Record, verdict: Tensor, settled: Ten
     status = _coded(rounding, Status.CONVERGED, status)
     status = torch.where(verdict >= 0, verdict, status)
     return _coded(record.residual <= system.tolerance, Status.CONVERGED, status)
-
-
-def _stepped(
-    solver: LinearSolver[S], system: _LinearSystem, state: S, live: Tensor, tolerance: Tensor, num_steps: Tensor
-) -> tuple[S, Tensor]:
-    """Step while any live problem is above its tolerance, has no verdict and has steps left."""
-    every = looks_every(solver.check_every, live)
-    for step in range(solver.sweep_steps(system.max_steps)):
-        # A NaN residual compares false: such a problem rests until the true residual gives its status.
-        wanted = (state.residual_norm > tolerance) & (state.verdict < 0)
-        active = live & wanted & (num_steps < system.max_steps)
-        if step and step % every == 0 and not bool(active.any()):
-            break
-        state = solver.step(system.apply, state, active)
-        num_steps = num_steps + active
-    return state, num_steps
 
 
 def _opened(solver: LinearSolver[S], system: _LinearSystem, initial: Tensor | None) -> _Reached:

@@ -7,13 +7,14 @@
 #include <thread>
 
 #include "adjoint.h"
+#include "krylov.h"
 #include "loop.h"
 #include "mixing.h"
 #include "solve.h"
 
 #define IA_EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI = 5;
+constexpr int32_t ABI = 6;
 // What a call returns that found no memory; else it returns how many queries have no answer.
 constexpr int64_t NO_MEMORY = -1;
 // Fewer products of a number are not worth waking threads for.
@@ -292,6 +293,31 @@ void accept_rows(int64_t rows, double growth, const T *residual, const T *before
   }
 }
 
+// A step of GMRES: -1 begins with the residuals (rows, n) in `data[13]`, others read products there; an answer of so
+// many steps is written there. Returns how many rows go on.
+template <typename T>
+int64_t krylov_rows(const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
+  const int64_t step = integers[4];
+  const bool answers = integers[5] != 0;
+  const Krylov<T> all = {integers[0], integers[1], integers[2], integers[3], static_cast<T *>(data[0]), static_cast<T *>(data[1]),
+                         static_cast<T *>(data[2]), static_cast<T *>(data[3]), static_cast<T *>(data[4]), static_cast<T *>(data[5]),
+                         static_cast<T *>(data[6]), static_cast<T *>(data[7]), static_cast<const T *>(data[8]),
+                         static_cast<int8_t *>(data[9]), static_cast<int64_t *>(data[10]), static_cast<const bool *>(data[11]),
+                         static_cast<bool *>(data[12])};
+  T *const vectors = static_cast<T *>(data[13]);
+  const int64_t part = all.n < 4096 ? 4096 / (all.n + 1) + 1 : 1;
+  in_threads((all.rows + part - 1) / part, 16.0 * all.rows * all.n * (step + 2), parallel_for, threads, [&](auto next) {
+    for (int64_t task = next(); task >= 0; task = next())
+      for (int64_t i = task * part; i < all.rows && i < (task + 1) * part; ++i) {
+        T *const vector = vectors + i * all.n;
+        answers ? answer_row(all, i, step, vector) : step < 0 ? begin_row(all, i, vector) : step_row(all, i, step, vector);
+      }
+  });
+  int64_t count = 0;
+  for (int64_t i = 0; i < all.rows; ++i) count += all.active[i];
+  return count;
+}
+
 }  // namespace
 
 IA_EXPORT int32_t ia_abi(void) { return ABI; }
@@ -349,4 +375,10 @@ IA_EXPORT void ia_accept(int64_t bytes, int64_t rows, double growth, const void 
                          const bool *accelerated, bool *accepted) {
   bytes == 4 ? accept_rows(rows, growth, static_cast<const float *>(residual), static_cast<const float *>(before), accelerated, accepted)
              : accept_rows(rows, growth, static_cast<const double *>(residual), static_cast<const double *>(before), accelerated, accepted);
+}
+
+// A step of GMRES for all rows, or their answers.
+IA_EXPORT int64_t ia_krylov(int64_t bytes, const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
+  return bytes == 4 ? krylov_rows<float>(integers, data, parallel_for, threads)
+                    : krylov_rows<double>(integers, data, parallel_for, threads);
 }

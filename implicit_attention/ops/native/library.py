@@ -18,7 +18,7 @@ import torch
 from ...errors import KernelWarning, outside
 
 #: The version of the interface; the same number stands in kernels.cpp.
-ABI = 5
+ABI = 6
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
@@ -36,6 +36,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "decide": (_LONG, *[_LONG] * 3, *[_INT] * 2, _ADDRESS),
     "mix": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
     "accept": (None, *[_LONG] * 2, _DOUBLE, *[_ADDRESS] * 4),
+    "krylov": (_LONG, _LONG, *[_ADDRESS] * 3, _LONG),
 }
 
 
@@ -52,6 +53,7 @@ class Library:
     decide: Any
     mix: Any
     accept: Any
+    krylov: Any
     parallel_for: int
 
 
