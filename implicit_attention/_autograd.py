@@ -279,11 +279,14 @@ def host_may_look(*tensors: Tensor) -> bool:
 
 def host_may_look_at_constant(*tensors: Tensor) -> bool:
     """`host_may_look` for tensors such as masks, which torch.func does not vary."""
-    if torch.compiler.is_compiling() or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack():
         return False
-    return not any(t.device.type != "cpu" or is_fake(t) for t in tensors)
+    for tensor in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.is_cpu or is_fake(tensor):
+            return False
+    return True
 
 
 def looks_every(wanted: int | None, *tensors: Tensor) -> int:

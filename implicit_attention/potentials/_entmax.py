@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._autograd import host_may_look, sum_to_shape, uncompiled
+from .._autograd import host_may_look, is_plain, sum_to_shape, uncompiled
 
 # Numbers in one block of work.
 BLOCK = 2**18
@@ -28,12 +28,17 @@ def entmax(scores: Tensor, a: float | Tensor) -> Tensor:
         scores: (..., N, M); -inf has no weight, unless all of a row are.
         a: alpha - 1 in (0, 1], a number or a tensor (*#batch, 1, 1).
     """
+    if is_plain(*(part for part in (scores, a) if isinstance(part, Tensor))):
+        # Without the search of autograd for derivatives.
+        return _Weights.forward(scores, a)
     return _Weights.apply(scores, a)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
 def maximum(scores: Tensor, p: Tensor, a: float | Tensor) -> Tensor:
     """<p, s> + H(p) at p = entmax(s), (..., N), whose derivative by s is p; H(p) = (1 - sum p^(1 + a))/(a (1 + a))."""
+    if is_plain(*(part for part in (scores, p, a) if isinstance(part, Tensor))):
+        return _Maximum.forward(scores, p, a)
     return _Maximum.apply(scores, p, a)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import are_plain, host_may_look, transforms_active
 from .._fused_rule import FusedRule
-from ..ops.native.library import library
-from ..ops.native.loop import MOST_MIXED, Mixing
+from ..ops.native.library import Library, library
+from ..ops.native.loop import MOST_MIXED, Descent, Mixing
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
 from .iterate import Update
@@ -98,26 +98,39 @@ class Anderson(Safeguarded):
 
     def init(self, problem: Problem, z: Tensor) -> Any:
         history = self._history(problem)
-        plain = self._guard(problem) == "residual" and not (problem.symmetric or problem.plain_steps_descend)
         # The bits of a token must not depend on whether those behind it are plain tensors.
-        plain = plain and problem.token_order is None
-        if plain and type(self) is Anderson and history <= MOST_MIXED and library_for(z) is not None:
-            return Mixing.empty(z, history)
+        if type(self) is Anderson and problem.token_order is None and library_for(z) is not None:
+            guard, descends = self._guard(problem), problem.plain_steps_descend
+            if guard == "residual" and not (problem.symmetric or descends) and history <= MOST_MIXED:
+                return Mixing.empty(z, history)
+            euclidean = problem.symmetric and not (problem.has_metric or problem.steps_rescaled)
+            if guard == "energy" and descends and euclidean and history == 1:
+                return Descent.empty(z)
         return super().init(problem, z)
 
     def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        loaded = library() if isinstance(state, Mixing) else None
-        if loaded is None or not are_plain(state.z.dtype, point.residual):
+        if (loaded := _library_of(state, point.r, point.residual, point.energy)) is None:
             return super().accept(problem, _written_out(state), point)
-        return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
+        if isinstance(state, Mixing):
+            return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
+        if point.step <= self._warm_up(problem):
+            return None
+        assert point.energy is not None
+        return state.accepted(loaded, *(t.contiguous() for t in (point.r, point.residual, point.energy)))
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-        loaded = library() if isinstance(state, Mixing) else None
-        if loaded is None or not are_plain(state.z.dtype, point.z, point.r, point.residual):
+        if (loaded := _library_of(state, point.z, point.r, point.residual, point.energy)) is None:
             return super().step(problem, _written_out(state), point, accepted)
-        given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
-        mixes, learns = point.step >= self._plain_steps(problem), point.step > 0
-        return Update(state, state.candidate(loaded, *given, ridge=self.ridge, mixes=mixes, learns=learns))
+        warm_up, mixes = self._warm_up(problem), point.step >= self._plain_steps(problem)
+        if isinstance(state, Mixing):
+            given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
+            return Update(state, state.candidate(loaded, *given, ridge=self.ridge, mixes=mixes, learns=point.step > 0))
+        if point.step < warm_up:
+            return Update(state, point.mapped)
+        assert point.energy is not None
+        given = (t.contiguous() for t in (point.z, point.r, point.residual, point.energy, accepted))
+        rule = {"learns": point.step > warm_up, "mixes": mixes, "last": point.step + 1 == self.max_steps}
+        return Update(state, state.candidate(loaded, *given, ridge=self.ridge, stretches=point.step > 1, **rule))
 
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)
@@ -190,13 +203,23 @@ class Anderson(Safeguarded):
         return tuple(weights if whole else [torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True)])
 
 
+def _library_of(state: Any, *measured: Tensor | None) -> Library | None:
+    """Return the library that has made this memory, if it may read what was measured since."""
+    if not isinstance(state, Mixing | Descent):
+        return None
+    return library() if are_plain(state.z.dtype, *(t for t in measured if t is not None)) else None
+
+
 def _written_out(state: Any) -> Any:
     """Return a memory for operations of torch, without the history of a native one."""
-    if not isinstance(state, Mixing):
-        return state
-    return Memory(
-        *state[:3], None, None, None, None, state.residual, state.accelerated, AndersonHistory((), (), (), ())
-    )
+    nothing = AndersonHistory((), (), (), ())
+    if isinstance(state, Mixing):
+        return Memory(*state[:2], state.residual, None, None, None, None, state.residual, state.accelerated, nothing)
+    if isinstance(state, Descent):
+        length = torch.ones_like(state.residual)
+        known = state.z, state.r, state.residual, state.energy, None, None, state.direction
+        return Memory(*known, length, state.accelerated, nothing)
+    return state
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import looks_every, transforms_active
+from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
 from .._norm import length, norm
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
@@ -265,10 +265,14 @@ def _loop(
             later = rows.problem.later_map()
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
-            long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
-            begun = long | far if begun is None else begun
-            point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
-            tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
+            sizes = length(point.r) + length(point.mapped)
+            if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
+                long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+                begun = long | far if begun is None else begun
+                point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
+                tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
+            elif begun is None:
+                begun = torch.zeros_like(progress.active)
         accepted = solver.accept(rows.problem, state, point)
         fallen = None
         if falls is not None:

@@ -208,7 +208,7 @@ class NativeLoopState(LoopState):
 
     def decide(self, point: Iteration, tolerance: Tensor, accepted: Tensor | None, fallen: Tensor | None) -> None:
         measured = self.own is not None and self.own.residual is point.residual and self.own.tolerance is tolerance
-        plain = measured or are_plain(point.z.dtype, point.residual, tolerance)
+        plain = fallen is None and (measured or are_plain(point.z.dtype, point.residual, tolerance))
         if not (plain and (accepted is None or are_plain(torch.bool, accepted))):
             super().decide(point, tolerance, accepted, fallen)
             self._own()
@@ -250,8 +250,7 @@ def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, pl
 
     plain: whether nobody sees its course, and no graph is recorded.
     """
-    native = plain and not rows.problem.has_energy and not isinstance(rows.problem, Tokens)
-    loaded = library_for(rows.initial) if native else None
+    loaded = library_for(rows.initial) if plain and not isinstance(rows.problem, Tokens) else None
     if loaded is None:
         return LoopState(rule, rows, energy=energy, descends=descends)
     return NativeLoopState(loaded, rule, rows, descends=descends)

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "adjoint.h"
+#include "descent.h"
 #include "krylov.h"
 #include "loop.h"
 #include "mixing.h"
@@ -293,6 +294,35 @@ void accept_rows(int64_t rows, double growth, const T *residual, const T *before
   }
 }
 
+template <typename T>
+Descent<T> descent_of(int64_t n, void *const *data) {
+  return {n, static_cast<T *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]), static_cast<T *>(data[3]),
+          static_cast<T *>(data[4]), static_cast<bool *>(data[5])};
+}
+
+// The next candidates, or, where `candidates` is false, which of the last ones are accepted by their energies.
+template <typename T>
+void descend_rows(const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
+  const int64_t rows = integers[0], n = integers[1];
+  const bool candidates = integers[2] != 0;
+  const DescentRule rule = {ridge, integers[3] != 0, integers[4] != 0, integers[5] != 0, integers[6] != 0};
+  const Descent<T> memory = descent_of<T>(n, data);
+  const T *const z = static_cast<const T *>(data[6]), *const r = static_cast<const T *>(data[7]);
+  const T *const residual = static_cast<const T *>(data[8]), *const energy = static_cast<const T *>(data[9]);
+  bool *const accepted = static_cast<bool *>(data[10]);
+  T *const to = static_cast<T *>(data[11]);
+  const int64_t part = n < 4096 ? 4096 / (n + 1) + 1 : 1;
+  in_threads((rows + part - 1) / part, 16.0 * rows * n, parallel_for, threads, [&](auto next) {
+    for (int64_t task = next(); task >= 0; task = next())
+      for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i) {
+        if (candidates)
+          descend_row(i, z + i * n, r + i * n, residual[i], energy[i], accepted[i], rule, memory, to + i * n);
+        else
+          accepted[i] = descends(i, r + i * n, residual[i], energy[i], memory);
+      }
+  });
+}
+
 // A step of GMRES: -1 begins with the residuals (rows, n) in `data[13]`, others read products there; an answer of so
 // many steps is written there. Returns how many rows go on.
 template <typename T>
@@ -381,4 +411,10 @@ IA_EXPORT void ia_accept(int64_t bytes, int64_t rows, double growth, const void 
 IA_EXPORT int64_t ia_krylov(int64_t bytes, const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
   return bytes == 4 ? krylov_rows<float>(integers, data, parallel_for, threads)
                     : krylov_rows<double>(integers, data, parallel_for, threads);
+}
+
+// Steps with one change on an energy that plain steps lower: the next candidates, or which of the last are accepted.
+IA_EXPORT void ia_descend(int64_t bytes, const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
+  bytes == 4 ? descend_rows<float>(integers, ridge, data, parallel_for, threads)
+             : descend_rows<double>(integers, ridge, data, parallel_for, threads);
 }

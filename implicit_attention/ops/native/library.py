@@ -36,6 +36,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "decide": (_LONG, *[_LONG] * 3, *[_INT] * 2, _ADDRESS),
     "mix": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
     "accept": (None, *[_LONG] * 2, _DOUBLE, *[_ADDRESS] * 4),
+    "descend": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
     "krylov": (_LONG, _LONG, *[_ADDRESS] * 3, _LONG),
 }
 
@@ -53,6 +54,7 @@ class Library:
     decide: Any
     mix: Any
     accept: Any
+    descend: Any
     krylov: Any
     parallel_for: int
 

@@ -147,3 +147,61 @@ class Mixing(NamedTuple):
         places = integers.buffer_info()[0], ridge, addresses.buffer_info()[0]
         library.mix(z.dtype.itemsize, *places, library.parallel_for, torch.get_num_threads())
         return to
+
+
+class Descent(NamedTuple):
+    """The memory of Anderson's method with one change, on an energy that plain steps lower; the library updates it.
+
+    z, r, residual, energy: of the last accepted states, (*lead, n) and (*lead).
+    accelerated: whether the step that was tried last is more than a plain one, (*lead).
+    direction: that step, (*lead, n).
+    """
+
+    z: Tensor
+    r: Tensor
+    direction: Tensor
+    residual: Tensor
+    energy: Tensor
+    accelerated: Tensor
+
+    @classmethod
+    def empty(cls, z: Tensor) -> Descent:
+        """Return the memory before the first evaluation, for states (*lead, n)."""
+        lead = z.shape[:-1]
+        states, numbers = (z.new_empty(z.shape) for _ in range(3)), (z.new_zeros(lead) for _ in range(2))
+        return cls(*states, *numbers, z.new_zeros(lead, dtype=torch.bool))
+
+    def accepted(self, library: Library, r: Tensor, residual: Tensor, energy: Tensor) -> Tensor:
+        """Return which candidates are accepted, (*lead): plain steps, and others that lower the energy enough."""
+        accepted = torch.empty_like(self.accelerated)
+        self._call(library, (r, r, residual, energy, accepted, r), candidates=False)
+        return accepted
+
+    def candidate(self, library: Library, *point: Tensor, ridge: float, **rule: bool) -> Tensor:
+        """Return the states to evaluate next, (*lead, n), from the last evaluation: contiguous tensors.
+
+        point: z, r, the residual, the energy, and whether they were accepted.
+        rule: `learns`, if there is a step before; `mixes`, if a step may be accelerated; `last`, if the budget ends
+            after the next one; `stretches`, if steps are long where the energy curves downwards.
+        """
+        to = torch.empty_like(self.z)
+        self._call(library, (*point, to), candidates=True, ridge=ridge, **rule)
+        return to
+
+    def _call(
+        self,
+        library: Library,
+        tensors: tuple[Tensor, ...],
+        *,
+        candidates: bool,
+        ridge: float = 0.0,
+        learns: bool = False,
+        mixes: bool = False,
+        last: bool = False,
+        stretches: bool = False,
+    ) -> None:
+        flags = candidates, learns, mixes, last, stretches
+        integers = array("q", (self.residual.numel(), self.z.shape[-1], *flags))
+        addresses = array("Q", [t.data_ptr() for t in (*self, *tensors)])
+        places = integers.buffer_info()[0], ridge, addresses.buffer_info()[0]
+        library.descend(self.z.itemsize, *places, library.parallel_for, torch.get_num_threads())
