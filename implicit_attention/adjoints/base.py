@@ -18,6 +18,31 @@ from ..solvers.iterate import Callback, iterate
 
 
 @dataclasses.dataclass
+class AdjointMemory:
+    """The solution of a layer's last backward solve, (*lead, *event), from which its next one starts.
+
+    Not for single solves, which start at 0.
+
+    Examples:
+        >>> from implicit_attention.adjoints.base import AdjointMemory
+        >>> AdjointMemory().value is None
+        True
+    """
+
+    value: Tensor | None = None
+
+    def start(self, rhs: Tensor) -> Tensor | None:
+        """Return where the system with this right-hand side starts; None for 0."""
+        known = self.value
+        fits = known is not None and known.shape == rhs.shape and known.dtype == rhs.dtype
+        return known if fits and known is not None and known.device == rhs.device else None
+
+    def keep(self, value: Tensor) -> None:
+        """Keep a solution; numbers that are not finite would spoil the next start."""
+        self.value = value.detach().nan_to_num(0.0, 0.0, 0.0)
+
+
+@dataclasses.dataclass
 class Request:
     """One call of `solve`, as the adjoints see it.
 
@@ -26,7 +51,7 @@ class Request:
     Examples:
         >>> from implicit_attention.adjoints import Request
         >>> [field for field in Request.__dataclass_fields__]
-        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver']
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver', 'memory']
     """
 
     problem: Problem
@@ -38,6 +63,8 @@ class Request:
     callback: Callback | None = None
     #: The method of the backward solve, where the adjoint names one.
     linear_solver: LinearSolver[Any] | None = None
+    #: Where the backward solve starts, for a layer that is told to remember it.
+    memory: AdjointMemory | None = None
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""

@@ -63,6 +63,8 @@ def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: 
     """
     method = request.linear_solver or _default_method(problem, request.solver, z.dtype)
     gradients, answer, tape = _gradients(request, method, problem, z, cotangent)
+    if request.memory is not None:
+        request.memory.keep(answer.value)
 
     def mapped() -> Tensor:
         return problem.fixed_point_map(z) if tape is None else tape.mapped
@@ -88,11 +90,12 @@ def _gradients(
         if fused is not None:
             gradients, answer = fused
             return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature), None
-    return _by_rows(method, problem, z, cotangent)
+    start = None if request.memory is None else request.memory.start(cotangent)
+    return _by_rows(method, problem, z, cotangent, start)
 
 
 def _by_rows(
-    method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor
+    method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor, start: Tensor | None
 ) -> tuple[Gradients, LinearSolution, Tape | None]:
     """The gradients and the answer, from the rows of one tile after another, one linearisation at a time.
 
@@ -106,8 +109,16 @@ def _by_rows(
         with torch.no_grad():
             tape = Tape.of(part, rows_of(z, index))
             linear = part.linearize(rows_of(z, index)) if tape is None else tape.linearization()
+            first = None if start is None else rows_of(start, index)
             answer = _solve(
-                method, part, linear, rows_of(z, index), rows_of(cotangent, index), transpose=True, tape=tape
+                method,
+                part,
+                linear,
+                rows_of(z, index),
+                rows_of(cotangent, index),
+                transpose=True,
+                tape=tape,
+                start=first,
             )
             gradients = tape.gradients if tape and answer.checked else linear.vjp_tensors(answer.value)
         if index is None:
@@ -214,11 +225,15 @@ def _solve(
     rhs: Tensor,
     transpose: bool,
     tape: Tape | None = None,
+    start: Tensor | None = None,
 ) -> LinearSolution:
     """The answer, `checked` where the last product with the `tape` gave its gradients, too."""
     system = _AdjointSystem.of(method, problem, linear, z, rhs, transpose)
     both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
-    answer = natively(method).solve(*system.flat(problem), check=both)
+    product, right = system.flat(problem)
+    # With a metric the unknowns are others than those of the answer.
+    initial = None if start is None or (method.symmetric and problem.has_metric) else start.reshape(right.shape)
+    answer = natively(method).solve(product, right, initial=initial, check=both)
     answer = replace(answer, value=answer.value.reshape(rhs.shape))
     if not problem.separates and host_may_look(answer.status) and bool((answer.status > Status.UNSTABLE).any()):
         answer = _together(method, problem, system, answer)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import are_plain, host_may_look, transforms_active
+from .._autograd import host_may_look, transforms_active
 from .._fused_rule import FusedRule
-from ..ops.native.library import Library, library
 from ..ops.native.loop import MOST_MIXED, Descent, Mixing
 from ..problem import Problem
+from ._native_memory import library_of, written_out
 from ._rows import finite_rows, rows_where
 from .iterate import Update
 from .progress import Iteration, library_for
-from .safeguard import Memory, Proposal, Safeguarded
+from .safeguard import Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.
 NO_RIDGE = 1e-8
@@ -109,8 +109,8 @@ class Anderson(Safeguarded):
         return super().init(problem, z)
 
     def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        if (loaded := _library_of(state, point.r, point.residual, point.energy)) is None:
-            return super().accept(problem, _written_out(state), point)
+        if (loaded := library_of(state, point.r, point.residual, point.energy)) is None:
+            return super().accept(problem, written_out(state, self), point)
         if isinstance(state, Mixing):
             return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
         if point.step <= self._warm_up(problem):
@@ -119,8 +119,8 @@ class Anderson(Safeguarded):
         return state.accepted(loaded, *(t.contiguous() for t in (point.r, point.residual, point.energy)))
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-        if (loaded := _library_of(state, point.z, point.r, point.residual, point.energy)) is None:
-            return super().step(problem, _written_out(state), point, accepted)
+        if (loaded := library_of(state, point.z, point.r, point.residual, point.energy)) is None:
+            return super().step(problem, written_out(state, self), point, accepted)
         warm_up, mixes = self._warm_up(problem), point.step >= self._plain_steps(problem)
         if isinstance(state, Mixing):
             given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
@@ -201,25 +201,6 @@ class Anderson(Safeguarded):
             for j, factor in enumerate(lower[i], i + 1):
                 weights[i] = torch.addcmul(weights[i], factor, weights[j], value=-1)
         return tuple(weights if whole else [torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True)])
-
-
-def _library_of(state: Any, *measured: Tensor | None) -> Library | None:
-    """Return the library that has made this memory, if it may read what was measured since."""
-    if not isinstance(state, Mixing | Descent):
-        return None
-    return library() if are_plain(state.z.dtype, *(t for t in measured if t is not None)) else None
-
-
-def _written_out(state: Any) -> Any:
-    """Return a memory for operations of torch, without the history of a native one."""
-    nothing = AndersonHistory((), (), (), ())
-    if isinstance(state, Mixing):
-        return Memory(*state[:2], state.residual, None, None, None, None, state.residual, state.accelerated, nothing)
-    if isinstance(state, Descent):
-        length = torch.ones_like(state.residual)
-        known = state.z, state.r, state.residual, state.energy, None, None, state.direction
-        return Memory(*known, length, state.accelerated, nothing)
-    return state
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

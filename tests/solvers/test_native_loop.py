@@ -11,7 +11,7 @@ from implicit_attention import AnchoredEnergy, FixedPointMap, LogSumExp, PerSamp
 from implicit_attention._norm import norm
 from implicit_attention.ops.native import library, loop
 from implicit_attention.potentials import Entmax
-from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard, anderson, progress
+from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard, anderson, broyden, progress
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no native library")
 
@@ -28,6 +28,8 @@ SOLVERS = {
     "no step": Anderson(max_steps=0),
     "few steps": Picard(max_steps=3),
     "broyden": Broyden(rtol=1e-6),
+    "few pairs": Broyden(rtol=1e-8, history=3),
+    "one pair": Broyden(rtol=1e-6, history=1),
     "newton": NewtonKrylov(),
 }
 
@@ -38,7 +40,7 @@ def by_torch(monkeypatch):
 
     def without(function):
         with monkeypatch.context() as patch:
-            for module in (progress, anderson):
+            for module in (progress, anderson, broyden):
                 patch.setattr(module, "library_for", lambda *tensors: None)
             return function()
 

@@ -11,6 +11,7 @@
 #include "krylov.h"
 #include "loop.h"
 #include "mixing.h"
+#include "secants.h"
 #include "solve.h"
 
 #define IA_EXPORT extern "C" __attribute__((visibility("default")))
@@ -295,6 +296,22 @@ void accept_rows(int64_t rows, double growth, const T *residual, const T *before
 }
 
 template <typename T>
+void secant_rows(const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
+  const int64_t rows = integers[0], n = integers[1], history = integers[2];
+  const bool learns = integers[3] != 0;
+  const Secants<T> memory = {history, n, static_cast<T *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]),
+                             static_cast<bool *>(data[3]), static_cast<T *>(data[4]), static_cast<T *>(data[5]),
+                             static_cast<bool *>(data[6]), static_cast<int32_t *>(data[7])};
+  const T *const z = static_cast<const T *>(data[8]), *const r = static_cast<const T *>(data[9]), *const residual = static_cast<const T *>(data[10]);
+  const bool *const accepted = static_cast<const bool *>(data[11]);
+  T *const to = static_cast<T *>(data[12]);
+  in_threads(rows, 16.0 * rows * n * history, parallel_for, threads, [&](auto next) {
+    for (int64_t i = next(); i >= 0; i = next())
+      secant_row(i, z + i * n, r + i * n, residual[i], accepted[i], learns, memory, to + i * n);
+  });
+}
+
+template <typename T>
 Descent<T> descent_of(int64_t n, void *const *data) {
   return {n, static_cast<T *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]), static_cast<T *>(data[3]),
           static_cast<T *>(data[4]), static_cast<bool *>(data[5])};
@@ -417,4 +434,10 @@ IA_EXPORT int64_t ia_krylov(int64_t bytes, const int64_t *integers, void *const 
 IA_EXPORT void ia_descend(int64_t bytes, const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
   bytes == 4 ? descend_rows<float>(integers, ridge, data, parallel_for, threads)
              : descend_rows<double>(integers, ridge, data, parallel_for, threads);
+}
+
+// The next candidates of Broyden's method, of states (rows, n).
+IA_EXPORT void ia_secants(int64_t bytes, const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
+  bytes == 4 ? secant_rows<float>(integers, data, parallel_for, threads)
+             : secant_rows<double>(integers, data, parallel_for, threads);
 }

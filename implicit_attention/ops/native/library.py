@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "accept": (None, *[_LONG] * 2, _DOUBLE, *[_ADDRESS] * 4),
     "descend": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
     "krylov": (_LONG, _LONG, *[_ADDRESS] * 3, _LONG),
+    "secants": (None, _LONG, *[_ADDRESS] * 3, _LONG),
 }
 
 
@@ -56,6 +57,7 @@ class Library:
     accept: Any
     descend: Any
     krylov: Any
+    secants: Any
     parallel_for: int
 
 

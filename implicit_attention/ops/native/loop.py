@@ -119,10 +119,7 @@ class Mixing(NamedTuple):
 
     def accepted(self, library: Library, residual: Tensor, growth: float) -> Tensor:
         """Return which candidates are accepted, (*lead): plain steps, and others where |r| grew at most so much."""
-        accepted = torch.empty_like(self.accelerated)
-        addresses = (t.data_ptr() for t in (residual, self.residual, self.accelerated, accepted))
-        library.accept(residual.dtype.itemsize, residual.numel(), growth, *addresses)
-        return accepted
+        return _accepted(library, residual, self.residual, self.accelerated, growth)
 
     def candidate(
         self,
@@ -146,6 +143,58 @@ class Mixing(NamedTuple):
         addresses = array("Q", [t.data_ptr() for t in (*self, z, r, residual, accepted, to)])
         places = integers.buffer_info()[0], ridge, addresses.buffer_info()[0]
         library.mix(z.dtype.itemsize, *places, library.parallel_for, torch.get_num_threads())
+        return to
+
+
+def _accepted(library: Library, residual: Tensor, before: Tensor, accelerated: Tensor, growth: float) -> Tensor:
+    accepted = torch.empty_like(accelerated)
+    addresses = (t.data_ptr() for t in (residual, before, accelerated, accepted))
+    library.accept(residual.dtype.itemsize, residual.numel(), growth, *addresses)
+    return accepted
+
+
+class Secants(NamedTuple):
+    """The memory of Broyden's method, which the library updates in place.
+
+    z, r, residual: of the last accepted states, (*lead, n) and (*lead).
+    accelerated: whether the step that was tried last is more than a plain one, (*lead).
+    u, v: the pairs of minus the inverse Jacobian I - sum_i u_i v_i^T, (*lead, history, n).
+    valid: which of them hold, (*lead, history).
+    made: how many were made, (*lead).
+    """
+
+    z: Tensor
+    r: Tensor
+    residual: Tensor
+    accelerated: Tensor
+    u: Tensor
+    v: Tensor
+    valid: Tensor
+    made: Tensor
+
+    @classmethod
+    def empty(cls, z: Tensor, history: int) -> Secants:
+        """Return the memory before the first evaluation, for states (*lead, n)."""
+        *lead, n = z.shape
+        states, pairs = (z.new_zeros(z.shape) for _ in range(2)), (z.new_empty(*lead, history, n) for _ in range(2))
+        accelerated, valid = z.new_zeros(lead, dtype=torch.bool), z.new_zeros(*lead, history, dtype=torch.bool)
+        return cls(*states, z.new_zeros(lead), accelerated, *pairs, valid, z.new_zeros(lead, dtype=torch.int32))
+
+    def accepted(self, library: Library, residual: Tensor, growth: float) -> Tensor:
+        """Return which candidates are accepted, (*lead): plain steps, and others where |r| grew at most so much."""
+        return _accepted(library, residual, self.residual, self.accelerated, growth)
+
+    def candidate(self, library: Library, *point: Tensor, learns: bool) -> Tensor:
+        """Return the states to evaluate next, (*lead, n), from the last evaluation: contiguous tensors.
+
+        point: z, r, the residual, and whether they were accepted.
+        learns: whether there is a step before to learn from.
+        """
+        to = torch.empty_like(self.z)
+        integers = array("q", (self.residual.numel(), self.z.shape[-1], self.u.shape[-2], learns))
+        addresses = array("Q", [t.data_ptr() for t in (*self, *point, to)])
+        places = integers.buffer_info()[0], addresses.buffer_info()[0]
+        library.secants(self.z.itemsize, *places, library.parallel_for, torch.get_num_threads())
         return to
 
 
