@@ -192,7 +192,7 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_operations_are_asked_for_in_five_places():
+def test_operations_are_asked_for_in_few_places():
     askers = {
         dotted_name(path)
         for path in PACKAGE.rglob("*.py")
@@ -202,7 +202,7 @@ def test_operations_are_asked_for_in_five_places():
     layout = PACKAGE / "potentials" / "masked_keys.py"
     # Commands tell which implementation ran.
     told = {"cli.compare_solvers", "cli.report"}
-    ask = {"fused", "potentials.scored_keys", "adjoints.native", "attention"}
+    ask = {"fused", "potentials.scored_keys", "adjoints.native", "adjoints.native_gmres", "attention"}
     ask |= {"solvers"}
     rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
     assert rooms == ask | told | {dotted_name(layout)}

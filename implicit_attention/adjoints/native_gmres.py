@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._autograd import are_plain
@@ -31,9 +32,9 @@ class _NativeGMRES(GMRES):
         library = library_for(residual, tolerance)
         if library is None or residual.numel() == 0:
             return super().sweep(apply, residual, tolerance, live, num_steps, max_steps)
-        own = (t.contiguous() for t in (tolerance, live))
-        steps = self.sweep_steps(max_steps)
-        state = Arnoldi.of(library, residual, *own, num_steps.clone(), steps, max_steps)
+        steps, tolerance, live = self.sweep_steps(max_steps), tolerance.contiguous(), live.contiguous()
+        made = num_steps.clone(memory_format=torch.contiguous_format)
+        state = Arnoldi.of(library, residual, tolerance, live, made, steps, max_steps)
         left = state.begin(residual.contiguous())
         while left and state.count < steps:
             product = apply(state.basis[state.count])

@@ -116,7 +116,8 @@ class Anderson(Safeguarded):
         if point.step <= self._warm_up(problem):
             return None
         assert point.energy is not None
-        return state.accepted(loaded, *(t.contiguous() for t in (point.r, point.residual, point.energy)))
+        descent: Descent = state
+        return descent.accepted(loaded, *(t.contiguous() for t in (point.r, point.residual, point.energy)))
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
         if (loaded := library_of(state, point.z, point.r, point.residual, point.energy)) is None:

@@ -48,10 +48,10 @@ class Arnoldi:
         """Return the memory of a sweep of so many steps, for residuals like `like` (*batch, n)."""
         lead = tolerance.shape
         small = (like.new_empty(*lead, steps, steps), *(like.new_empty(*lead, steps) for _ in range(3)))
-        numbers = (torch.empty_like(tolerance) for _ in range(3))
+        pending, stiffness, residual_norm = (torch.empty_like(tolerance) for _ in range(3))
         verdict, active = torch.empty_like(live, dtype=torch.int8), torch.empty_like(live)
-        basis = like.new_empty(steps + 1, *like.shape)
-        return cls(library, basis, small, *numbers, tolerance, verdict, num_steps, live, active, most)
+        basis, numbers = like.new_empty(steps + 1, *like.shape), (pending, stiffness, residual_norm, tolerance)
+        return cls(library, basis, small, *numbers, verdict, num_steps, live, active, most)
 
     @property
     def negative_curvature(self) -> Tensor:

@@ -176,9 +176,11 @@ class Secants(NamedTuple):
     def empty(cls, z: Tensor, history: int) -> Secants:
         """Return the memory before the first evaluation, for states (*lead, n)."""
         *lead, n = z.shape
-        states, pairs = (z.new_zeros(z.shape) for _ in range(2)), (z.new_empty(*lead, history, n) for _ in range(2))
+        last_z, last_r = (z.new_zeros(z.shape) for _ in range(2))
+        u, v = (z.new_empty(*lead, history, n) for _ in range(2))
         accelerated, valid = z.new_zeros(lead, dtype=torch.bool), z.new_zeros(*lead, history, dtype=torch.bool)
-        return cls(*states, z.new_zeros(lead), accelerated, *pairs, valid, z.new_zeros(lead, dtype=torch.int32))
+        made = z.new_zeros(lead, dtype=torch.int32)
+        return cls(last_z, last_r, z.new_zeros(lead), accelerated, u, v, valid, made)
 
     def accepted(self, library: Library, residual: Tensor, growth: float) -> Tensor:
         """Return which candidates are accepted, (*lead): plain steps, and others where |r| grew at most so much."""
@@ -217,8 +219,9 @@ class Descent(NamedTuple):
     def empty(cls, z: Tensor) -> Descent:
         """Return the memory before the first evaluation, for states (*lead, n)."""
         lead = z.shape[:-1]
-        states, numbers = (z.new_empty(z.shape) for _ in range(3)), (z.new_zeros(lead) for _ in range(2))
-        return cls(*states, *numbers, z.new_zeros(lead, dtype=torch.bool))
+        last_z, last_r, direction = (z.new_empty(z.shape) for _ in range(3))
+        residual, energy = (z.new_zeros(lead) for _ in range(2))
+        return cls(last_z, last_r, direction, residual, energy, z.new_zeros(lead, dtype=torch.bool))
 
     def accepted(self, library: Library, r: Tensor, residual: Tensor, energy: Tensor) -> Tensor:
         """Return which candidates are accepted, (*lead): plain steps, and others that lower the energy enough."""
