@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -230,8 +231,9 @@ class _Smooth:
 
     def __call__(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
-            # The compiler stops at functions with a forward-mode rule. It differentiates the formula, and fuses it.
-            return self.formula(x, dim)
+            # The compiler stops at functions with a forward-mode rule. It differentiates the formula, and fuses it; the
+            # index makes the number of steps a constant of the graph.
+            return self.formula(x, operator.index(dim))
         # A pullback of torch.func that is called at the end holds tensors whose transform is over.
         x = torch._C._functorch.unwrap_if_dead(x)
         if is_plain(x):
