@@ -276,22 +276,32 @@ class _WithSlope(torch.autograd.Function):
         return tuple(tangent * slope for slope in ctx.functions.slope(x, ctx.dim, tuple(y)))
 
 
+def derivatives(t: Tensor, dim: int, ratio: tuple[int, ...], radial: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """The derivatives of G and then of P of these orders, to rounding, by one pass."""
+    if torch.compiler.is_compiling():
+        # The compiler ignores caches.
+        return _values(t, operator.index(dim), ratio, radial)
+    return _smooth(ratio, radial)(t, dim)
+
+
+def _values(t: Tensor, dim: int, ratio: tuple[int, ...], radial: tuple[int, ...]) -> tuple[Tensor, ...]:
+    if (ratio, radial) == ((0,), ()):
+        return (_ratio(t, dim),)
+    g, p = _series(t, dim, max(ratio, default=0), max(radial, default=-1))
+    found = [(g[k], k) for k in ratio] + [(p[k], k) for k in radial]
+    # Copies, beside which the dimensions on the way are freed.
+    return tuple(math.factorial(k) * value if k > 1 else value.clone() for value, k in found)
+
+
 @functools.cache
-def derivatives(ratio: tuple[int, ...], radial: tuple[int, ...] = ()) -> _Smooth:
-    """The derivatives of G and then of P of these orders, by one pass; their own derivatives are the next orders."""
-
-    def values(t: Tensor, dim: int) -> tuple[Tensor, ...]:
-        if (ratio, radial) == ((0,), ()):
-            return (_ratio(t, dim),)
-        g, p = _series(t, dim, max(ratio, default=0), max(radial, default=-1))
-        found = [(g[k], k) for k in ratio] + [(p[k], k) for k in radial]
-        # Copies, beside which the dimensions on the way are freed.
-        return tuple(math.factorial(k) * value if k > 1 else value.clone() for value, k in found)
-
-    def slope(t: Tensor, dim: int, _: Any) -> tuple[Tensor, ...]:
-        return derivatives(tuple(k + 1 for k in ratio), tuple(k + 1 for k in radial))(t, dim)
-
-    return _Smooth(values, slope, MANY if (ratio, radial) == ((0,), ()) else FEW)
+def _smooth(ratio: tuple[int, ...], radial: tuple[int, ...]) -> _Smooth:
+    """`derivatives` of these orders; their own derivatives are the next orders."""
+    following = tuple(k + 1 for k in ratio), tuple(k + 1 for k in radial)
+    return _Smooth(
+        lambda t, dim: _values(t, dim, ratio, radial),
+        lambda t, dim, _: _smooth(*following)(t, dim),
+        MANY if (ratio, radial) == ((0,), ()) else FEW,
+    )
 
 
 def _alone(formula: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor, int, Tensor], Tensor]) -> _Smooth:
@@ -300,17 +310,17 @@ def _alone(formula: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor, in
 
 def ratio(t: Tensor, dim: int) -> Tensor:
     """G(t) = A(kappa)/kappa to rounding."""
-    return _RATIO(t, dim)[0]
+    return derivatives(t, dim, (0,))[0]
 
 
 def ratio_slope(t: Tensor, dim: int) -> Tensor:
     """dG/dt to rounding."""
-    return _RATIO_SLOPE(t, dim)[0]
+    return derivatives(t, dim, (1,))[0]
 
 
 def radial(t: Tensor, dim: int) -> Tensor:
     """P(t) = dA/dkappa to rounding, for D >= 2."""
-    return _RADIAL(t, dim)[0]
+    return derivatives(t, dim, (), (0,))[0]
 
 
 def log_partition(t: Tensor, dim: int) -> Tensor:
@@ -330,12 +340,10 @@ def entropy(q: Tensor, dim: int) -> Tensor:
 
 def _length_slope(q: Tensor, dim: int, y: Tensor) -> Tensor:
     # dL/dq = L^2 L'(t) / (1 - 2 t L'(t)/L) with L' = -G'/G^2
-    slope, radial = derivatives((1,), (0,))(q * y * y, dim)
+    slope, radial = derivatives(q * y * y, dim, (1,), (0,))
     return -(y**3) * slope / radial
 
 
-# Looked up here, and not in a cache, which torch.compile ignores.
-_RATIO, _RATIO_SLOPE, _RADIAL = derivatives((0,)), derivatives((1,)), derivatives((), (0,))
 _VALUE = _alone(_log_partition, lambda t, dim, _: ratio(t, dim) / 2)
 _LENGTH = _alone(_length, _length_slope)
 # It is stationary in L.

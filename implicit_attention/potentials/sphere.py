@@ -66,7 +66,7 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
         return _bessel.radial(t, dim)
 
     def gains(self, t: Tensor, dim: int, orders: int, *, radial: bool = False) -> tuple[Tensor, ...]:
-        return _bessel.derivatives(tuple(range(orders + 1)), (0,) if radial else ())(t, dim)
+        return _bessel.derivatives(t, dim, tuple(range(orders + 1)), (0,) if radial else ())
 
     def inverse_gain(self, q: Tensor, dim: int) -> Tensor:
         return _bessel.length(q, dim)

@@ -180,7 +180,7 @@ def test_an_entry_depends_neither_on_its_neighbours_nor_on_what_else_is_asked():
         for count in (1, 2, 3, 5, 8, 13):
             assert torch.equal(function(t[:count], 5), together[:count])
         assert torch.equal(function(t.view(3, 10, 100), 5), together.view(3, 10, 100))
-    both = _bessel.derivatives((0, 1), (0,))(t, 5)
+    both = _bessel.derivatives(t, 5, (0, 1), (0,))
     for one, alone in zip(both, (_bessel.ratio, _bessel.ratio_slope, _bessel.radial), strict=True):
         torch.testing.assert_close(one, alone(t, 5), rtol=1e-15, atol=0)
 
@@ -188,7 +188,7 @@ def test_an_entry_depends_neither_on_its_neighbours_nor_on_what_else_is_asked():
 @FORWARD_MODE
 def test_functions_of_one_pass_have_the_derivatives_of_each():
     t = torch.tensor([0.0, 0.2, 9.0, 400.0], dtype=torch.float64, requires_grad=True)
-    function = functools.partial(_bessel.derivatives((0, 2), (1,)), dim=3)
+    function = functools.partial(_bessel.derivatives, dim=3, ratio=(0, 2), radial=(1,))
     assert torch.autograd.gradcheck(function, t, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(function, t, check_fwd_over_rev=True)
 
