@@ -119,7 +119,11 @@ def _series(t: Tensor, dim: int, ratio: int, radial: int) -> tuple[list[Tensor],
     half = (dims[:-1] + 1) / 2
     weights, far = half * half, half - t
     g = [torch.stack(_lengths(t, dims, top)[::-1]).reciprocal()]
-    squares, slopes, steepness, e, p = [g[0] * g[0]], list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    squares = [g[0] * g[0]]
+    slopes: list[Tensor] = []
+    steepness: list[Tensor] = []
+    e: list[Tensor] = []
+    p: list[Tensor] = []
     power = y.reciprocal()
     for k in range(most + 1):
         if k:

@@ -1,6 +1,7 @@
 """One-site responses: ground truth, derivatives against autograd, inverse and entropy by other routes, limits."""
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -188,7 +189,7 @@ def test_cumulant_terms_are_derivatives_of_one_another(response, dim):
     field = random(2, 5, dim, seed=3).requires_grad_()
     beta, radius = 1.3, 1.7
     *terms, rho = response.cumulant_terms(field, beta, radius, 4)
-    for lower, upper in zip(terms[:-1], terms[1:], strict=True):
+    for lower, upper in itertools.pairwise(terms):
         (slope,) = torch.autograd.grad(lower.sum(), field, retain_graph=True)
         torch.testing.assert_close(slope, upper[..., None] * field, rtol=1e-12, atol=1e-14)
     for value, alone in zip(terms[:2], response.covariance_terms(field, beta, radius), strict=True):
