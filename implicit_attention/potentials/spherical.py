@@ -188,6 +188,11 @@ class SphericalLaw:
 
     # The same functions in the precision of the computation, without checks.
 
+    def answer(self, field: Tensor, beta: float | Tensor, radius: float) -> Tensor:
+        """`magnetization` for arguments in that precision that were checked before."""
+        rows = beta[..., None] if isinstance(beta, Tensor) else beta
+        return self._at(field.shape[-1])._mean(Site(field, rows, radius))
+
     def _at(self, dim: int) -> SphericalLaw:
         """Return the law with the formulas for this dimension."""
         return self
