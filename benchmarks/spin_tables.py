@@ -118,7 +118,53 @@ def _many(rows: list[Row]) -> Table:
     return Table("random systems", "Random systems:", header, lines)
 
 
-TABLES: dict[str, Callable[[list[Row]], Table]] = {"C6": _timed, "SCALING": _sized, "RANDOM": _many}
+def _small(rows: list[Row]) -> Table:
+    header = [
+        "method",
+        "B, N, D",
+        "by hand",
+        "published",
+        "evaluations ours/plain/Anderson",
+        "residual",
+        "ms",
+        "spread",
+    ]
+    lines = []
+    for row in rows:
+        found, seconds = row["evidence"]["ours"], row["seconds"].get("ours")
+        counts = (found.get(name, "-") for name in ("evaluations", "plain evaluations", "anderson evaluations"))
+        lines.append(
+            [
+                row["method"],
+                f"{row['batch']}, {row['sites']}, {row['dim']}",
+                *(_number(row["ratios"].get(f"forward / {name}")) for name in ("by hand", "published")),
+                "/".join(map(str, counts)),
+                f"{found['residual']:.0e}",
+                "-" if seconds is None else f"{1000 * seconds['median']:.1f}",
+                spread(row["seconds"]),
+            ]
+        )
+    return Table("small", "Small systems: a forward over loops by hand at equal residual.", header, lines)
+
+
+def _frames(rows: list[Row]) -> Table:
+    lines = []
+    for row in rows:
+        (count,) = row["ratios"].values()
+        seconds = row["seconds"]["ours"]
+        lines.append(
+            [f"{row['sites']}, {row['dim']}", f"{count:.0f}", f"{1000 * seconds['median']:.0f}", spread(row["seconds"])]
+        )
+    return Table("frames", "`thermodynamics` of one sample by `AdaTAP()`:", ["N, D", "frames", "ms", "spread"], lines)
+
+
+TABLES: dict[str, Callable[[list[Row]], Table]] = {
+    "C6": _timed,
+    "SCALING": _sized,
+    "RANDOM": _many,
+    "SMALL": _small,
+    "FRAMES": _frames,
+}
 
 
 def _seconds(row: Row, point: dict[str, Any] | None, size: int) -> str:

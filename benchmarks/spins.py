@@ -1,4 +1,4 @@
-"""The suite `spins`: C6, the scaling of every method with the number of sites, and failures on random systems."""
+"""The suite `spins`: C6, scaling with the number of sites, failures on random systems, and forwards of small ones."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import guard, spin_random, spin_scaling, spin_timed
+from . import guard, spin_random, spin_scaling, spin_small, spin_timed
 from .spin_problems import Many, Sized, Timed
+from .spin_small import Frames, Small
 from .spin_tables import tables
 from .targets import SPINS as TARGETS
 from .targets import Row
 
-__all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
+__all__ = ["COMPOSED", "METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
 
-Setting = Timed | Sized | Many
-METRICS = ("C6", "SCALING", "RANDOM")
+Setting = Timed | Sized | Many | Small | Frames
+METRICS = ("C6", "SCALING", "RANDOM", "SMALL", "FRAMES")
+#: Each metric comes from its own newest run.
+COMPOSED = True
 #: What must pass before a metric is measured, and the ratios that it has no answer for otherwise.
 TESTS = {
     "C6": ("tests/spins/test_minimum.py", "tests/spins/test_saddle_point_samples.py"),
     "SCALING": ("tests/spins/test_support.py",),
     "RANDOM": ("tests/spins/test_support.py",),
+    "SMALL": ("tests/spins/test_support.py",),
+    "FRAMES": ("tests/spins/test_support.py",),
 }
 REFUSED: dict[str, dict[str, None]] = {
     "C6": {"C6": None, "C6 failures": None},
     "SCALING": {},
     "RANDOM": {"failures": None},
+    "SMALL": {"forward / by hand": None},
+    "FRAMES": {},
 }
 
 NOTES = (
@@ -47,12 +54,18 @@ NOTES = (
     "of the saddle point counts as a failure if its status says so, or if an explicit inverse at its multipliers "
     "finds a length off by more than four times its tolerance or A not positive definite. Other methods may have "
     "several solutions or none: their failures are what their status says, until their time is up.",
+    "Small systems: one thread, float64, process time, lower quartiles; `magnetization` in a method's defaults over "
+    "the faster of two loops by hand, plain steps and Anderson's over five, that start where it does, read the same "
+    "map and end at the residual that its answer has. The loops check nothing, report nothing and go on until the "
+    "slowest sample is done. `published`: the law of large D, `LargeDResponse()`, over the same loops with the formula "
+    "of the published module. Frames: how many frames of Python one call of `thermodynamics` makes.",
 )
 
 
 def settings_of(quick: bool) -> tuple[Setting, ...]:
     timed = spin_timed.QUICK if quick else spin_timed.SETTINGS
-    return (*timed, *spin_scaling.settings(quick=quick), *spin_random.settings(quick=quick))
+    others = (part.settings(quick=quick) for part in (spin_scaling, spin_random, spin_small))
+    return (*timed, *(setting for settings in others for setting in settings))
 
 
 def run(
@@ -84,4 +97,6 @@ def _measured(setting: Setting, repeats: int, max_seconds: float) -> Row:
         return spin_timed.measured(setting, repeats=repeats, max_seconds=max_seconds)
     if isinstance(setting, Sized):
         return spin_scaling.measured(setting, repeats=repeats, max_seconds=max_seconds)
+    if isinstance(setting, Small | Frames):
+        return spin_small.measured(setting, repeats=repeats, max_seconds=max_seconds)
     return spin_random.measured(setting)

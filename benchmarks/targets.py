@@ -106,11 +106,22 @@ def _double(row: Row) -> bool:
     return row.get("dtype") == "float64"
 
 
+_SMALL = "forward of a mean field, N 8 to 128, to its residual"
+
 SPINS = (
     Target("C6", _C6, "C6", "worst", ">=", 3.0, _double),
     Target("C6", _C6, "C6", "geometric mean", ">=", 3.0, _double),
     Target("C6", "failures of the saddle point in these settings", "C6 failures", "worst", "<=", 0.0),
     Target("RANDOM", "failures of the saddle point on the random systems", "failures", "worst", "<=", 0.0),
+    Target("SMALL", f"{_SMALL} / the faster loop by hand", "forward / by hand", "geometric mean", "<=", 1.3),
+    Target("SMALL", f"{_SMALL} / the faster loop by hand", "forward / by hand", "worst", "<=", 1.3),
+    Target("SMALL", f"{_SMALL} / the published module's formula", "forward / published", "worst", "<=", 1.0),
+    *(
+        Target(
+            "FRAMES", f"frames of thermodynamics by AdaTAP, 16 spins, D {dim}", f"frames, D {dim}", "worst", "<=", most
+        )
+        for dim, most in ((3, 36000.0), (8, 35000.0))
+    ),
 )
 
 

@@ -11,156 +11,166 @@ A recurrence joins the dimensions D and D + 2 (marked +), stable downwards:
     L = D + t G+,    w = D - t P+,    W = W+ + log(L / D).
 
 It starts at a dimension 2v that is large enough for Debye's uniform expansion of L = v + kappa I_v'/I_v in powers of
-1/s, s = sqrt(v^2 + kappa^2), which holds for all kappa, 0 included. For large kappa, P is smaller than G by a factor
-kappa, and G + 2 t G' or 1 - A^2 - (D - 1) A / kappa would lose it; these recurrences for w do not.
+1/s, s = sqrt(v^2 + kappa^2), which holds for all kappa, 0 included (`_debye`). For large kappa, P is smaller
+than G by a factor kappa, and G + 2 t G' or 1 - A^2 - (D - 1) A / kappa would lose it; these recurrences for w do not.
 
-Reference: NIST DLMF 10.29 (recurrences) and 10.41 (expansion; derived here for the logarithmic derivative).
+Derivatives by t are Taylor coefficients of the same recurrences, for all dimensions on the way at once. They begin with
+L' = (G+ + P+)/2, a sum of positive numbers.
+
+Reference: NIST DLMF 10.29 (recurrences).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from numpy.polynomial.polynomial import polyadd, polymul, polysub
 from torch import Tensor
 
-from ._jet import Jet
+from .._autograd import applied, is_plain, unobserved
+from . import _debye
 
-_Number = TypeVar("_Number", Tensor, Jet)
-
-
-class _Order(NamedTuple):
-    """The factors of (1 - c) s^{-k}, c = v^2/s^2, in L, w and W, as polynomials in c; see `_expansion`."""
-
-    length: tuple[float, ...]
-    curvature: tuple[float, ...]
-    potential: tuple[float, ...]
-    stirling: float
-    bound: float
-
-
-def _over_one_minus_c(a: Any) -> list[Fraction]:
-    return [sum(a[: m + 1], Fraction(0)) for m in range(len(a) - 1)]
-
-
-def _floats(a: list[Fraction]) -> tuple[float, ...]:
-    return tuple(map(float, a))
-
-
-def _expansion(orders: int) -> tuple[_Order, ...]:
-    """Coefficients of N = kappa I_v'/I_v = s + sum_k n_k(c) s^{-k}, and of w and W, which follow from it.
-
-    Bessel's equation reads N^2 + (1 - c) Y N = s^2 with Y = s d/ds at fixed v, Y c^m s^{-k} = -(k + 2m) c^m s^{-k}.
-    Its orders give n_{k+1} from those before. Every n_k has the factor 1 - c = t/s^2, for N = v at t = 0.
-    """
-    # Polynomials by numpy, of exact fractions.
-    one_minus_c = [Fraction(1), Fraction(-1)]
-    n: list[Any] = [[Fraction(-1, 2), Fraction(1, 2)]]
-    terms = []
-    for k in range(orders):
-        falling = polymul(one_minus_c, [(k + 2 * m) * x for m, x in enumerate(n[k])])  # -(1 - c) Y n_k
-        squares = functools.reduce(polyadd, [polymul(n[i], n[k - i]) for i in range(k + 1)])
-        n.append(polysub(falling, squares) / 2)
-        length = _over_one_minus_c(n[k])
-        # w = L - 2 t L', and 2 t d/dt = (1 - c) Y.
-        curvature = _over_one_minus_c(polyadd(n[k], falling)) if k else []
-        # dW/ds = (N - v) s / t with t = (1 - c) s^2, integrated from s = v; k = 0 gives a logarithm instead. The terms
-        # c^m - 1 have the factor 1 - c; the rest, s^{-k} - v^{-k}, has the coefficients of Stirling's series.
-        integral = [x / (k + 2 * m) for m, x in enumerate(length)] if k else [Fraction(0)]
-        stirling = sum(integral, Fraction(0))
-        potential = _over_one_minus_c([stirling - integral[0], *(-x for x in integral[1:])])
-        grid = [i / 64 for i in range(65)]
-        bound = max(abs((1 - c) * sum(float(x) * c**m for m, x in enumerate(length))) * c ** (k / 2) for c in grid)
-        terms.append(_Order(_floats(length), _floats(curvature), _floats(potential), float(stirling), bound))
-    return tuple(terms)
-
-
-_EXPANSION = _expansion(12)
-#: The smallest order v at which the expansion is used: there its terms fall below the precision before they end.
-_LOWEST_ORDER = {torch.float64: 30.0, torch.float32: 12.0}
-
-
-class _Start(NamedTuple):
-    """The order v = D/2 + steps at which the expansion starts, and the number of its terms that count there."""
-
-    order: float
-    steps: int
-    terms: int
-
-
-def _start(dim: int, dtype: torch.dtype) -> _Start:
-    steps = max(0, math.ceil(_LOWEST_ORDER[dtype] - dim / 2))
-    order = dim / 2 + steps
-    small = 0.05 * torch.finfo(dtype).eps * order
-    terms = next((k for k, term in enumerate(_EXPANSION) if term.bound * order**-k < small), len(_EXPANSION))
-    return _Start(order, steps, terms)
-
-
-def _polynomial(coefficients: Sequence[Any], x: Any) -> Any:
-    """Return sum_k coefficients_k x^k, for coefficients that are numbers or tensors; 0 without coefficients."""
-    value: Any = coefficients[-1] if coefficients else 0.0
-    for coefficient in reversed(coefficients[:-1]):
-        value = value * x + coefficient
-    return value
+#: Entries that are computed at a time, of G alone and of functions that keep all dimensions on the way in memory.
+MANY, FEW = 8192, 1024
 
 
 class _Top(NamedTuple):
-    """The start of the recurrences: the numbers of the expansion, tensors or jets."""
+    """The start of the recurrences: y = v/s, 1 - c = t/s^2, and the polynomials in y."""
 
-    start: _Start
-    s: Any
-    z: Any
-    c: Any
-    one_minus_c: Any
+    start: _debye.Start
+    s: Tensor
+    y: Tensor
+    rest: Tensor
+    rows: Sequence[Tensor]
 
     @classmethod
-    def at(cls, t: Any, dim: int) -> _Top:
-        start = _start(dim, (t.coefficients[0] if isinstance(t, Jet) else t).dtype)
-        s = (t + start.order**2).sqrt()
+    def at(cls, t: Tensor, table: _debye.Rows) -> _Top:
+        v = table.start.order
+        s = (t + v**2).sqrt()
         z = s.reciprocal()
-        root = start.order * z
-        return cls(start, s, z, root * root, t * z * z)
+        y = v * z
+        return cls(table.start, s, y, t * z * z, _polynomials(_coefficients(table, t), y).unbind())
 
-    def sum(self, field: str) -> Any:
-        """(1 - c) sum_k [...] s^{-k}."""
-        polynomials = [_polynomial(getattr(term, field), self.c) for term in _EXPANSION[: self.start.terms]]
-        return self.one_minus_c * _polynomial(polynomials, self.z)
-
-
-def _ratios(t: _Number, dim: int, top: _Top) -> list[_Number]:
-    """1/L for the dimensions 2v, 2v - 2, ..., dim."""
-    ratio: _Number = (top.start.order + top.s + top.sum("length")).reciprocal()
-    ratios = [ratio]
-    for j in reversed(range(top.start.steps)):
-        ratio = (t * ratio + (dim + 2 * j)).reciprocal()
-        ratios.append(ratio)
-    return ratios
+    @property
+    def length(self) -> Tensor:
+        """L."""
+        return self.rest * self.rows[0] + (self.s + self.start.order)
 
 
-def _ratio(t: _Number, dim: int) -> _Number:
-    return _ratios(t, dim, _Top.at(t, dim))[-1]
+#: The coefficients of polynomials as tensors, by table and device.
+_kept: dict[tuple[_debye.Rows, torch.dtype, torch.device], Tensor] = {}
 
 
-def _radial(t: _Number, dim: int) -> _Number:
-    top = _Top.at(t, dim)
-    ratios = _ratios(t, dim, top)
-    # w - (D - 1)/2, small for large kappa; Bessel's equation 1 - A^2 = (D - 1) G + P avoids a difference.
-    excess: _Number = top.c * (top.s + 1.5 - top.c) + top.sum("curvature")
-    for j, above in zip(reversed(range(top.start.steps)), ratios[:-1], strict=True):
-        half = (dim + 1) / 2 + j
-        excess = half**2 * above * (above + 2.0) - (t - half) * above * above * excess
-    radial: _Number = ratios[-1] * ratios[-1] * (excess + (dim - 1) / 2)
-    return radial
+def _coefficients(table: _debye.Rows, t: Tensor) -> Tensor:
+    """Coefficients (powers, polynomials, ...) that broadcast with t."""
+    plain = not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    numbers = _kept.get((table, t.dtype, t.device)) if plain else None
+    if numbers is None:
+        numbers = torch.tensor(table.numbers, dtype=t.dtype, device=t.device)
+        if plain:
+            _kept[table, t.dtype, t.device] = numbers
+    return numbers.view(-1, table.count, *(1,) * t.ndim)
+
+
+def _polynomials(coefficients: Tensor, y: Tensor) -> Tensor:
+    """Values of polynomials, (polynomials, ...): even and odd powers are joined until their number is odd (Estrin)."""
+    while coefficients.shape[0] % 2 == 0:
+        coefficients = torch.addcmul(coefficients[0::2], coefficients[1::2], y)
+        y = y * y
+    value = coefficients[-1]
+    for lower in reversed(coefficients[:-1].unbind()):
+        value = torch.addcmul(lower, value, y)
+    return value
+
+
+def _dims(t: Tensor, dim: int, top: _Top) -> Tensor:
+    """The dimensions on the way, dim, dim + 2, ..., 2v, (steps + 1, ...), to broadcast with t."""
+    dims = torch.arange(dim, dim + 2 * top.start.steps + 2, 2, dtype=t.dtype, device=t.device)
+    return dims.view(-1, *(1,) * t.ndim)
+
+
+def _lengths(t: Tensor, dims: Tensor, top: _Top) -> list[Tensor]:
+    """L for the dimensions 2v, 2v - 2, ..., dim."""
+    lengths = [top.length]
+    for own in reversed(dims.unbind()[:-1]):
+        lengths.append(torch.addcdiv(own, t, lengths[-1]))
+    return lengths
+
+
+def _ratio(t: Tensor, dim: int) -> Tensor:
+    top = _Top.at(t, _debye.series_rows(dim, t.dtype, 0, -1))
+    return _lengths(t, _dims(t, dim, top), top)[-1].reciprocal()
+
+
+def _series(t: Tensor, dim: int, ratio: int, radial: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Taylor coefficients of G up to h^ratio, and of P up to h^radial; `radial` = -1 for none.
+
+    Every one is computed for all dimensions on the way, from `dim` up, along the first axis; the last for `dim` alone.
+    """
+    most, excesses = max(ratio, radial), max(ratio - 1, radial)
+    top = _Top.at(t, _debye.series_rows(dim, t.dtype, most, excesses))
+    beyond = top.rows[most + 1 :]
+    dims, y, square = _dims(t, dim, top), top.y, top.y * top.y
+    half = (dims[:-1] + 1) / 2
+    weights, far = half * half, half - t
+    g = [torch.stack(_lengths(t, dims, top)[::-1]).reciprocal()]
+    squares = [g[0] * g[0]]
+    slopes: list[Tensor] = []
+    steepness: list[Tensor] = []
+    e: list[Tensor] = []
+    p: list[Tensor] = []
+    power = y.reciprocal()
+    for k in range(most + 1):
+        if k:
+            # G' = -G^2 L' with L' = (G+ + P+)/2
+            power = power * square
+            slopes.append(torch.cat([(g[-1][1:] + p[-1][1:]) / 2, (k * power * top.rows[k])[None]]))
+            g.append(_convolved(squares, slopes, k - 1, 1 if k > excesses else None) / -k)
+        if k > excesses:
+            break
+        if k:
+            squares.append(_convolved(g, g, k))
+        # w - (D - 1)/2, small for large kappa; Bessel's equation 1 - A^2 = (D - 1) G + P avoids a difference:
+        # its value is half^2 G+ (G+ + 2) + (half - t) G+^2 times that of the dimension above.
+        above = squares[k][1:]
+        steep = far * above
+        if k:
+            steep = steep - squares[k - 1][1:]
+        steepness.append(steep)
+        own = weights * torch.add(above, g[k][1:], alpha=2)
+        for i in range(1, k + 1):
+            own = torch.addcmul(own, steepness[i], e[k - i][1:])
+        last = power * y * beyond[k] if k else top.rest * beyond[0] + square * (top.s + 1.5 - square)
+        # Where these are the last coefficients, those of the dimensions above serve no more.
+        needed = 1 if k == most else None
+        e.append(_downwards(own, steepness[0], last, needed))
+        p.append(torch.addcmul(_convolved(squares, e, k, needed), (dims[:needed] - 1) / 2, squares[k][:needed]))
+    return [each[0] for each in g], [each[0] for each in p]
+
+
+def _convolved(a: Sequence[Tensor], b: Sequence[Tensor], k: int, needed: int | None = None) -> Tensor:
+    """Return sum_i a_i b_{k-i}, of the first `needed` dimensions."""
+    total = a[0][:needed] * b[k][:needed]
+    for i in range(1, k + 1):
+        total = torch.addcmul(total, a[i][:needed], b[k - i][:needed])
+    return total
+
+
+def _downwards(own: Tensor, steep: Tensor, last: Tensor, needed: int | None) -> Tensor:
+    """e_j = own_j + steep_j e_{j+1} for all j from the last, the first `needed` of them."""
+    found = [last]
+    for a, b in zip(reversed(own.unbind()), reversed(steep.unbind()), strict=True):
+        found.append(torch.addcmul(a, b, found[-1]))
+    return torch.stack(found[::-1][:needed])
 
 
 def _log_partition(t: Tensor, dim: int) -> Tensor:
-    top = _Top.at(t, dim)
+    top = _Top.at(t, _debye.value_rows(dim, t.dtype))
     above: Tensor = t / (top.s + top.start.order)
     return above + _logarithms(t, dim, top)
 
@@ -169,17 +179,14 @@ def _logarithms(t: Tensor, dim: int, top: _Top) -> Tensor:
     """Return W without its first term s - v, the only one that grows like kappa."""
     v = top.start.order
     above = t / (top.s + v)  # s - v
-    total: Tensor = -v * torch.log1p(above / (2 * v)) - torch.log1p(above / v) / 2 + top.sum("potential")
-    # sum_k stirling_k (v^{-k} - s^{-k}), k odd, each difference from the one before, all of one sign.
-    power, difference = top.z, above * top.z / v
-    squares = difference * (1 / v + top.z)
-    for term in _EXPANSION[1 : top.start.terms : 2]:
-        total = total + term.stirling * difference
-        difference = difference / v**2 + power * squares
-        power = power * top.z * top.z
-    total = total + torch.log1p((above + top.sum("length")) / (2 * v))
-    for j, ratio in zip(reversed(range(top.start.steps)), _ratios(t, dim, top), strict=False):
-        total = total + torch.log1p(t * ratio / (dim + 2 * j))
+    total: Tensor = -v * torch.log1p(above / (2 * v)) - torch.log1p(above / v) / 2 + top.rest * top.rows[1]
+    total = total + above / top.s * top.rows[2]
+    total = total + torch.log1p((above + top.rest * top.rows[0]) / (2 * v))
+    if top.start.steps:
+        # L/D - 1 = t G+/D. A running sum adds in the same order whatever the shape.
+        dims = _dims(t, dim, top)
+        above = torch.stack(_lengths(t, dims, top)[-2::-1])
+        total = total + torch.log1p(t / above / dims[:-1]).cumsum(0)[-1]
     return total
 
 
@@ -192,9 +199,9 @@ def _length(q: Tensor, dim: int) -> Tensor:
     a = (dim - 1) / 2
     length = (a + (a**2 + dim * (1 - q)).sqrt()) / (1 - q)
     for _ in range(4 if q.dtype == torch.float64 else 3):
-        t = q * length * length
-        exact = _ratio(t, dim).reciprocal()
-        w = _radial(t, dim) * exact * exact
+        (ratio,), (radial,) = _series(q * length * length, dim, 0, 0)
+        exact = ratio.reciprocal()
+        w = radial * exact * exact
         # Bessel's equation L^2 - (D - 1) L - w = t holds at `exact`. Less the same expression at `length`, where t is
         # q length^2, it gives their difference, which for q near 1 is far below their rounding.
         excess = (((1 - q) * length - (dim - 1)) * length - w) / (length + exact - (dim - 1))
@@ -206,7 +213,7 @@ def _entropy(q: Tensor, dim: int) -> Tensor:
     """W(t) - q L."""
     length = _length(q, dim)
     t = q * length * length
-    top = _Top.at(t, dim)
+    top = _Top.at(t, _debye.value_rows(dim, t.dtype))
     v = top.start.order
     # (s - v) - q L stays finite where both grow like kappa.
     difference = ((1 - q) * length * length - v**2) / (length + top.s) - v
@@ -216,63 +223,132 @@ def _entropy(q: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Smooth:
-    """A function of a tensor and D that can be differentiated to any order.
+    """Functions of a tensor and D that can be differentiated to any order.
 
-    formula: (x, D) -> y. slope: (x, D, y) -> dy/dx, made of functions of this kind.
+    formula: (x, D) -> the values y. slope: (x, D, y) -> the dy/dx, made of functions of this kind. together: entries of
+    x that are computed at a time.
     """
 
-    formula: Callable[[Tensor, int], Tensor]
-    slope: Callable[[Tensor, int, Tensor], Tensor]
+    formula: Callable[[Tensor, int], tuple[Tensor, ...]]
+    slope: Callable[[Tensor, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
+    together: int = FEW
 
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
+    def __call__(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
-            # The compiler stops at functions with a forward-mode rule. It differentiates the formula, and fuses it.
+            # The compiler stops at functions with a forward-mode rule. It differentiates the formula, and fuses it; the
+            # index makes the number of steps a constant of the graph.
+            return self.formula(x, operator.index(dim))
+        # A pullback of torch.func that is called at the end holds tensors whose transform is over.
+        x = torch._C._functorch.unwrap_if_dead(x)
+        if is_plain(x):
+            return self.values(x, dim)
+        apply = functools.partial(applied, _WithSlope) if unobserved() else _WithSlope.apply
+        return cast("tuple[Tensor, ...]", apply(x, dim, self))
+
+    def values(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """The formula of parts of x, one after the other."""
+        if x.numel() <= self.together:
             return self.formula(x, dim)
-        return cast(Tensor, _WithSlope.apply(x, dim, self))  # type: ignore[no-untyped-call]
+        parts = [self.formula(part, dim) for part in x.reshape(-1).split(self.together)]
+        return tuple(torch.cat(part).reshape(x.shape) for part in zip(*parts, strict=True))
 
 
 class _WithSlope(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, dim: int, function: _Smooth) -> Tensor:
-        return function.formula(x, dim)
+    def forward(x: Tensor, dim: int, functions: _Smooth) -> tuple[Tensor, ...]:
+        return functions.values(x, dim)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.dim, ctx.function = inputs
-        ctx.save_for_backward(x, output)
-        ctx.save_for_forward(x, output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, ctx.dim, ctx.functions = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *output)
+        ctx.save_for_forward(x, *output)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return _WithSlope.jvp(ctx, cotangent), None, None
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *y = ctx.saved_tensors
+        slopes = ctx.functions.slope(x, ctx.dim, tuple(y))
+        terms = [u * slope for u, slope in zip(cotangents, slopes, strict=True) if u is not None]
+        return (sum(terms[1:], terms[0]) if terms else None), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        x, y = ctx.saved_tensors
-        return tangent * cast(Tensor, ctx.function.slope(x, ctx.dim, y))
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        x, *y = ctx.saved_tensors
+        return tuple(tangent * slope for slope in ctx.functions.slope(x, ctx.dim, tuple(y)))
+
+
+def derivatives(t: Tensor, dim: int, ratio: tuple[int, ...], radial: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """The derivatives of G and then of P of these orders, to rounding, by one pass."""
+    if torch.compiler.is_compiling():
+        # The compiler ignores caches.
+        return _values(t, operator.index(dim), ratio, radial)
+    return _smooth(ratio, radial)(t, dim)
+
+
+def _values(t: Tensor, dim: int, ratio: tuple[int, ...], radial: tuple[int, ...]) -> tuple[Tensor, ...]:
+    if (ratio, radial) == ((0,), ()):
+        return (_ratio(t, dim),)
+    g, p = _series(t, dim, max(ratio, default=0), max(radial, default=-1))
+    found = [(g[k], k) for k in ratio] + [(p[k], k) for k in radial]
+    # Copies, beside which the dimensions on the way are freed.
+    return tuple(math.factorial(k) * value if k > 1 else value.clone() for value, k in found)
 
 
 @functools.cache
-def _derivative(formula: Callable[[Any, int], Any], order: int) -> _Smooth:
-    """The derivative of a formula for tensors or jets; its own derivative is the next order."""
+def _smooth(ratio: tuple[int, ...], radial: tuple[int, ...]) -> _Smooth:
+    """`derivatives` of these orders; their own derivatives are the next orders."""
+    following = tuple(k + 1 for k in ratio), tuple(k + 1 for k in radial)
+    return _Smooth(
+        lambda t, dim: _values(t, dim, ratio, radial),
+        lambda t, dim, _: _smooth(*following)(t, dim),
+        MANY if (ratio, radial) == ((0,), ()) else FEW,
+    )
 
-    def value(t: Tensor, dim: int) -> Tensor:
-        return cast(Tensor, formula(Jet.variable(t, order), dim).derivative() if order else formula(t, dim))
 
-    return _Smooth(value, lambda t, dim, _: _derivative(formula, order + 1)(t, dim))
+def _alone(formula: Callable[[Tensor, int], Tensor], slope: Callable[[Tensor, int, Tensor], Tensor]) -> _Smooth:
+    return _Smooth(lambda x, dim: (formula(x, dim),), lambda x, dim, y: (slope(x, dim, *y),))
 
 
-#: G(t) = A(kappa)/kappa to rounding.
-ratio = _derivative(_ratio, 0)
-#: dG/dt to rounding.
-ratio_slope = _derivative(_ratio, 1)
-#: P(t) = dA/dkappa to rounding, for D >= 2.
-radial = _derivative(_radial, 0)
-#: W(t) to rounding, for every t >= 0 and D >= 1.
-log_partition = _Smooth(_log_partition, lambda t, dim, _: ratio(t, dim) / 2)
-#: L = kappa/A where A(kappa)^2 = q, for 0 <= q < 1 and D >= 2. dL/dq = L^2 L'(t) / (1 - 2 t L'(t)/L), L' = -G'/G^2.
-length = _Smooth(_length, lambda q, dim, y: -(y**3) * ratio_slope(q * y * y, dim) / radial(q * y * y, dim))
-#: The minimum over kappa of W - kappa sqrt(q), W(t) - q L, for 0 <= q < 1 and D >= 2; it is stationary in L.
-entropy = _Smooth(_entropy, lambda q, dim, _: length(q, dim) / -2)
+def ratio(t: Tensor, dim: int) -> Tensor:
+    """G(t) = A(kappa)/kappa to rounding."""
+    return derivatives(t, dim, (0,))[0]
+
+
+def ratio_slope(t: Tensor, dim: int) -> Tensor:
+    """dG/dt to rounding."""
+    return derivatives(t, dim, (1,))[0]
+
+
+def radial(t: Tensor, dim: int) -> Tensor:
+    """P(t) = dA/dkappa to rounding, for D >= 2."""
+    return derivatives(t, dim, (), (0,))[0]
+
+
+def log_partition(t: Tensor, dim: int) -> Tensor:
+    """W(t) to rounding, for every t >= 0 and D >= 1."""
+    return _VALUE(t, dim)[0]
+
+
+def length(q: Tensor, dim: int) -> Tensor:
+    """L = kappa/A where A(kappa)^2 = q, for 0 <= q < 1 and D >= 2."""
+    return _LENGTH(q, dim)[0]
+
+
+def entropy(q: Tensor, dim: int) -> Tensor:
+    """The minimum over kappa of W - kappa sqrt(q), W(t) - q L, for 0 <= q < 1 and D >= 2."""
+    return _ENTROPY(q, dim)[0]
+
+
+def _length_slope(q: Tensor, dim: int, y: Tensor) -> Tensor:
+    # dL/dq = L^2 L'(t) / (1 - 2 t L'(t)/L) with L' = -G'/G^2
+    slope, radial = derivatives(q * y * y, dim, (1,), (0,))
+    return -(y**3) * slope / radial
+
+
+_VALUE = _alone(_log_partition, lambda t, dim, _: ratio(t, dim) / 2)
+_LENGTH = _alone(_length, _length_slope)
+# It is stationary in L.
+_ENTROPY = _alone(_entropy, lambda q, dim, _: length(q, dim) / -2)

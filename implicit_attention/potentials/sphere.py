@@ -65,6 +65,9 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
     def radial_gain(self, t: Tensor, dim: int) -> Tensor:
         return _bessel.radial(t, dim)
 
+    def gains(self, t: Tensor, dim: int, orders: int, *, radial: bool = False) -> tuple[Tensor, ...]:
+        return _bessel.derivatives(t, dim, tuple(range(orders + 1)), (0,) if radial else ())
+
     def inverse_gain(self, q: Tensor, dim: int) -> Tensor:
         return _bessel.length(q, dim)
 
@@ -95,8 +98,9 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
 
     def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
         tau, rho = self.covariance_parts(theta, 1.0, radius)
+        m = self.magnetization(theta, 1.0, radius) if theta.shape[-1] == 1 else tau[..., None] * theta
         # The mean over directions: no digits are lost where it is small.
-        return self.magnetization(theta, 1.0, radius), tau + (rho - tau) / theta.shape[-1]
+        return m, tau + (rho - tau) / theta.shape[-1]
 
     def tilted_covariance(self, theta: Tensor, v: Tensor, radius: float) -> TiltMap:
         terms = self.covariance_terms(theta, 1.0, radius)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._autograd import at_least_single, vjp
 from ._shapes import PerBatch
 from .unit import Sites, Vectors
 
@@ -98,6 +99,15 @@ class SphericalLaw:
         """dA/dkappa, which is gain + 2 t gain_slope."""
         raise NotImplementedError
 
+    def gains(self, t: Tensor, dim: int, orders: int, *, radial: bool = False) -> tuple[Tensor, ...]:
+        """`gain` and its derivatives up to `orders`, then `radial_gain` if it is asked for."""
+        found = [self.gain(t, dim), self.gain_slope(t, dim)][: orders + 1]
+        function: Callable[[Tensor], Tensor] = lambda t: self.gain_slope(t, dim)  # noqa: E731
+        for _ in range(2, orders + 1):
+            function = _derivative(function)
+            found.append(function(t))
+        return (*found, self.radial_gain(t, dim)) if radial else tuple(found)
+
     def inverse_gain(self, q: Tensor, dim: int) -> Tensor:
         """kappa/A where A^2 = q < 1."""
         raise NotImplementedError
@@ -140,6 +150,22 @@ class SphericalLaw:
         tau, slope = self._at(site.dim)._terms(site)
         return tau.to(field.dtype), slope.to(field.dtype)
 
+    def cumulant_terms(self, field: Vectors, beta: Beta, radius: float, count: int) -> tuple[Sites, ...]:
+        """(tau, slope, bend, ..., rho): `count` functions of |f|, each the derivative of the one before, and rho.
+
+        d tau/df = slope f, d slope/df = bend f, and so on. Not for Ising spins, whose covariance has no such parts.
+        """
+        site = self._site(field, beta, radius)
+        *series, radial = self.gains(site.t, site.dim, count - 1, radial=True)
+        square = site.radius**2
+        by_square = 2 * site.beta * site.beta * square
+        terms = [square * series[0]]
+        factor = square
+        for gain in series[1:]:
+            factor = factor * by_square
+            terms.append(factor * gain)
+        return tuple(term.to(field.dtype) for term in (*terms, square * radial))
+
     def covariance_product(self, field: Vectors, beta: Beta, radius: float, v: Vectors) -> Vectors:
         """Cov(s) v per site; beta Cov(s) is the derivative of `magnetization`, and symmetric."""
         site = self._site(field, beta, radius)
@@ -162,6 +188,11 @@ class SphericalLaw:
 
     # The same functions in the precision of the computation, without checks.
 
+    def answer(self, field: Tensor, beta: float | Tensor, radius: float) -> Tensor:
+        """`magnetization` for arguments in that precision that were checked before."""
+        rows = beta[..., None] if isinstance(beta, Tensor) else beta
+        return self._at(field.shape[-1])._mean(Site(field, rows, radius))
+
     def _at(self, dim: int) -> SphericalLaw:
         """Return the law with the formulas for this dimension."""
         return self
@@ -174,13 +205,14 @@ class SphericalLaw:
         return rows[..., None] * site.field
 
     def _parts(self, site: Site) -> tuple[Tensor, Tensor]:
-        t, square = site.t, site.radius**2
-        return square * self.gain(t, site.dim), square * self.radial_gain(t, site.dim)
+        square = site.radius**2
+        gain, radial = self.gains(site.t, site.dim, 0, radial=True)
+        return square * gain, square * radial
 
     def _terms(self, site: Site) -> tuple[Tensor, Tensor]:
-        t, square = site.t, site.radius**2
-        slope = 2 * square**2 * site.beta * site.beta * self.gain_slope(t, site.dim)
-        return square * self.gain(t, site.dim), slope
+        square = site.radius**2
+        gain, slope = self.gains(site.t, site.dim, 1)
+        return square * gain, 2 * square**2 * site.beta * site.beta * slope
 
     def _inverse(self, m: Tensor) -> Tensor:
         """Beta R f for a magnetization in units of R."""
@@ -315,6 +347,17 @@ def _square(m: Tensor) -> Tensor:
     """Return |m|^2 in units of R^2, NaN where no field gives it."""
     q = m.square().sum(-1)
     return torch.where(q < 1, q, torch.nan)
+
+
+def _derivative(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The derivative of a function that acts entry by entry."""
+
+    def derivative(t: Tensor) -> Tensor:
+        value, pullback = vjp(function, t)
+        slope: Tensor = pullback(torch.ones_like(value))[0]
+        return slope
+
+    return derivative
 
 
 def covariance_times(terms: tuple[Tensor, Tensor], field: Tensor, v: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials import SphericalLaw
 from .system import SpinSystem
 
+#: Up to so many sites all eigenvalues of couplings cost less than Lanczos vectors.
+DENSE = 128
+
 #: Numbers of Lanczos vectors for an extreme eigenvalue: the next is tried where the verdict is not certain.
 STEPS = (24, 96, 384)
 
@@ -110,9 +113,15 @@ def _widened(bound: Tensor) -> Tensor:
     return wider
 
 
-def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:
-    """An estimate of the smallest eigenvalue of a symmetric map of states, (*batch), from inside the spectrum."""
-    return extreme_eigenvalues(flattened(product, like), torch.zeros_like(like.flatten(-2)), STEPS[0])[0].value
+def lowest_eigenvalue(system: SpinSystem) -> Tensor:
+    """The smallest eigenvalue of symmetric couplings, (*batch); of many sites an estimate from inside the spectrum."""
+    field, couplings = system.field.detach(), system.couplings.detach()
+    constant = system.at(field, couplings, system.beta)
+    if not (system.low_rank or system.block) and system.num_sites <= DENSE:
+        return torch.linalg.eigvalsh(constant.live_couplings)[..., 0].expand(system.batch)
+    # Numbers couple all components of the spins alike: one component has all eigenvalues.
+    like = field if system.block else field[..., :1]
+    return extreme_eigenvalues(flattened(constant.coupled, like), torch.zeros_like(like.flatten(-2)), STEPS[0])[0].value
 
 
 def exceeds_one(product: LinearMap, like: Tensor) -> Tensor:

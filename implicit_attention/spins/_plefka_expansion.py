@@ -18,7 +18,7 @@ Reference: Plefka (1982) and Georges and Yedidia (1991), for Ising spins; vector
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from einops import einsum
@@ -108,7 +108,20 @@ class IsingExpansion(Expansion):
         return self._answer(self.response.magnetization(z, 1.0, self.radius))
 
     def _answer(self, m: Tensor) -> Tensor:
-        return self.field + couple(self.bonds, m, block=False) + gradient(self._correction, m)
+        return self.field + couple(self.bonds, m, block=False) + self._reaction(m[..., 0])[..., None]
+
+    def _reaction(self, m: Tensor) -> Tensor:
+        """dG/dm, (*batch, N)."""
+        variance = (self.radius - m) * (self.radius + m)
+        along = (self.bonds.square() @ variance[..., None])[..., 0]
+        if self.order == 2:
+            return -m * along
+        skewness = -2 * m * variance
+        cubes = (self.bonds**3 @ skewness[..., None])[..., 0]
+        # The return of bonds over two other sites, (K V K V K)_ii.
+        chain = self.bonds * variance[..., None, :]
+        around = ((chain @ chain) * self.bonds.mT).sum(-1)
+        return -m * (along + around) + (2 * m.square() - variance) / 3 * cubes
 
     def linearize(self, z: Tensor) -> Linearization:
         _, back = vjp(self._answer, self.response.magnetization(z, 1.0, self.radius))
@@ -126,7 +139,7 @@ class VectorExpansion(Expansion):
     """
 
     def correction(self, x: Tensor) -> Tensor:
-        return self._correction(x, self._ladder(x, self.order))
+        return self._correction(x, self._ladder(x, self.order)[0])
 
     def _correction(self, x: Tensor, ladder: Sequence[Tensor]) -> Tensor:
         if self.onsite is None:
@@ -137,7 +150,7 @@ class VectorExpansion(Expansion):
         return onsite + _blocks(self.bonds, x, *ladder)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._answer(z, self._ladder(z, self.order + 1), self._rho(z))
+        return self._answer(z, *self._ladder(z, self.order + 1))
 
     def _answer(self, x: Tensor, ladder: Sequence[Tensor], rho: Tensor) -> Tensor:
         """The map at x, from `order` + 1 functions of |x|."""
@@ -145,12 +158,14 @@ class VectorExpansion(Expansion):
         def correction(y: Tensor) -> Tensor:
             return self._correction(y, _continued(ladder, x, y)[: self.order])
 
-        reaction = _unresponded(gradient(correction, x), x, ladder, rho)
+        closed = self.order == 2 and self.onsite is None
+        slope = _vectors_slope(self.bonds, x, *ladder) if closed else gradient(correction, x)
+        reaction = _unresponded(slope, x, ladder, rho)
         return self.field + couple(self.bonds, ladder[0][..., None] * x, block=self.block) + reaction
 
     def linearize(self, z: Tensor) -> Linearization:
         # The derivative of the map reads one function more than the map.
-        ladder, rho = self._ladder(z, self.order + 2), self._rho(z)
+        ladder, rho = self._ladder(z, self.order + 2)
         rho_slope = 3 * ladder[1] + ladder[2] * z.square().sum(-1)
 
         def answer(x: Tensor) -> Tensor:
@@ -165,19 +180,13 @@ class VectorExpansion(Expansion):
             lambda u: pullback(self, z, u),
         )
 
-    def _ladder(self, x: Tensor, count: int) -> list[Tensor]:
-        """The first `count` of tau, slope, bend, ..., each (*batch, N)."""
-        ladder = list(self.response.covariance_terms(x, 1.0, self.radius))
-        t = self.radius**2 * x.square().sum(-1)
-        slope: Callable[[Tensor], Tensor] = lambda t: self.response.gain_slope(t, x.shape[-1])  # noqa: E731
-        # tau = R^2 G(t) with t = R^2 |x|^2, so that d/dx is 2 R^2 x d/dt.
-        for order in range(2, count):
-            ladder.append(self.radius**2 * (2 * self.radius**2) ** order * _derivative(slope, order - 1)(t))
-        return ladder[:count]
+    def _ladder(self, x: Tensor, count: int) -> tuple[Sequence[Tensor], Tensor]:
+        """The first `count` of tau, slope, bend, ..., each (*batch, N), and rho, the variance along the field.
 
-    def _rho(self, x: Tensor) -> Tensor:
-        """The variance along the field, tau + slope |x|^2 without a difference of near numbers."""
-        return self.response.covariance_parts(x, 1.0, self.radius)[1]
+        rho is tau + slope |x|^2 without a difference of near numbers.
+        """
+        *ladder, rho = self.response.cumulant_terms(x, 1.0, self.radius, count)
+        return ladder, rho
 
 
 def _vectors(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
@@ -197,6 +206,17 @@ def _vectors(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor 
         triples = triples + along * turned * (turned @ (slope[..., None] * turned))
         total = total + triples.sum((-1, -2)) / 6
     return total
+
+
+def _vectors_slope(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
+    """The derivative by x of the second order for numbers K_ij, (*batch, N, D)."""
+    square, overlap, weights = x.square().sum(-1), x @ x.mT, bonds.square()
+    seen = weights * overlap
+    sums = weights @ torch.stack([x.shape[-1] * tau + slope * square, tau], -1)
+    quadratic = ((seen * overlap) @ slope[..., None])[..., 0]
+    own = slope * sums[..., 0] + (bend * square + 2 * slope) * sums[..., 1] + bend * quadratic
+    across: Tensor = seen @ (slope[..., None] * x)
+    return own[..., None] * x / 2 + slope[..., None] * across
 
 
 def _blocks(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
@@ -237,8 +257,3 @@ def _continued(ladder: Sequence[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
 def _half_square(y: Tensor, x: Tensor) -> Tensor:
     """(|y|^2 - |x|^2)/2, whose derivative by y is y."""
     return (y.square().sum(-1) - x.square().sum(-1)) / 2
-
-
-def _derivative(function: Callable[[Tensor], Tensor], order: int) -> Callable[[Tensor], Tensor]:
-    """The derivative of a function that acts entry by entry."""
-    return function if order == 0 else _derivative(lambda t: gradient(function, t), order - 1)

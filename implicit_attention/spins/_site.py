@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import vjp
 from ..potentials import SphereUnits, SphericalLaw
 from .system import SpinSystem, mirrored
 
@@ -42,15 +41,20 @@ class SpinSite:
         self.response, self.field = response, field
         self.beta, self.radius, self.dim = system.beta_over(1), system.radius, system.dim
         self.arguments = field, system.beta_over(0), system.radius
-        self.tau, self.slope = response.covariance_terms(*self.arguments)
         self.squared = field.square().sum(-1)
         # The variance of an Ising spin may round to 0, but the derivative of its logarithm is -2 beta m.
         self.ising = self.dim == 1 and isinstance(response, SphereUnits)
+        if self.ising:
+            self.tau, self.slope = response.covariance_terms(*self.arguments)
+        else:
+            self.tau, self.slope, self.bend, self.rho = response.cumulant_terms(*self.arguments, 3)
 
     @functools.cached_property
     def mean(self) -> Tensor:
         """m, (*batch, N, D)."""
-        return self.response.magnetization(*self.arguments)
+        if self.ising:
+            return self.response.magnetization(*self.arguments)
+        return (self.beta * self.tau)[..., None] * self.field
 
     @property
     def spread(self) -> Spread:
@@ -79,8 +83,7 @@ class SpinSite:
         skew, cubic = self.skewness()
         across = skew / self.tau
         quadratic = (self.field * along).sum(-1)
-        rho = self.response.covariance_parts(*self.arguments)[1]
-        own = (skew * trace + (cubic - 2 * across * self.slope) * quadratic) / rho
+        own = (skew * trace + (cubic - 2 * across * self.slope) * quadratic) / self.rho
         return across[..., None] * along + own[..., None] * self.field / 2
 
     def linear_response(self, system: SpinSystem) -> Tensor:
@@ -97,12 +100,11 @@ class SpinSite:
 
     def skewness(self) -> tuple[Tensor, Tensor]:
         """(skew, cubic)."""
+        if not self.ising:
+            return self.slope, self.bend
         scale = self.beta * self.beta * self.radius**2
         t = scale * self.squared
-        if self.ising:
-            return -2 / 3 * scale * self.response.gain(t, 1) * self.tau, torch.zeros_like(t)
-        by_t = vjp(lambda t: self.response.gain_slope(t, self.dim), t)[1](torch.ones_like(t))[0]
-        return self.slope, 4 * (scale * self.radius) ** 2 * by_t
+        return -2 / 3 * scale * self.response.gain(t, 1) * self.tau, torch.zeros_like(t)
 
 
 def sum_pairs(system: SpinSystem, x: Tensor) -> Tensor:

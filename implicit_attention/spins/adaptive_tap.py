@@ -153,7 +153,13 @@ class AdaTAP(FixedPointApproximation):
 
     def start(self, system: SpinSystem) -> Tensor:
         problem = self.problem(system)
-        return descended(problem, problem.field, steps=0)[0]
+        return self._begun(problem, problem.field)
+
+    def _begun(self, problem: SiteEquations, theta: Tensor) -> Tensor:
+        """A state to start from at theta. The descent finds V by itself."""
+        if self.solver is None:
+            return torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1)
+        return descended(problem, theta, steps=0)[0]
 
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
         if isinstance(self.prior, GaussianUnits):
@@ -168,7 +174,7 @@ class AdaTAP(FixedPointApproximation):
             # Other laws have no inverse in closed form: the field that others exert, less the reaction to it.
             theta = problem.field + problem.coupled(m)
             theta = theta - descended(problem, theta, steps=0)[0][..., -1:] * m
-        return descended(problem, theta, steps=0)[0]
+        return self._begun(problem, theta)
 
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
         return self.problem(system).moments(state)[0]

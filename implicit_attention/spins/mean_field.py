@@ -29,7 +29,7 @@ class MeanFieldProblem(SampleProblem):
         self.field = system.live_field
         self.low_rank = system.low_rank
         self.couplings = system.live_factors if self.low_rank else system.live_couplings
-        self.beta = system.beta
+        self.beta = system.beta_over(0)
         self.response = response
         self.radius = system.radius
         self.block = system.block
@@ -46,7 +46,7 @@ class MeanFieldProblem(SampleProblem):
         return couple(self.couplings, m, block=self.block)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self.response.magnetization(self.local_field(z), self.beta, self.radius)
+        return self.response.answer(self.local_field(z), self.beta, self.radius)
 
     def linearize(self, z: Tensor) -> Linearization:
         f, beta = self.local_field(z), self.beta[..., None, None] if isinstance(self.beta, Tensor) else self.beta
@@ -147,11 +147,7 @@ class MeanField(ResponseApproximation):
         near = _power_of_two(bound)
         if everywhere(near >= 0.5):
             return near
-        # Numbers couple all components of the spins alike: one component has all eigenvalues.
-        like = system.field if system.block else system.field[..., :1]
-        constant = system.at(system.field.detach(), system.couplings.detach(), system.beta)
-        lowest = lowest_eigenvalue(constant.coupled, like.detach())
-        steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest
+        steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest_eigenvalue(system)
         return torch.where(near >= 0.5, near, _power_of_two(steep))
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:

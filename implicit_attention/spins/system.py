@@ -296,6 +296,9 @@ def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:
     """sum_j J_ij m_j, (*batch, N, D)."""
     if block:
         return einsum(couplings, m, "... i j a b, ... j b -> ... i a")
+    if couplings.ndim == m.ndim:
+        return couplings @ m
+    # Couplings that samples share are one matrix for the columns of all.
     return einsum(couplings, m, "... i j, ... j d -> ... i d")
 
 

@@ -16,7 +16,16 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import report, spin_baseline, spin_random, spin_scaling, spin_timed, spin_verdict, spins  # noqa: E402
+from benchmarks import (  # noqa: E402
+    report,
+    spin_baseline,
+    spin_random,
+    spin_scaling,
+    spin_small,
+    spin_timed,
+    spin_verdict,
+    spins,
+)
 from benchmarks.environment import environment  # noqa: E402
 from benchmarks.spin_problems import (  # noqa: E402
     FIELDS,
@@ -27,6 +36,7 @@ from benchmarks.spin_problems import (  # noqa: E402
     one_system,
     random_systems,
 )
+from benchmarks.spin_small import Frames, Small  # noqa: E402
 from benchmarks.targets import SPINS  # noqa: E402
 from implicit_attention.spins import GaussianClosure, SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
 from implicit_attention.spins.dynamics import DynamicalMethod  # noqa: E402
@@ -39,6 +49,9 @@ SETTINGS = [
     Sized("Enumeration()", (4,)),
     Many("SaddlePoint()", 4, per_group=8),
     Many("Bethe()", 2, per_group=2),
+    Small("MeanField()", 1, 6, 4),
+    Small("TAP()", 2, 5, 3),
+    Frames(3, sites=4),
 ]
 
 
@@ -56,7 +69,7 @@ def run(rows):
 
 def test_every_setting_has_its_row_with_evidence(rows):
     assert [row["name"] for row in rows] == [setting.name for setting in SETTINGS]
-    assert [row["metric"] for row in rows] == ["C6", "C6", "SCALING", "SCALING", "RANDOM", "RANDOM"]
+    assert [row["metric"] for row in rows] == [setting.metric for setting in SETTINGS]
     for row, bound in zip(rows[:2], (1e-8, 1e-3), strict=True):
         assert set(row["seconds"]) == {*spin_timed.CONTENDERS, "matrices"}
         assert {*spin_timed.RATIOS, "C6 failures"} == set(row["ratios"])
@@ -70,6 +83,12 @@ def test_every_setting_has_its_row_with_evidence(rows):
     assert rows[4]["ratios"] == {"failures": 0.0}
     assert rows[4]["evidence"]["largest_length_error"] < 1e-8
     assert rows[5]["evidence"]["refused"] == 2
+    assert set(rows[6]["ratios"]) == {"forward / by hand", "forward / published"}
+    assert set(rows[7]["ratios"]) == {"forward / by hand"}
+    for row in rows[6:8]:
+        assert all(value > 0 for value in row["ratios"].values())
+        assert 0 < row["evidence"]["ours"]["residual"] < 1e-10
+    assert rows[8]["ratios"]["frames, D 3"] > 1000
 
 
 def test_the_ratio_is_that_of_the_medians(rows):
@@ -161,6 +180,35 @@ def test_a_wrong_answer_that_calls_itself_converged_counts_as_a_failure(monkeypa
     assert target.judge([row])["verdict"] == "missed"
 
 
+def test_loops_by_hand_end_where_the_forward_does():
+    system = spin_small.glass((3,), 7, 4, 1)
+    for method in spin_small.METHODS.values():
+        f = method.problem(system).fixed_point_map
+        functions, found = spin_small.compared(method, system, f)
+        assert "anderson" in functions
+        answer = method.answer(system)
+        for name in set(functions) - {"ours"}:
+            z, evaluations = functions[name]()
+            assert evaluations == found[f"{name} evaluations"]
+            assert spin_small.residual(f(z), z) <= found["residual"]
+            torch.testing.assert_close(method.magnetization_at(system, z), answer.magnetization, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(functions["ours"](), answer.magnetization, rtol=0, atol=0)
+
+
+def test_the_published_formula_is_the_law_of_large_d():
+    system = spin_small.glass((2,), 6, 5, 0, radius="bessel")
+    m = 0.3 * torch.randn(2, 6, 5, dtype=torch.float64)
+    method = spin_small.PUBLISHED["MeanField()"]
+    expected = method.problem(system).fixed_point_map(m)
+    torch.testing.assert_close(spin_small.published(system)(m), expected, rtol=1e-14, atol=1e-15)
+
+
+def test_a_loop_that_does_not_get_there_is_no_rival():
+    assert spin_small.plain(lambda z: 1 - z, torch.ones(1, 2, 1), 1e-3) is None
+    assert spin_small.anderson(lambda z: z * torch.nan, torch.ones(1, 2, 1), 1e-3) is None
+    assert spin_small.plain(lambda z: z / 2 + 1, torch.ones(1, 2, 1), 1e-3)[1] > 5
+
+
 # ------------------------------------------------------------------ the systems
 
 
@@ -223,7 +271,7 @@ def test_tables_hold_what_was_measured(run, tmp_path):
     console = Console(width=250, record=True, file=io.StringIO())
     report.show(run, spins.NOTES, console, spins.tables)
     shown = console.export_text()
-    for text in ("1, float32", "SaddlePoint(), 8", "Enumeration(), 1", "failures of the saddle point", "32"):
+    for text in ("1, float32", "SaddlePoint(), 8", "Enumeration(), 1", "failures of the saddle point", "32", "TAP()"):
         assert text in shown
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- results of spins -->\nold\n<!-- end of spins -->\nafter\n")

@@ -7,8 +7,7 @@ import mpmath
 import pytest
 import torch
 
-from implicit_attention.potentials import _bessel
-from implicit_attention.potentials._jet import Jet
+from implicit_attention.potentials import _bessel, _debye
 
 # Forward mode loads torch's own scripted formulas.
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -50,17 +49,16 @@ def worst(values, truth):
 def test_functions_and_derivatives_are_exact_to_rounding(dim, dtype):
     t = squares(dtype)
     truth = list(zip(*(exact(dim, x) for x in t.double().tolist()), strict=True))
+    _, radial = _bessel._series(t, dim, 0, 2)
     computed = [
         (_bessel.log_partition(t, dim), 4),
         (_bessel.ratio(t, dim), 4),
         (_bessel.radial(t, dim), 10),
         (_bessel.ratio_slope(t, dim), 10),
-        (Jet.variable(t, 1), 16),
-        (Jet.variable(t, 2), 40),
+        (radial[1], 16),
+        (2 * radial[2], 40),
     ]
     for (value, units), numbers in zip(computed, truth, strict=True):
-        if isinstance(value, Jet):
-            value = _bessel._radial(value, dim).derivative()
         assert worst(value, numbers) < units * torch.finfo(dtype).eps
 
 
@@ -136,29 +134,63 @@ def test_inverse_has_converged_for_every_magnetization(dim):
 
 def test_expansion_contains_the_series_of_stirling_and_ends_below_rounding():
     series = [1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188]
-    assert [term.stirling for term in _bessel._EXPANSION[1:11:2]] == pytest.approx(series, rel=1e-15)
-    assert all(term.stirling == 0 for term in _bessel._EXPANSION[2::2])
-    for dtype, order in _bessel._LOWEST_ORDER.items():
-        assert _bessel._EXPANSION[-1].bound * order ** -(len(_bessel._EXPANSION) - 1) < torch.finfo(dtype).eps * order
+    assert [term.stirling for term in _debye.EXPANSION[1:11:2]] == pytest.approx(series, rel=1e-15)
+    assert all(term.stirling == 0 for term in _debye.EXPANSION[2::2])
+    for dtype, (order, _) in _debye.LOWEST_ORDER.items():
+        assert _debye.EXPANSION[-1].bound * order ** -(len(_debye.EXPANSION) - 1) < torch.finfo(dtype).eps * order
 
 
 def test_fewer_terms_and_steps_serve_in_high_dimensions_and_low_precision():
-    small, large = _bessel._start(2, torch.float64), _bessel._start(4096, torch.float64)
+    small, large = _debye.start(2, torch.float64), _debye.start(4096, torch.float64)
     assert large.steps == 0
     assert large.terms < small.terms / 2
-    assert _bessel._start(2, torch.float32).steps < small.steps / 2
+    assert _debye.start(2, torch.float32).steps < small.steps / 2
 
 
-def test_jets_hold_the_derivatives_of_an_expression():
-    def expression(x):
-        return (3.0 - x * x) * (x + 2.0).sqrt().reciprocal() - 0.5 * x * (1.0 + x)
+@pytest.mark.parametrize("dim", [1, 2, 5, 16, 90])
+def test_taylor_coefficients_of_every_order_are_those_of_many_digits(dim):
+    t = torch.tensor([0.3, 6.0, 150.0, 4e4], dtype=torch.float64)
+    order = 4
+    ratio, radial = _bessel._series(t, dim, order, order)
+    truth = [riccati(dim, x, order) for x in t.tolist()]
+    for k in range(order + 1):
+        assert worst(ratio[k], [g[k] for g, _ in truth]) < 2e-15 * 3**k
+        if dim > 1:
+            assert worst(radial[k], [p[k] for _, p in truth]) < 4e-15 * 3**k
 
-    x = torch.tensor([0.3, 1.7], dtype=torch.float64, requires_grad=True)
-    expected = expression(x)
-    for order in range(5):
-        jet = Jet.variable(x.detach(), order)
-        torch.testing.assert_close(expression(jet).derivative(), expected.detach(), rtol=1e-13, atol=1e-13)
-        (expected,) = torch.autograd.grad(expected.sum(), x, create_graph=True)
+
+def riccati(dim, t, order):
+    """Power series of G and P by 2 t G' = 1 - t G^2 - D G and P = G + 2 t G', which cost digits."""
+    with mpmath.workdps(80):
+        t = mpmath.mpf(t)
+        nu, kappa = mpmath.mpf(dim) / 2 - 1, mpmath.sqrt(t)
+        g = [bessel(nu + 1, kappa) / bessel(nu, kappa) / kappa]
+        squares = []
+        for k in range(order + 1):
+            squares.append(sum(g[i] * g[k - i] for i in range(k + 1)))
+            known = (k == 0) - t * squares[k] - (squares[k - 1] if k else 0) - (dim + 2 * k) * g[k]
+            g.append(known / (2 * t * (k + 1)))
+        return g, [(1 + 2 * k) * g[k] + 2 * t * (k + 1) * g[k + 1] for k in range(order + 1)]
+
+
+def test_an_entry_depends_neither_on_its_neighbours_nor_on_what_else_is_asked():
+    t = torch.rand(3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 50
+    for function in (_bessel.ratio, _bessel.ratio_slope, _bessel.radial, _bessel.log_partition):
+        together = function(t, 5)
+        for count in (1, 2, 3, 5, 8, 13):
+            assert torch.equal(function(t[:count], 5), together[:count])
+        assert torch.equal(function(t.view(3, 10, 100), 5), together.view(3, 10, 100))
+    both = _bessel.derivatives(t, 5, (0, 1), (0,))
+    for one, alone in zip(both, (_bessel.ratio, _bessel.ratio_slope, _bessel.radial), strict=True):
+        torch.testing.assert_close(one, alone(t, 5), rtol=1e-15, atol=0)
+
+
+@FORWARD_MODE
+def test_functions_of_one_pass_have_the_derivatives_of_each():
+    t = torch.tensor([0.0, 0.2, 9.0, 400.0], dtype=torch.float64, requires_grad=True)
+    function = functools.partial(_bessel.derivatives, dim=3, ratio=(0, 2), radial=(1,))
+    assert torch.autograd.gradcheck(function, t, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, t, check_fwd_over_rev=True)
 
 
 @FORWARD_MODE
@@ -166,7 +198,7 @@ def test_transforms_of_torch_func_nest():
     t = torch.tensor([0.0, 0.7, 30.0], dtype=torch.float64)
     for dim in (2, 8):
         third = torch.func.vmap(torch.func.grad(torch.func.grad(lambda x: _bessel.ratio(x, dim))))(t)  # noqa: B023
-        expected = _bessel._ratio(Jet.variable(t, 2), dim).derivative()
+        expected = 2 * _bessel._series(t, dim, 2, -1)[0][2]
         torch.testing.assert_close(third, expected, rtol=1e-14, atol=0)
         forward = torch.func.jacfwd(torch.func.jacrev(lambda x: _bessel.length(x, dim)))(t / 40)  # noqa: B023
         reverse = torch.func.jacrev(torch.func.jacrev(lambda x: _bessel.length(x, dim)))(t / 40)  # noqa: B023

@@ -1,6 +1,7 @@
 """One-site responses: ground truth, derivatives against autograd, inverse and entropy by other routes, limits."""
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -180,6 +181,22 @@ def test_covariance_is_the_jacobian_element_by_element(response, dim):
     again, slope = response.covariance_terms(field, 0.7, radius)
     assert torch.equal(again, tau)
     close(tau + slope * field.square().sum(-1), rho)
+
+
+@pytest.mark.parametrize("dim", [2, 3, 8])
+@pytest.mark.parametrize("response", [SphereUnits(), AmosResponse(), SaddlePointResponse()])
+def test_cumulant_terms_are_derivatives_of_one_another(response, dim):
+    field = random(2, 5, dim, seed=3).requires_grad_()
+    beta, radius = 1.3, 1.7
+    *terms, rho = response.cumulant_terms(field, beta, radius, 4)
+    for lower, upper in itertools.pairwise(terms):
+        (slope,) = torch.autograd.grad(lower.sum(), field, retain_graph=True)
+        torch.testing.assert_close(slope, upper[..., None] * field, rtol=1e-12, atol=1e-14)
+    for value, alone in zip(terms[:2], response.covariance_terms(field, beta, radius), strict=True):
+        torch.testing.assert_close(value, alone, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rho, response.covariance_parts(field, beta, radius)[1], rtol=1e-14, atol=0)
+    m = response.magnetization(field, beta, radius)
+    torch.testing.assert_close(beta * terms[0][..., None] * field, m, rtol=1e-14, atol=0)
 
 
 @FORWARD_MODE

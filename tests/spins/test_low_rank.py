@@ -91,7 +91,7 @@ def test_answers_are_differentiated_exactly(method):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_no_tensor_of_all_pairs_is_made(method):
-    sites, rank, largest = 200, 3, 0
+    sites, rank, largest = 400, 3, 0
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -101,11 +101,11 @@ def test_no_tensor_of_all_pairs_is_made(method):
                 largest = max(largest, found.numel())
             return found
 
-    factors = (0.05 * random(sites, rank, seed=1)).requires_grad_()
+    factors = (0.03 * random(sites, rank, seed=1)).requires_grad_()
     with Sizes():
         magnetization(SpinSystem(LowRank(factors), random(sites, 2, seed=2)), method).sum().backward()
-    # The largest are the states that a solver keeps, 7 of N D numbers.
-    assert 0 < largest < sites * 20
+    # The largest are the coefficients of a law, 84 for a site.
+    assert 0 < largest < sites * 100
 
 
 def test_strong_couplings_that_need_damped_steps():
