@@ -86,6 +86,8 @@ def _gradients(
         if fused is not None:
             gradients, answer = fused
             return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature), None
+    if (own := problem._adjoint(method, z, cotangent)) is not None:
+        return *own, None
     return _by_rows(method, problem, z, cotangent)
 
 

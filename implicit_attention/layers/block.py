@@ -22,6 +22,8 @@ from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall, BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
+from .compiled_block import check_compiled
+from .compiled_graphs import Graphs
 from .remembering import Remembering
 
 Steps: TypeAlias = int | range | None
@@ -122,6 +124,7 @@ class Equilibrium(Remembering):
         adjoint: Adjoint | None = None,
         steps: Steps = None,
         on_failure: OnFailure = "warn",
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         _check_block(block)
@@ -134,6 +137,11 @@ class Equilibrium(Remembering):
         self.options = SolveOptions(
             solver=DEFAULT_SOLVER if solver is None else solver, adjoint=adjoint, on_failure=on_failure
         )
+        _validate.check_instance("compiled", compiled, bool, "be True or False")
+        self.compiled = compiled
+        if compiled:
+            check_compiled(self.options)
+        self._graphs = Graphs()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
         self._checked: set[tuple[bool, str]] = set()
         self._drawing: set[bool] = set()
@@ -214,7 +222,10 @@ class Equilibrium(Remembering):
         mode = self.training
         draws = Draws(layout.device, known=mode in self._drawing)
         function = BlockMap(self.block, layout, frame, autocast, draws)
-        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked)
+        graphs = self._graphs if self.compiled and steps is None and not torch.compiler.is_exporting() else None
+        if graphs is not None:
+            check_compiled(options)
+        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked, graphs)
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -291,7 +302,7 @@ class Equilibrium(Remembering):
     # Housekeeping.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checked": set(), "_drawing": set()}
+        return {**super().__getstate__(), "_checked": set(), "_drawing": set(), "_graphs": Graphs()}
 
     def extra_repr(self) -> str:
         solver = self.options.solver
@@ -299,6 +310,7 @@ class Equilibrium(Remembering):
         shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
+        shown += ["compiled=True"] if self.compiled else []
         return ", ".join(shown)
 
 
