@@ -9,6 +9,7 @@ from typing import Any
 
 from .baselines import picard_counts
 from .block import BlockSetting, block_row
+from .block_compiled import CompiledSetting, compiled_row
 from .block_equilibrium import EquilibriumSetting, equilibrium_row
 from .block_memory import MemorySetting, memory_row
 from .compare import compared, ratios
@@ -23,7 +24,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "MEMORY", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "COMPILED", "MEMORY", "G4")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -51,6 +52,8 @@ NOTES = (
     "stack of as many untied blocks as ours makes evaluations; `bare`: as many calls without a graph and products with "
     "the Jacobian as ours makes, in a row; `by hand`: the same two methods in as few calls of torch as they need, with "
     "no safeguard, status or check. On a GPU products are in bfloat16 and peak memory is measured.",
+    "COMPILED: forward pass and training step of a pre-norm block as a fixed point by Picard, with `compiled=True` / "
+    "without, and with a block that torch.compile compiled alone; graphs are made before any call is timed.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
@@ -61,7 +64,7 @@ class Case:
     """The metric of one row, and its problem."""
 
     metric: str
-    problem: Setting | BlockSetting | EquilibriumSetting | LlamaSetting
+    problem: Setting | BlockSetting | CompiledSetting | EquilibriumSetting | LlamaSetting
 
     @property
     def name(self) -> str:
@@ -76,6 +79,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     shape, block = Shape(), BlockSetting(device=device)
     equilibrium, memory = EquilibriumSetting(device=device), MemorySetting(device=device)
+    compiled = CompiledSetting(device=device)
     llamas = [LlamaSetting(256, device=device), LlamaSetting(1024, device=device)]
     llamas.append(LlamaSetting(**SMALL, memory=(4096, 8192, 16384, 32768), device=device))  # type: ignore[arg-type]
     if device != "cpu":
@@ -85,6 +89,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         equilibrium = dataclasses.replace(equilibrium, batch=32)
     if quick:
         equilibrium, memory = (dataclasses.replace(s, batch=1, length=64) for s in (equilibrium, memory))
+        compiled = dataclasses.replace(compiled, batch=2, length=16)
         chosen, lengths = chosen[:1], (64, 128)
         llamas = [LlamaSetting(64, **SMALL, memory=m, device=device) for m in ((), (128, 256))]  # type: ignore[arg-type]
         shape, block = Shape(length=64), BlockSetting(length=64, batch=1, device=device)
@@ -94,6 +99,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         Case("BLOCK", block),
         *(Case("LLAMA", llama) for llama in llamas),
         Case("EQUILIBRIUM", equilibrium),
+        Case("COMPILED", compiled),
         Case("MEMORY", memory),
     ]
     if device != "cpu":
@@ -124,6 +130,7 @@ def run(
 #: The measurement of a problem by its class; of others it is `step_row`.
 MEASURES: dict[type, Callable[..., Row]] = {
     BlockSetting: block_row,
+    CompiledSetting: compiled_row,
     LlamaSetting: llama_row,
     MemorySetting: memory_row,
     EquilibriumSetting: equilibrium_row,

@@ -19,7 +19,12 @@ def tables(run: dict[str, Any]) -> list[Table]:
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(_steps(metric, title, rows))
-    for metric, table in (("BLOCK", _blocks), ("EQUILIBRIUM", _equilibria), ("MEMORY", _memory)):
+    for metric, table in (
+        ("BLOCK", _blocks),
+        ("EQUILIBRIUM", _equilibria),
+        ("COMPILED", _compiled),
+        ("MEMORY", _memory),
+    ):
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(table(rows))
@@ -111,6 +116,21 @@ def _equilibria(rows: list[Row]) -> Table:
                 ]
             )
     return Table("blocks as fixed points", "EQUILIBRIUM: training steps of a block as a fixed point:", header, lines)
+
+
+def _compiled(rows: list[Row]) -> Table:
+    header = ["block", "", "evaluations", "residual", "forward, ms", "/ eager", "step, ms", "/ eager"]
+    lines = []
+    for row in rows:
+        for name, found in row["evidence"].items():
+            line = [row["name"], name, str(found.get("evaluations", "-"))]
+            line.append(f"{found['residual']:.1e}" if "residual" in found else "-")
+            for way in ("forward", "step"):
+                timing = row["seconds"].get(f"{name} {way}")
+                line.append(f"{1e3 * timing['median']:.1f}" if timing else "-")
+                line.append(number(row["ratios"].get(f"{name} {way} / eager")))
+            lines.append(line)
+    return Table("compiled blocks", "COMPILED: a block as a fixed point, compiled and eager:", header, lines)
 
 
 def _memory(rows: list[Row]) -> Table:

@@ -278,7 +278,7 @@ class Problem(Declared, general=True):
         return None
 
     def _adjoint(self, method: Any, z: Tensor, cotangent: Tensor) -> Any:
-        """The gradients of `tensors()` and the `LinearSolution` of (I - J^T) u = cotangent behind them, in a way of its own.
+        """Solve (I - J^T) u = cotangent in a way of its own: the gradients of `tensors()`, and the `LinearSolution`.
 
         None where the products of `linearize` do it.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from typing import Any
@@ -115,11 +116,11 @@ class CompiledPicard(Picard):
 
     def _measured_anew(self, states: list[Tensor], mapped: Tensor) -> tuple[Tensor, Tensor]:
         """|r| and the tolerances of all evaluations of a stretch, where squares leave the range of the precision."""
-        images = states[1:]
-        if self.damping:
-            steps = [(b - a) / (1 - self.damping) for a, b in zip(states[:-2], states[1:-1], strict=True)]
-            images = [*(a + step for a, step in zip(states, steps, strict=False)), mapped]
-        found = [compared(self.end_rule, z, image)[1:] for z, image in zip(states, images, strict=False)]
+        images = [mapped]
+        for z, following in reversed(list(itertools.pairwise(states[:-1]))):
+            images.append(following if self.damping == 0 else z + (following - z) / (1 - self.damping))
+        pairs = zip(states, reversed(images), strict=False)
+        found = [compared(self.end_rule, z, image)[1:] for z, image in pairs]
         residual, tolerance = zip(*found, strict=True)
         return torch.stack(residual), torch.stack(tolerance)
 

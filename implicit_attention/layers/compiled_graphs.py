@@ -69,7 +69,7 @@ class Graphs:
         moving: Sequence[int],
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
-        """Multiply u by the transposed Jacobians of f by z, by its `own` tensors and by the inputs that are `moving`."""
+        """Multiply u by the transposed Jacobians of f by z, by its `own` tensors and the inputs that are `moving`."""
         graph = self._graph(_gradients, (tuple(moving),), z, inputs, names=tuple(own))
         given = tuple(inputs[i] for i in moving)
         made: tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]] = _answer(
@@ -105,9 +105,9 @@ def _compiled(graph: Callable[..., Any], device: torch.device) -> Callable[..., 
     assert isinstance(graph, types.FunctionType)
     own = types.FunctionType(graph.__code__.replace(), graph.__globals__, graph.__name__, None, graph.__closure__)
     options: dict[str, Any] = {}
-    if BACKEND == "inductor":
-        # One launch for all kernels of a graph; on a CPU calls of kernels that pass no interpreter.
-        options = {"mode": "reduce-overhead"} if device.type == "cuda" else {"options": {"cpp_wrapper": True}}
+    if device.type == "cuda" and BACKEND == "inductor":
+        # One launch for all kernels of a graph.
+        options = {"mode": "reduce-overhead"}
     return torch.compile(own, backend=BACKEND, fullgraph=True, dynamic=False, **options)
 
 
