@@ -18,6 +18,7 @@ from ..adjoints import Unrolled
 from ..errors import outside
 from ..fixed_point_map import FixedPointMap
 from ..linear import GMRES, LinearSolution, LinearSolver
+from ..linear._vectors import normalised
 from ..options import SolveOptions
 from ..problem import Problem, share_memory, writes_to
 from ..solution import Record
@@ -70,6 +71,7 @@ class CompiledPicard(Picard):
         lead = initial.ndim - problem.event_ndim
         if trace or graph or not lead or initial.numel() == 0 or not may_compile(self.graphs, problem, initial):
             return super().run(problem, initial, trace=trace, graph=graph)
+        assert isinstance(problem, FixedPointMap)
         with torch.no_grad():
             tensors = problem.tensors()
             if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
@@ -211,10 +213,12 @@ def adjoint_by_graphs(
     wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
     own = {names[i]: tensors[i] for i in wanted if i < of_block}
     moving = tuple(i - of_block for i in wanted if i >= of_block)
-    g = cotangent.contiguous()
-    size = norm(_rows(g, event_ndim))
-    # A sample at which the loss does not look has u = 0.
-    tolerance, limit = method.atol + method.rtol * size, min(MOST_STEPS, method.max_steps or MOST_STEPS)
+    # In units of a power of two for each sample, as the loop has it.
+    unit, scale = normalised(_rows(cotangent, event_ndim))
+    g, units = unit.reshape(z.shape), scale.reshape(*scale.shape, *(1,) * event_ndim)
+    size = norm(unit)
+    tolerance = torch.full_like(scale, method.atol) / scale + method.rtol * size
+    limit = min(MOST_STEPS, method.max_steps or MOST_STEPS)
     u, r, spent = torch.zeros_like(g), g, torch.zeros_like(size, dtype=torch.int64)
     checks, left, needed = 0, size, float(graphs.products)
     while int(spent.max()) < limit:
@@ -228,8 +232,9 @@ def adjoint_by_graphs(
         if bool((left > tolerance).any()):
             needed = _steps_left(left, before, tolerance, count)
             continue
-        product, by_name, by_input = graphs.differentiated(function, z, u, own, moving, inputs)
-        r = g - (u - product)
+        answer = u * units
+        product, by_name, by_input = graphs.differentiated(function, z, answer, own, moving, inputs)
+        r = g - (u - product / units)
         left, checks = norm(_rows(r, event_ndim)), checks + 1
         if bool((left <= tolerance).all()):
             if not bool(product.any()):
@@ -237,11 +242,11 @@ def adjoint_by_graphs(
                 return None
             graphs.products = int(spent.max())
             status = torch.full_like(left, int(Status.CONVERGED), dtype=torch.int8)
-            answer = LinearSolution(
-                Record(status, left, tolerance, spent, spent), u, torch.zeros_like(status, dtype=torch.bool)
-            )
+            record = Record(status, left * scale, tolerance * scale, spent, spent)
             found = {**by_name, **{names[of_block + i]: t for i, t in zip(moving, by_input, strict=True)}}
-            return tuple(found.get(name) for name in names), answer
+            return tuple(map(found.get, names)), LinearSolution(
+                record, answer, torch.zeros_like(status, dtype=torch.bool)
+            )
         if checks == MOST_CHECKS:
             return None
         needed = STEPS[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._norm import length as size_of
 
+#: f(z, *inputs), a module.
+Map: TypeAlias = Callable[..., Tensor]
 #: The compiler behind torch.compile.
 BACKEND = "inductor"
 #: Evaluations in one graph, of which the most are made that are expected to be needed.
@@ -36,7 +38,7 @@ class Graphs:
         self._made: dict[Any, Callable[..., Any]] = {}
 
     def evaluated(
-        self, function: nn.Module, z: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int, damping: float
+        self, function: Map, z: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int, damping: float
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Make `count` evaluations f(z_0), ..., of z = z_0 and of what follows, z_(i+1) = f(z_i) - damping r_i.
 
@@ -48,7 +50,7 @@ class Graphs:
         return states, states[-1] if mapped is None else mapped, sizes
 
     def stepped(
-        self, function: nn.Module, z: Tensor, r: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int
+        self, function: Map, z: Tensor, r: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Make `count` steps of GMRES for (I - J^T) u = r, J the Jacobian at z.
 
@@ -62,7 +64,7 @@ class Graphs:
 
     def differentiated(
         self,
-        function: nn.Module,
+        function: Map,
         z: Tensor,
         u: Tensor,
         own: dict[str, Tensor],
@@ -105,9 +107,9 @@ def _compiled(graph: Callable[..., Any], device: torch.device) -> Callable[..., 
     assert isinstance(graph, types.FunctionType)
     own = types.FunctionType(graph.__code__.replace(), graph.__globals__, graph.__name__, None, graph.__closure__)
     options: dict[str, Any] = {}
-    if device.type == "cuda" and BACKEND == "inductor":
-        # One launch for all kernels of a graph.
-        options = {"mode": "reduce-overhead"}
+    if BACKEND == "inductor":
+        # On a GPU one launch for all kernels of a graph, on a CPU calls of kernels that pass no interpreter.
+        options = {"mode": "reduce-overhead"} if device.type == "cuda" else {"options": {"cpp_wrapper": True}}
     return torch.compile(own, backend=BACKEND, fullgraph=True, dynamic=False, **options)
 
 
@@ -115,7 +117,7 @@ def _answer(graph: Callable[..., Any], device: torch.device, *given: Any) -> Any
     """graph(*given), in memory that no later graph writes to; an error with its remedy where the compiler fails."""
     recorded = device.type == "cuda"
     if recorded:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     try:
         answer = graph(*given)
     except Exception as error:
@@ -147,7 +149,7 @@ def _uncompilable(error: BaseException, name: str) -> RuntimeError:
 
 
 def _evaluations(event_ndim: int, count: int, damping: float) -> Callable[..., Any]:
-    def evaluations(function: nn.Module, z: Tensor, *inputs: Tensor) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    def evaluations(function: Map, z: Tensor, *inputs: Tensor) -> tuple[list[Tensor], Tensor | None, Tensor]:
         states, sizes = [], []
         mapped = z
         for _ in range(count):
@@ -162,8 +164,8 @@ def _evaluations(event_ndim: int, count: int, damping: float) -> Callable[..., A
 
 
 def _steps(event_ndim: int, count: int) -> Callable[..., Any]:
-    def steps(function: nn.Module, z: Tensor, r: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _, transposed = torch.func.vjp(lambda state: function(state, *inputs), z)
+    def steps(function: Map, z: Tensor, r: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        transposed = torch.func.vjp(lambda state: function(state, *inputs), z)[1]
         start = _rows(r, event_ndim)
         pending = size_of(start)
         basis, images, columns = [_divided(start, pending)], [], []
@@ -209,13 +211,13 @@ def _steps(event_ndim: int, count: int) -> Callable[..., Any]:
 
 def _gradients(moving: tuple[int, ...]) -> Callable[..., Any]:
     def gradients(
-        function: nn.Module, z: Tensor, u: Tensor, own: dict[str, Tensor], given: tuple[Tensor, ...], *inputs: Tensor
+        function: Map, z: Tensor, u: Tensor, own: dict[str, Tensor], given: tuple[Tensor, ...], *inputs: Tensor
     ) -> Any:
         def mapped(state: Tensor, own: dict[str, Tensor], given: tuple[Tensor, ...]) -> Any:
             arguments = list(inputs)
             for i, tensor in zip(moving, given, strict=True):
                 arguments[i] = tensor
-            return torch.func.functional_call(function, own, (state, *arguments))
+            return torch.func.functional_call(cast(nn.Module, function), own, (state, *arguments))
 
         return torch.func.vjp(mapped, z, own, given)[1](u)
 

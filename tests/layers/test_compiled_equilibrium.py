@@ -225,7 +225,7 @@ def test_half_precision_and_autocast_are_those_of_eager_calls():
 
 @traced
 def test_weights_that_change_are_read_by_the_same_graphs():
-    eager, compiled = pair()
+    eager, compiled = pair(solver=ia.Picard(rtol=1e-4))
     before = counters["stats"]["unique_graphs"]
     optimizer, x = torch.optim.SGD(compiled.parameters(), lr=0.1), inputs()
     for _ in range(4):
@@ -242,10 +242,9 @@ def test_weights_that_change_are_read_by_the_same_graphs():
 
 def test_gradients_are_differences():
     _, compiled = pair()
-    x = inputs(2).requires_grad_()
-    compiled(x).sum().backward()
+    x = inputs(2)[:, :1].clone().requires_grad_()
     assert torch.autograd.gradcheck(compiled, (x,), atol=1e-6)
-    assert torch.autograd.gradgradcheck(compiled, (x[:1, :2].detach().requires_grad_(),), atol=1e-5)
+    assert torch.autograd.gradgradcheck(compiled, (x[:1].detach().requires_grad_(),), atol=1e-5)
 
 
 def test_shared_and_frozen_weights():
@@ -260,6 +259,33 @@ def test_shared_and_frozen_weights():
     found, known = (torch.autograd.grad(layer(inputs()).square().sum(), wanted) for layer in (compiled, eager))
     for left, right in zip(found, known, strict=True):
         torch.testing.assert_close(left, right, **EXACT)
+
+
+@pytest.mark.parametrize("power", [-90, 80])
+def test_a_loss_in_other_units_changes_no_digit_of_a_gradient(power):
+    _, compiled = pair(dtype=torch.float32, solver=ia.Picard(rtol=1e-5), adjoint=None)
+    x = inputs(dtype=torch.float32)
+    # The first call learns how many steps are needed.
+    gradients(compiled, compiled(x).sum())
+    scaled = gradients(compiled, compiled(x).sum() * 2.0**power)
+    wanted = gradients(compiled, compiled(x).sum())
+    for left, right in zip(scaled, wanted, strict=True):
+        assert torch.equal(left, right * 2.0**power)
+
+
+def test_samples_without_a_loss_and_a_loss_that_is_nan_stay_apart():
+    eager, compiled = pair()
+    found, known = [], []
+    for layer, kept in ((compiled, found), (eager, known)):
+        kept += gradients(layer, layer(inputs())[:2].square().sum())
+    for left, right in zip(found, known, strict=True):
+        torch.testing.assert_close(left, right, **EXACT)
+    x = inputs().requires_grad_()
+    weights = torch.ones(5, 1, 1, dtype=torch.float64)
+    weights[3] = torch.nan
+    found, known = (torch.autograd.grad((layer(x) * weights).sum(), x)[0] for layer in (compiled, eager))
+    torch.testing.assert_close(found, known, **EXACT, equal_nan=True)
+    assert bool(found[:3].isfinite().all())
 
 
 def test_a_backward_solve_that_graphs_do_not_finish_is_made_by_the_loop(monkeypatch):
@@ -431,7 +457,7 @@ def test_copies_pickles_and_state_dicts_hold_no_graph():
 
 @traced
 def test_inside_a_compiled_model_the_layer_keeps_its_graphs(counted):
-    eager, compiled = pair()
+    eager, compiled = pair(solver=ia.Picard(rtol=1e-4), adjoint=None)
     head = nn.Linear(6, 6).double()
     model = torch.compile(nn.Sequential(compiled, head), backend="eager")
     x = inputs()
@@ -468,7 +494,7 @@ def test_a_gpu_records_each_graph_as_one_launch(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("engine", ["inductor"], indirect=True)
 def test_compiled_code_gives_the_numbers_of_eager_calls():
-    eager, compiled = pair()
+    eager, compiled = pair(solver=ia.Picard(rtol=1e-5))
     for _ in range(2):
         found, wanted = ((z := layer(inputs()), *gradients(layer, z.square().sum())) for layer in (compiled, eager))
         for left, right in zip(found, wanted, strict=True):
