@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _validate
 from .._norm import length as size_of
+from ..errors import outside
 
 #: f(z, *inputs), a module.
 Map: TypeAlias = Callable[..., Tensor]
@@ -21,6 +23,8 @@ BACKEND = "inductor"
 LENGTHS = (1, 2, 3, 4, 6, 8)
 #: Steps of an adjoint solve in one graph, as many as are expected to be needed or more: another graph begins anew.
 STEPS = (2, 3, 4, 5, 6, 8)
+#: Graphs of one layer that a warning tells of.
+MANY = 100
 
 
 class Graphs:
@@ -91,6 +95,12 @@ class Graphs:
         graph = self._made.get(key)
         if graph is None:
             graph = self._made[key] = _compiled(make(*options), z.device)
+            if len(self._made) == MANY:
+                remedy = "pad inputs to few shapes, or leave `compiled` out"
+                message = (
+                    f"`compiled` has made {MANY} graphs, one for each length and shape, each for seconds; {remedy}"
+                )
+                warnings.warn(message, stacklevel=outside())
         return graph
 
     def count_for(self, needed: float, most: int) -> int:
@@ -137,10 +147,11 @@ def _uncompilable(error: BaseException, name: str) -> RuntimeError:
     required = f"be False where torch.compile cannot make one graph of the block {name}"
     received = f"True, and {type(error).__name__}: {error}"
     remedy = "leave `compiled` out, or give the block a forward without branches on numbers in tensors"
-    if "CxxCompiler" in f"{type(error).__name__} {error}":
+    text = f"{type(error).__name__} {error}"
+    if "CxxCompiler" in text:
         required = "be False where torch.compile finds no C++ compiler"
         remedy = "install one (g++ or clang++; CXX names it), or leave `compiled` out"
-    elif "recompile" in str(error).lower():
+    elif "recompile" in text.lower():
         remedy = "pass numbers that change from call to call as tensors, or leave `compiled` out"
     return RuntimeError(_validate.message("compiled", required, received, remedy))
 

@@ -122,13 +122,25 @@ def test_states_counts_and_gradients_are_those_of_eager_calls(damping, rtol, cou
     assert {name for name, *_ in counted} == {"evaluated", "stepped", "differentiated"}
 
 
-def test_the_evidence_of_a_backward_solve_is_kept():
-    _, compiled = pair()
-    z, solution = compiled(inputs(), return_solution=True)
-    z.sum().backward()
-    assert solution.adjoint.status.tolist() == [Status.CONVERGED] * 5
-    assert bool((solution.adjoint.residual <= solution.adjoint.tolerance).all())
-    assert bool((solution.adjoint.num_steps > 1).all())
+@pytest.mark.parametrize("rtol", [1e-3, 1e-12])
+def test_the_evidence_of_a_backward_solve_is_that_of_the_loop(rtol, monkeypatch):
+    layers, found = pair(adjoint=ia.Implicit(GMRES(rtol=rtol))), []
+    scale = torch.tensor([0.1, 0.2, 0.4, 0.7, 0.9], dtype=torch.float64).reshape(5, 1, 1)
+    for layer in layers:
+        z, solution = layer(inputs(), None, scale, return_solution=True)
+        z.square().sum().backward()
+        found.append(solution.adjoint)
+        # From here on the loop is not to be asked.
+        monkeypatch.setattr(linear_system, "_by_rows", None)
+    eager, compiled = found
+    assert compiled.status.tolist() == [Status.CONVERGED] * 5
+    # Longer solves begin anew after each graph.
+    more = compiled.num_steps - eager.num_steps
+    assert bool(((more >= 0) & (more <= (0 if rtol > 1e-4 else 4))).all())
+    assert len(set(eager.num_steps.tolist())) > 1
+    assert bool((compiled.residual <= compiled.tolerance).all())
+    torch.testing.assert_close(compiled.tolerance, eager.tolerance)
+    torch.testing.assert_close(compiled.gradient_error, eager.gradient_error, rtol=1e-2, atol=1e-14)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5, 11])
@@ -245,6 +257,15 @@ def test_gradients_are_differences():
     x = inputs(2)[:, :1].clone().requires_grad_()
     assert torch.autograd.gradcheck(compiled, (x,), atol=1e-6)
     assert torch.autograd.gradgradcheck(compiled, (x[:1].detach().requires_grad_(),), atol=1e-5)
+
+
+def test_weights_that_are_computed_are_computed_once_a_call():
+    block = Block()
+    nn.utils.parametrizations.spectral_norm(block.mix)
+    eager, compiled = pair(block)
+    found, known = (gradients(layer, layer(inputs()).square().sum()) for layer in (compiled.eval(), eager.eval()))
+    for left, right in zip(found, known, strict=True):
+        torch.testing.assert_close(left, right, **EXACT)
 
 
 def test_shared_and_frozen_weights():
@@ -388,6 +409,22 @@ def test_a_block_that_branches_on_numbers_raises_with_the_remedy():
         RuntimeError, match=r"(?s)`compiled` must be False where torch.compile cannot.*Branches.*leave `comp"
     ):
         pair(Branches())[1](inputs())
+
+
+@traced
+def test_numbers_that_change_from_call_to_call_are_named_in_the_error():
+    _, compiled = pair(solver=ia.Picard(rtol=1e-2))
+    with pytest.raises(RuntimeError, match=r"(?s)`compiled` must be False.*pass numbers that change.*as tensors"):
+        for i in range(12):
+            compiled(inputs(), None, 0.1 + 0.01 * i)
+
+
+def test_many_shapes_are_told_of(monkeypatch):
+    _, compiled = pair()
+    monkeypatch.setattr(compiled_graphs, "MANY", 8)
+    with pytest.warns(UserWarning, match="made 8 graphs.*pad inputs to few shapes"):
+        for batch in range(1, 9):
+            compiled(inputs(batch))
 
 
 def test_other_solvers_and_adjoints_are_refused():
