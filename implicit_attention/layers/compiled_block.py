@@ -127,6 +127,10 @@ class CompiledPicard(Picard):
         return torch.stack(residual), torch.stack(tolerance)
 
 
+# Messages name what was passed to the layer.
+CompiledPicard.__name__ = CompiledPicard.__qualname__ = Picard.__name__
+
+
 def _options(solver: Solver) -> dict[str, Any]:
     return {name: getattr(solver, name) for name in ("rtol", "atol", "max_steps", "check_every")}
 
@@ -146,7 +150,7 @@ def _are_ordinary(sizes: Tensor) -> bool:
 
 
 def _remaining(last: Tensor, before: Tensor | None, tolerance: Tensor, active: Tensor, otherwise: int) -> float:
-    """How many evaluations the slowest unfinished sample needs if its residual goes on to fall as it fell last.
+    """The number of evaluations that the slowest unfinished sample needs if its residual falls on as it fell last.
 
     otherwise: the answer where nothing is known.
     """
@@ -254,7 +258,7 @@ def adjoint_by_graphs(
 
 
 def _steps_left(left: Tensor, before: Tensor, tolerance: Tensor, count: int) -> float:
-    """How many steps the slowest sample needs after `count` that brought its residual from `before` to `left`."""
+    """The number of steps that the slowest sample needs after `count` that brought its residual from `before` to `left`."""
     rate = (left / before).clamp(1e-6, 1 - 1e-6).log() / count
     needed = ((tolerance / left).log() / rate).masked_fill(left <= tolerance, 0.0)
     return math.ceil(float(needed.amax()))
