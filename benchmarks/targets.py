@@ -290,6 +290,21 @@ TRAIN = (
         1.25,
         _metric("EQUILIBRIUM"),
     ),
+    *(
+        Target(
+            "COMPILED",
+            f"{what} of a block as a fixed point, B 8, N 32, D 64: compiled=True / eager",
+            ratio,
+            "worst",
+            "<=",
+            bound,
+            _metric("COMPILED"),
+        )
+        for what, ratio, bound in (
+            ("training step", "compiled step / eager", 0.7),
+            ("forward pass", "compiled forward / eager", 0.95),
+        )
+    ),
     Target(
         "MEMORY",
         f"peak memory of the {_BLOCK}, 80 evaluations / 5",

@@ -9,6 +9,7 @@ from typing import Any
 
 from .baselines import picard_counts
 from .block import BlockSetting, block_row
+from .block_compiled import CompiledSetting, compiled_row
 from .block_equilibrium import TEN, EquilibriumSetting, equilibrium_row
 from .block_forward import SETTINGS as FORWARDS
 from .block_forward import ForwardSetting, forward_row
@@ -25,7 +26,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "MEMORY", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "COMPILED", "MEMORY", "G4")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -57,6 +58,8 @@ NOTES = (
     "FORWARD: forward pass of the same without autograd, on one thread, by process time, over a bare loop of as many "
     "evaluations as the slowest sample has; `by hand`: plain steps that find state, residual and evaluations of each "
     "sample by calls of torch.",
+    "COMPILED: forward pass and training step of a pre-norm block as a fixed point by Picard, with `compiled=True` / "
+    "without, and with a block that torch.compile compiled alone; graphs are made before any call is timed.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
@@ -67,7 +70,7 @@ class Case:
     """The metric of one row, and its problem."""
 
     metric: str
-    problem: Setting | BlockSetting | EquilibriumSetting | LlamaSetting
+    problem: Setting | BlockSetting | CompiledSetting | EquilibriumSetting | LlamaSetting
 
     @property
     def name(self) -> str:
@@ -82,7 +85,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     shape, block = Shape(), BlockSetting(device=device)
     equilibria: tuple[EquilibriumSetting, ...] = TEN
-    memory = MemorySetting(device=device)
+    memory, compiled = MemorySetting(device=device), CompiledSetting(device=device)
     llamas = [LlamaSetting(256, device=device), LlamaSetting(1024, device=device)]
     llamas.append(LlamaSetting(**SMALL, memory=(4096, 8192, 16384, 32768), device=device))  # type: ignore[arg-type]
     if device != "cpu":
@@ -92,6 +95,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     if quick:
         small = {"batch": 1, "length": 64}
         equilibria, memory = (dataclasses.replace(equilibria[0], **small),), dataclasses.replace(memory, **small)  # type: ignore[arg-type]
+        compiled = dataclasses.replace(compiled, batch=2, length=16)
         chosen, lengths = chosen[:1], (64, 128)
         llamas = [LlamaSetting(64, **SMALL, memory=m, device=device) for m in ((), (128, 256))]  # type: ignore[arg-type]
         shape, block = Shape(length=64), BlockSetting(length=64, batch=1, device=device)
@@ -102,6 +106,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         *(Case("LLAMA", llama) for llama in llamas),
         *(Case("EQUILIBRIUM", setting) for setting in equilibria),
         *(Case("FORWARD", setting) for setting in (FORWARDS[:1] if quick else FORWARDS) if device == "cpu"),
+        Case("COMPILED", compiled),
         Case("MEMORY", memory),
     ]
     if device != "cpu":
@@ -132,6 +137,7 @@ def run(
 #: The measurement of a problem by its class; of others it is `step_row`.
 MEASURES: dict[type, Callable[..., Row]] = {
     BlockSetting: block_row,
+    CompiledSetting: compiled_row,
     LlamaSetting: llama_row,
     MemorySetting: memory_row,
     EquilibriumSetting: equilibrium_row,

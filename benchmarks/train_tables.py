@@ -20,7 +20,13 @@ def tables(run: dict[str, Any]) -> list[Table]:
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(_steps(metric, title, rows))
-    per_metric = {"BLOCK": _blocks, "EQUILIBRIUM": _equilibria, "FORWARD": _forwards, "MEMORY": _memory}
+    per_metric = {
+        "BLOCK": _blocks,
+        "EQUILIBRIUM": _equilibria,
+        "FORWARD": _forwards,
+        "COMPILED": _compiled,
+        "MEMORY": _memory,
+    }
     for metric, table in per_metric.items():
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
@@ -137,6 +143,21 @@ def _sizes(row: Row) -> str:
     return str(row["name"].removeprefix(f"{row['metric']}: ").removeprefix("forward of a ")).replace(
         " as a fixed point", ""
     )
+
+
+def _compiled(rows: list[Row]) -> Table:
+    header = ["block", "", "evaluations", "residual", "forward, ms", "/ eager", "step, ms", "/ eager"]
+    lines = []
+    for row in rows:
+        for name, found in row["evidence"].items():
+            line = [row["name"], name, str(found.get("evaluations", "-"))]
+            line.append(f"{found['residual']:.1e}" if "residual" in found else "-")
+            for way in ("forward", "step"):
+                timing = row["seconds"].get(f"{name} {way}")
+                line.append(f"{1e3 * timing['median']:.1f}" if timing else "-")
+                line.append(number(row["ratios"].get(f"{name} {way} / eager")))
+            lines.append(line)
+    return Table("compiled blocks", "COMPILED: a block as a fixed point, compiled and eager:", header, lines)
 
 
 def _memory(rows: list[Row]) -> Table:

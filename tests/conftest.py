@@ -221,6 +221,7 @@ SLOW = (
     r"layers/test_spin_transformer.py::test_(blocks_are_differentiated|a_gradient_of_a_stack|a_stack_is|the_parts_have)",
     r"layers/test_solve_in_order.py::test_gradcheck_through_the_chain",
     r"test_failure_policy_engines.py::test_(a_failed_backward_solve_in|a_compiled_call_with|what_raises_breaks)",
+    r"layers/test_compiled_equilibrium.py::test_compiled_code",
     r"potentials/test_\w+.py::\w*test_(a_layer_|it_)?compiles",
     r"test_kinds_of_tensors.py::test_a_(memory|mask)\S*compiles",
     r"test_comparison.py::test_(all_methods|the_picture)",

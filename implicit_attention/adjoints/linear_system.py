@@ -90,6 +90,8 @@ def _gradients(
         if fused is not None:
             gradients, answer = fused
             return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature), None
+    if (own := problem._adjoint(method, z, cotangent)) is not None:
+        return *own, None
     start = None if request.memory is None else request.memory.start(cotangent)
     return _by_rows(method, problem, z, cotangent, start)
 

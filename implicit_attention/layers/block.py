@@ -22,6 +22,8 @@ from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall, BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
+from .compiled_block import check_compiled
+from .compiled_graphs import Graphs
 from .remembering import Remembering
 
 Steps: TypeAlias = int | range | None
@@ -56,6 +58,14 @@ class Equilibrium(Remembering):
     `steps=range(a, b)` makes a number of steps that each call draws in training mode, and solves in evaluation mode. A
     gradient through a solve is the adjoint's, exact where the solve has converged.
 
+    Compilers: with `compiled=True` torch.compile makes graphs of up to 8 evaluations each, with the sizes by which the
+    solve decides, and of the products and gradients of the backward solve. The host looks once per graph; statuses,
+    counts and, up to rounding, states are those of eager calls. Each length and each shape is compiled once, for
+    seconds to a minute: it is for many calls of few shapes, where evaluations are short, and not for shapes that vary
+    or few calls. Samples leave the work in batches of powers of two. It takes `Picard` with a tolerance and a block
+    that torch.compile makes one graph of; one that draws random numbers or keeps statistics is solved eagerly, with a
+    warning, and so are plain steps and transforms. A compiled model around the layer changes none of this.
+
     Random numbers: a block that draws some (dropout) is one function within a call: all its evaluations, in the
     backward pass too, draw the same ones, and the next call draws others. Numbers that do not come from torch's default
     generators cannot be repeated.
@@ -74,6 +84,7 @@ class Equilibrium(Remembering):
             `Picard`).
         on_failure: what to do about samples without an answer, and gradients that did not converge: "raise", "warn" or
             "ignore".
+        compiled: whether torch.compile makes graphs of several evaluations each.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, detached, one entry a sample. Not part of the state dict, of
@@ -122,6 +133,7 @@ class Equilibrium(Remembering):
         adjoint: Adjoint | None = None,
         steps: Steps = None,
         on_failure: OnFailure = "warn",
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         _check_block(block)
@@ -134,6 +146,11 @@ class Equilibrium(Remembering):
         self.options = SolveOptions(
             solver=DEFAULT_SOLVER if solver is None else solver, adjoint=adjoint, on_failure=on_failure
         )
+        _validate.check_instance("compiled", compiled, bool, "be True or False")
+        self.compiled = compiled
+        if compiled:
+            check_compiled(self.options)
+        self._graphs = Graphs()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
         self._checked: set[tuple[bool, str]] = set()
         self._drawing: set[bool] = set()
@@ -214,7 +231,10 @@ class Equilibrium(Remembering):
         mode = self.training
         draws = Draws(layout.device, known=mode in self._drawing)
         function = BlockMap(self.block, layout, frame, autocast, draws)
-        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked)
+        graphs = self._graphs if self.compiled and steps is None and not torch.compiler.is_exporting() else None
+        if graphs is not None:
+            check_compiled(options)
+        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked, graphs)
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -291,7 +311,7 @@ class Equilibrium(Remembering):
     # Housekeeping.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checked": set(), "_drawing": set()}
+        return {**super().__getstate__(), "_checked": set(), "_drawing": set(), "_graphs": Graphs()}
 
     def extra_repr(self) -> str:
         solver = self.options.solver
@@ -299,6 +319,7 @@ class Equilibrium(Remembering):
         shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
+        shown += ["compiled=True"] if self.compiled else []
         return ", ".join(shown)
 
 

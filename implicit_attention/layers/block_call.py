@@ -20,7 +20,7 @@ from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Unrolled
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
-from ..linear import GMRES
+from ..linear import GMRES, LinearSolver
 from ..options import SolveOptions
 from ..problem import counted_copy, is_like, writes_to
 from ..solution import AdjointReport, Record, Solution
@@ -28,6 +28,8 @@ from ..solvers import Picard, Solver
 from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
+from .compiled_block import CompiledPicard, adjoint_by_graphs
+from .compiled_graphs import Graphs
 
 #: The adjoint of a layer without one of its own.
 EXACT = Implicit()
@@ -46,6 +48,7 @@ class BlockCall:
         options: how it is solved.
         on_failure: the treatment of failures by the layer.
         checked: the modes of the block in which `BlockProblem` passed its checks.
+        graphs: what the compiler made of the block, for a layer that is compiled.
     """
 
     map: BlockMap
@@ -54,15 +57,18 @@ class BlockCall:
     options: SolveOptions
     on_failure: Any
     checked: set[tuple[bool, str]]
+    graphs: Graphs | None = None
 
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
         """The fixed point by the solver and adjoint of the layer, or by these."""
         layout, options = self.map.layout, self.options
         problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
+        problem.graphs = self.graphs
         packed = layout.pack(self.initial)
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
-        solver, adjoint = solver or options.effective_solver, adjoint or options.effective_adjoint or exact
+        wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
+        solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
         if problem.tested:
             self.map.evaluated.append(True)
         if torch.compiler.is_exporting():
@@ -278,6 +284,7 @@ class BlockProblem(FixedPointMap):
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[bool, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.mode, self.draws = checked, function.block.training, function.draws
+        self.graphs: Graphs | None = None
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
         # The map has checked what the block returned.
@@ -290,6 +297,9 @@ class BlockProblem(FixedPointMap):
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
         return None if self.draws.repeated else super().select(index)
+
+    def _adjoint(self, method: LinearSolver[Any], z: Tensor, cotangent: Tensor) -> Any:
+        return None if self.graphs is None else adjoint_by_graphs(self.graphs, self, method, z, cotangent)
 
     @property
     def tested(self) -> bool:  # type: ignore[override]
@@ -371,7 +381,7 @@ class Draws:
 
     def evaluate(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments) with the numbers of this call."""
-        if (self.before is None and not self.watching) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self.before is None and not self.watching):
             return function(*arguments)
         outside = _generators(self.device)
         if self.before is None:

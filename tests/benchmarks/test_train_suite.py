@@ -10,8 +10,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import baselines, block, block_equilibrium, block_forward, figures, guard, problems, report, train
+from benchmarks import (
+    baselines,
+    block,
+    block_compiled,
+    block_equilibrium,
+    block_forward,
+    figures,
+    guard,
+    problems,
+    report,
+    train,
+)
 from benchmarks.block import BlockSetting
+from benchmarks.block_compiled import CompiledSetting
 from benchmarks.block_equilibrium import EquilibriumSetting
 from benchmarks.block_forward import ForwardSetting
 from benchmarks.block_memory import MemorySetting
@@ -19,9 +31,11 @@ from benchmarks.environment import environment
 from benchmarks.llama import NAMES, SMALL, LlamaSetting
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import TRAIN
+from implicit_attention.layers import compiled_graphs
 
 TINY = Shape(batch=1, heads=2, length=40, dim=9)
 BLOCK = BlockSetting(batch=1, length=12, dim=16, heads=2)
+COMPILED = CompiledSetting(batch=3, length=6, dim=8, heads=2)
 EQUILIBRIUM = EquilibriumSetting(batch=3, length=12, dim=16, heads=2)
 CONVOLUTION = EquilibriumSetting(batch=2, length=4, dim=8, heads=2, kind="convolution")
 CASES = [
@@ -32,6 +46,7 @@ CASES = [
     train.Case("EQUILIBRIUM", EQUILIBRIUM),
     train.Case("EQUILIBRIUM", CONVOLUTION),
     train.Case("FORWARD", ForwardSetting(batch=3, length=6, dim=16, heads=2)),
+    train.Case("COMPILED", COMPILED),
     train.Case("MEMORY", MemorySetting(batch=2, length=128, dim=32)),
     train.Case("LLAMA", LlamaSetting(1024, **SMALL)),
     train.Case("LLAMA", LlamaSetting(**SMALL, memory=(512, 1024))),
@@ -40,7 +55,11 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def rows():
-    return train.run(CASES, repeats=1, max_seconds=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        # Graphs that are recorded only: code takes a minute to make.
+        patch.setattr(compiled_graphs, "BACKEND", "eager")
+        patch.setattr(block_compiled, "BACKEND", "eager")
+        return train.run(CASES, repeats=1, max_seconds=0.2)
 
 
 @pytest.fixture
@@ -182,6 +201,30 @@ def test_a_block_whose_residuals_are_too_large_is_not_timed(monkeypatch):
     assert row["seconds"] == {}
     assert row["ratios"] == {"ours / torchdeq": None, "ours / bare": None}
     assert report.refusals({"rows": [{"name": "block", **row}]})
+
+
+def test_a_compiled_block_is_held_against_the_same_layer_at_equal_residuals(rows):
+    (row,) = [row for row in rows if row["metric"] == "COMPILED"]
+    for found in row["evidence"].values():
+        assert found["residual"] <= block_compiled.SLACK * COMPILED.rtol
+        assert found["converged"] == 1
+        assert found["evaluations"] == row["evidence"]["eager"]["evaluations"] > 3
+        assert found["gradient_difference"] < 1e-3
+    seconds = {name: timing["median"] for name, timing in row["seconds"].items()}
+    for way in ("step", "forward"):
+        assert row["ratios"][f"compiled {way} / eager"] == pytest.approx(
+            seconds[f"compiled {way}"] / seconds[f"eager {way}"]
+        )
+
+
+def test_a_compiled_block_whose_residual_is_too_large_is_not_timed(monkeypatch):
+    monkeypatch.setattr(block_compiled, "SLACK", 0.0)
+    monkeypatch.setattr(compiled_graphs, "BACKEND", "eager")
+    monkeypatch.setattr(block_compiled, "BACKEND", "eager")
+    row = block_compiled.compiled_row(COMPILED, repeats=1, max_seconds=0.1)
+    assert row["seconds"] == {}
+    assert set(row["ratios"].values()) == {None}
+    assert report.refusals({"rows": [{"name": "compiled", **row}]})
 
 
 def test_memory_of_a_block_is_that_of_one_evaluation(rows):

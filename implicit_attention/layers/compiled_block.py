@@ -1,0 +1,268 @@
+"""Compiled solves of a block: the loop and its adjoint in stretches, each one graph, after which the host looks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import is_fake, transforms_active
+from .._norm import norm
+from ..adjoints import Unrolled
+from ..errors import outside
+from ..fixed_point_map import FixedPointMap
+from ..linear import GMRES, LinearSolution, LinearSolver
+from ..linear._vectors import normalised
+from ..options import SolveOptions
+from ..problem import Problem, share_memory, writes_to
+from ..solution import Record
+from ..solvers import Outcome, Picard, Solver
+from ..solvers._rows import COMPACT_BELOW, Best, Rows, flat, unflat
+from ..solvers.progress import Iteration, compared, progress_of
+from ..status import Status
+from .compiled_graphs import STEPS, Graphs
+
+#: Samples leave the work where as many evaluations are still expected: fewer are not worth graphs of another size.
+WORTH = 4
+#: Steps of an adjoint solve after which the solvers' loop takes over, and checks of an answer.
+MOST_STEPS, MOST_CHECKS = 64, 3
+
+
+def check_compiled(options: SolveOptions) -> None:
+    """Raise where a compiled layer cannot solve by these."""
+    solver = options.effective_solver
+    if type(solver) is not Picard:
+        remedy = "use Picard(damping=...), or leave `compiled` out"
+        required = "be Picard() in a layer with compiled=True, whose graphs hold plain steps"
+        raise ValueError(_validate.message("solver", required, repr(solver), remedy))
+    if options.adjoint is None and solver.fixed_budget:
+        remedy = "use steps=k and compile what is around the layer, or leave `compiled` out"
+        required = "have a tolerance in a layer with compiled=True: a fixed budget is differentiated as a loop is"
+        raise ValueError(_validate.message("solver", required, repr(solver), remedy))
+    if isinstance(options.adjoint, Unrolled):
+        remedy = "use Implicit() or Phantom(), or leave `compiled` out"
+        required = "not be Unrolled() in a layer with compiled=True, whose steps leave no graph of autograd"
+        raise ValueError(_validate.message("adjoint", required, repr(options.adjoint), remedy))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPicard(Picard):
+    """`Picard` in graphs of several evaluations, with the decisions of the general loop about each of them.
+
+    Args:
+        graphs: of the layer's block.
+    """
+
+    graphs: Graphs = dataclasses.field(default_factory=Graphs, repr=False, compare=False)
+
+    @classmethod
+    def like(cls, solver: Solver, graphs: Graphs) -> CompiledPicard:
+        """The compiled form of a `Picard`."""
+        assert isinstance(solver, Picard)
+        return cls(solver.damping, **_options(solver), graphs=graphs)
+
+    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+        lead = initial.ndim - problem.event_ndim
+        if trace or graph or not lead or initial.numel() == 0 or not may_compile(self.graphs, problem, initial):
+            return super().run(problem, initial, trace=trace, graph=graph)
+        assert isinstance(problem, FixedPointMap)
+        with torch.no_grad():
+            tensors = problem.tensors()
+            if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
+                # Inside a graph without autograd a compiler has no use for theirs, and warns of it.
+                problem = problem.replace(*(tensor.detach() for tensor in tensors))
+            rows = _FewSizes(problem, initial, pad=True, compact=True)
+            value, record = rows.all(self._stretched(rows))
+            self.graphs.evaluations = int(record.num_evals.max())
+        if share_memory(value, initial):
+            value = value.clone()
+        return Outcome(value.reshape(initial.shape), record)
+
+    def _stretched(self, rows: Rows) -> Best:
+        """The best states, by one stretch of evaluations after the other."""
+        z, event, rule = rows.initial.contiguous(), rows.event, self.end_rule
+        progress = progress_of(rule, rows, energy=False, descends=False, plain=True)
+        done, needed, most, before = 0, float(self.graphs.evaluations), self.max_steps + 1, None
+        while True:
+            problem: Any = rows.problem
+            count = self.graphs.count_for(needed if not self.fixed_budget else most, most - done)
+            given = problem.function, unflat(z, event), [tensor.detach() for tensor in problem.inputs]
+            states, mapped, sizes = self.graphs.evaluated(*given, len(event), count, self.damping)
+            states, mapped = [z, *(flat(state, event) for state in states)], flat(mapped, event)
+            residual, tolerance = sizes[0::2], rule.atol + rule.rtol * sizes[1::2]
+            if not _are_ordinary(sizes):
+                residual, tolerance = self._measured_anew(states, mapped)
+            for i in range(count):
+                # Decisions read states and sizes alone.
+                point = Iteration(states[i], states[i + 1], states[i + 1], residual[i], None, done + i, event)
+                progress.decide(point, tolerance[i], None, None)
+            done, z = done + count, states[-1]
+            if done == most or not progress.unfinished():
+                break
+            before = residual[-2] if count > 1 else before
+            needed = _remaining(residual[-1], before, tolerance[-1], progress.active, self.graphs.evaluations - done)
+            before = residual[-1]
+            if needed >= WORTH and progress.may_shrink(COMPACT_BELOW):
+                order = rows.compaction(progress.active, states[-2], mapped)
+                if order is not None:
+                    z, before, parts = rows.take(order, progress.best, (z, before, progress.tree()))
+                    progress.restrict(*parts)
+        progress.end(progress.active, self.exhausted)
+        return progress.result()
+
+    def _measured_anew(self, states: list[Tensor], mapped: Tensor) -> tuple[Tensor, Tensor]:
+        """|r| and the tolerances of all evaluations of a stretch, where squares leave the range of the precision."""
+        images = [mapped]
+        for z, following in reversed(list(itertools.pairwise(states[:-1]))):
+            images.append(following if self.damping == 0 else z + (following - z) / (1 - self.damping))
+        pairs = zip(states, reversed(images), strict=False)
+        found = [compared(self.end_rule, z, image)[1:] for z, image in pairs]
+        residual, tolerance = zip(*found, strict=True)
+        return torch.stack(residual), torch.stack(tolerance)
+
+
+# Messages name what was passed to the layer.
+CompiledPicard.__name__ = CompiledPicard.__qualname__ = Picard.__name__
+
+
+def _options(solver: Solver) -> dict[str, Any]:
+    return {name: getattr(solver, name) for name in ("rtol", "atol", "max_steps", "check_every")}
+
+
+class _FewSizes(Rows):
+    """The working set in as few sizes as powers of two are, so that few graphs serve it."""
+
+    def _rounded_up(self, count: int) -> int:
+        return min(1 << max(count - 1, 0).bit_length(), self.count)
+
+
+def _are_ordinary(sizes: Tensor) -> bool:
+    """Whether squares of vectors of these sizes have all their digits."""
+    info = torch.finfo(sizes.dtype)
+    low, high = torch.aminmax(sizes)
+    return math.sqrt(info.tiny / info.eps) <= float(low) and float(high) < math.inf
+
+
+def _remaining(last: Tensor, before: Tensor | None, tolerance: Tensor, active: Tensor, otherwise: int) -> float:
+    """The number of evaluations that the slowest unfinished sample needs if its residual falls on as it fell last.
+
+    otherwise: the answer where nothing is known.
+    """
+    if before is None:
+        return float(otherwise)
+    rate = (last / before).clamp(1e-6, 1 - 1e-6)
+    needed = ((tolerance / last).log() / rate.log()).masked_fill(~active, 0.0)
+    return math.ceil(min(float(needed.nan_to_num(math.inf).amax()), 1e6))
+
+
+def may_compile(graphs: Graphs, problem: Problem, z: Tensor) -> bool:
+    """Whether graphs may stand for the block here: plain numbers, and a block that is one function of its arguments.
+
+    Warns where the block is none.
+    """
+    if (
+        not isinstance(problem, FixedPointMap)
+        or transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or is_fake(z)
+    ):
+        return False
+    function: Any = problem.function
+    mode = tuple(part.training for part in function.block.modules())
+    reason = graphs.unfit.get(mode)
+    if reason is None:
+        reason = graphs.unfit[mode] = _unfit(problem, z)
+        if reason:
+            message = f"`compiled` has no effect for the block {function.__name__}, which {reason}"
+            warnings.warn(message, stacklevel=outside())
+    return not reason
+
+
+@torch.no_grad()
+def _unfit(problem: Problem, z: Tensor) -> str:
+    """Why no graph can stand for the block, found by one evaluation; empty if one can."""
+    beside: Any = problem.apart()
+    buffers = list(beside.function.block.buffers())
+    before = [writes_to(buffer) for buffer in buffers]
+    beside.fixed_point_map(z)
+    if beside.draws.repeated:
+        return "draws random numbers, the same ones at each evaluation of a call: call eval(), or leave dropout out"
+    if any(writes_to(buffer) != count for buffer, count in zip(buffers, before, strict=True)):
+        return "writes to its buffers, once for each evaluation: call eval(), or use a normalisation without statistics"
+    return ""
+
+
+def adjoint_by_graphs(
+    graphs: Graphs, problem: FixedPointMap, method: LinearSolver[Any], z: Tensor, cotangent: Tensor
+) -> tuple[tuple[Tensor | None, ...], LinearSolution] | None:
+    """(df/dt)^T u for every tensor t of the problem that requires grad, and u with (I - J^T) u = cotangent.
+
+    None where graphs do not reach the tolerance of the method: the solvers' loop finds out why.
+    """
+    if type(method) is not GMRES or z.numel() == 0 or z.ndim == problem.event_ndim:
+        return None
+    if (z.dtype == torch.float32 and method.rtol < 1e-6) or not may_compile(graphs, problem, z):
+        return None
+    event_ndim, function = problem.event_ndim, problem.function
+    inputs = [tensor.detach() for tensor in problem.inputs]
+    tensors = [tensor for _, tensor in problem.named_tensors()]
+    names = [name.removeprefix("function.") for name, _ in problem.named_tensors()]
+    of_block = len(tensors) - len(inputs)
+    wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
+    own = {names[i]: tensors[i] for i in wanted if i < of_block}
+    moving = tuple(i - of_block for i in wanted if i >= of_block)
+    # In units of a power of two for each sample, as the loop has it.
+    unit, scale = normalised(_rows(cotangent, event_ndim))
+    g, units = unit.reshape(z.shape), scale.reshape(*scale.shape, *(1,) * event_ndim)
+    size = norm(unit)
+    tolerance = torch.full_like(scale, method.atol) / scale + method.rtol * size
+    limit = min(MOST_STEPS, method.max_steps or MOST_STEPS)
+    u, r, spent = torch.zeros_like(g), g, torch.zeros_like(size, dtype=torch.int64)
+    checks, left, needed = 0, size, float(graphs.products)
+    while int(spent.max()) < limit:
+        count = graphs.steps_for(needed)
+        change, r, sizes = graphs.stepped(function, z, r, inputs, event_ndim, count)
+        u = u + change
+        running = (torch.cat([left[None], sizes[:-1]]) > tolerance).sum(0)
+        spent, before, left = spent + running, left, sizes[-1]
+        if not bool(torch.isfinite(left).all()):
+            return None
+        if bool((left > tolerance).any()):
+            needed = _steps_left(left, before, tolerance, count)
+            continue
+        answer = u * units
+        product, by_name, by_input = graphs.differentiated(function, z, answer, own, moving, inputs)
+        r = g - (u - product / units)
+        left, checks = norm(_rows(r, event_ndim)), checks + 1
+        if bool((left <= tolerance).all()):
+            if not bool(product.any()):
+                # The block does not depend on its state, or does so unseen, for which the loop raises.
+                return None
+            graphs.products = int(spent.max())
+            status = torch.full_like(left, int(Status.CONVERGED), dtype=torch.int8)
+            record = Record(status, left * scale, tolerance * scale, spent, spent)
+            found = {**by_name, **{names[of_block + i]: t for i, t in zip(moving, by_input, strict=True)}}
+            return tuple(map(found.get, names)), LinearSolution(
+                record, answer, torch.zeros_like(status, dtype=torch.bool)
+            )
+        if checks == MOST_CHECKS:
+            return None
+        needed = STEPS[0]
+    return None
+
+
+def _steps_left(left: Tensor, before: Tensor, tolerance: Tensor, count: int) -> float:
+    """The number of steps that the slowest sample needs after `count` that brought its residual from `before` to `left`."""
+    rate = (left / before).clamp(1e-6, 1 - 1e-6).log() / count
+    needed = ((tolerance / left).log() / rate).masked_fill(left <= tolerance, 0.0)
+    return math.ceil(float(needed.amax()))
+
+
+def _rows(tensor: Tensor, event_ndim: int) -> Tensor:
+    return tensor.flatten(tensor.ndim - event_ndim) if event_ndim else tensor[..., None]
