@@ -14,6 +14,7 @@ from .. import _validate
 from .._autograd import is_batched, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint
+from ..adjoints.base import AdjointMemory
 from ..errors import ConvergenceError
 from ..options import SolveOptions
 from ..solution import Record, Solution
@@ -85,6 +86,10 @@ class Equilibrium(Remembering):
         on_failure: what to do about samples without an answer, and gradients that did not converge: "raise", "warn" or
             "ignore".
         compiled: whether torch.compile makes graphs of several evaluations each.
+        warm_adjoint: start each backward solve at the solution of the last one of the same shape. Where every step
+            trains on the same samples, in the same order, that saves most products while the weights change slowly (1
+            instead of 6 at a rate of 1e-4, 4 at 1e-3); for other samples it costs one product more. Not with
+            `compiled`.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, detached, one entry a sample. Not part of the state dict, of
@@ -134,6 +139,7 @@ class Equilibrium(Remembering):
         steps: Steps = None,
         on_failure: OnFailure = "warn",
         compiled: bool = False,
+        warm_adjoint: bool = False,
     ) -> None:
         super().__init__()
         _check_block(block)
@@ -151,6 +157,11 @@ class Equilibrium(Remembering):
         if compiled:
             check_compiled(self.options)
         self._graphs = Graphs()
+        _validate.check_instance("warm_adjoint", warm_adjoint, bool, "be True or False")
+        required = "be False with compiled=True, whose backward solves start at 0"
+        _validate.require(not (compiled and warm_adjoint), "warm_adjoint", required, True)
+        self.warm_adjoint = warm_adjoint
+        self._memory = AdjointMemory()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
         self._checked: set[tuple[bool, str]] = set()
         self._drawing: set[bool] = set()
@@ -234,7 +245,9 @@ class Equilibrium(Remembering):
         graphs = self._graphs if self.compiled and steps is None and not torch.compiler.is_exporting() else None
         if graphs is not None:
             check_compiled(options)
-        call = BlockCall(function, initial, inputs, options, self._on_failure(options), self._checked, graphs)
+        memory = self._memory if self.warm_adjoint else None
+        policy = self._on_failure(options)
+        call = BlockCall(function, initial, inputs, options, policy, self._checked, graphs, memory)
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -311,7 +324,13 @@ class Equilibrium(Remembering):
     # Housekeeping.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checked": set(), "_drawing": set(), "_graphs": Graphs()}
+        return {
+            **super().__getstate__(),
+            "_checked": set(),
+            "_drawing": set(),
+            "_graphs": Graphs(),
+            "_memory": AdjointMemory(),
+        }
 
     def extra_repr(self) -> str:
         solver = self.options.solver
@@ -319,7 +338,7 @@ class Equilibrium(Remembering):
         shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
-        shown += ["compiled=True"] if self.compiled else []
+        shown += [f"{name}=True" for name in ("compiled", "warm_adjoint") if getattr(self, name)]
         return ", ".join(shown)
 
 

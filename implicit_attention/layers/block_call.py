@@ -19,6 +19,7 @@ from .._autograd import HALF, at_least_single, is_batched, same, transforms_acti
 from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Unrolled
+from ..adjoints.base import AdjointMemory
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..linear import GMRES, LinearSolver
 from ..options import SolveOptions
@@ -49,6 +50,7 @@ class BlockCall:
         on_failure: the treatment of failures by the layer.
         checked: the modes of the block in which `BlockProblem` passed its checks.
         graphs: what the compiler made of the block, for a layer that is compiled.
+        memory: where the backward solve starts, for a layer that remembers it.
     """
 
     map: BlockMap
@@ -58,6 +60,7 @@ class BlockCall:
     on_failure: Any
     checked: set[tuple[bool, str]]
     graphs: Graphs | None = None
+    memory: AdjointMemory | None = None
 
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
         """The fixed point by the solver and adjoint of the layer, or by these."""
@@ -77,7 +80,7 @@ class BlockCall:
             problem.check_axes(packed)
             # The layer has checked its options.
             report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
-            solution = by_adjoint(Request(problem, packed, solver, "auto", False, report), adjoint)
+            solution = by_adjoint(Request(problem, packed, solver, "auto", False, report, memory=self.memory), adjoint)
         state = layout.unpack(solution.value)
         if not layout.single:
             solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
