@@ -83,7 +83,7 @@ def train(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 
 @app.command()
 def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
-    """C6, SCALING and RANDOM: the saddle point against explicit inverses; all methods by size; failures."""
+    """C6, SCALING, RANDOM, SMALL, FRAMES: the saddle point against inverses; methods by size; failures; overhead."""
     measure("spins", quick=quick, only=only, repeats=repeats, out=out)
 
 

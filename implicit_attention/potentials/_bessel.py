@@ -49,7 +49,7 @@ class _Top(NamedTuple):
     rows: Sequence[Tensor]
 
     @classmethod
-    def at(cls, t: Tensor, table: _debye.Rows) -> _Top:
+    def at(cls, t: Tensor, table: _debye.Polynomials) -> _Top:
         v = table.start.order
         s = (t + v**2).sqrt()
         z = s.reciprocal()
@@ -63,10 +63,10 @@ class _Top(NamedTuple):
 
 
 #: The coefficients of polynomials as tensors, by table and device.
-_kept: dict[tuple[_debye.Rows, torch.dtype, torch.device], Tensor] = {}
+_kept: dict[tuple[_debye.Polynomials, torch.dtype, torch.device], Tensor] = {}
 
 
-def _coefficients(table: _debye.Rows, t: Tensor) -> Tensor:
+def _coefficients(table: _debye.Polynomials, t: Tensor) -> Tensor:
     """Coefficients (powers, polynomials, ...) that broadcast with t."""
     plain = not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
     numbers = _kept.get((table, t.dtype, t.device)) if plain else None
@@ -74,7 +74,7 @@ def _coefficients(table: _debye.Rows, t: Tensor) -> Tensor:
         numbers = torch.tensor(table.numbers, dtype=t.dtype, device=t.device)
         if plain:
             _kept[table, t.dtype, t.device] = numbers
-    return numbers.view(-1, table.count, *(1,) * t.ndim)
+    return numbers.view(-1, table.width, *(1,) * t.ndim)
 
 
 def _polynomials(coefficients: Tensor, y: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class _Smooth:
         """The formula of parts of x, one after the other."""
         if x.numel() <= self.together:
             return self.formula(x, dim)
-        parts = [self.formula(part, dim) for part in x.reshape(-1).split(self.together)]
+        parts = [self.formula(part, dim) for part in torch.split(x.reshape(-1), self.together)]
         return tuple(torch.cat(part).reshape(x.shape) for part in zip(*parts, strict=True))
 
 

@@ -82,7 +82,7 @@ class Start(NamedTuple):
 
 
 def start(dim: int, dtype: torch.dtype, derivative: int = 0) -> Start:
-    """Where the expansion starts for a function or its derivative of this order, whose terms fall more slowly."""
+    """The start for a function, or for its derivative of this order, whose terms fall more slowly."""
     lowest, more = LOWEST_ORDER[dtype]
     steps = max(0, math.ceil(lowest + more * derivative - dim / 2))
     order = dim / 2 + steps
@@ -91,18 +91,18 @@ def start(dim: int, dtype: torch.dtype, derivative: int = 0) -> Start:
     return Start(order, steps, terms)
 
 
-class Rows(NamedTuple):
+class Polynomials(NamedTuple):
     """Polynomials in y to be evaluated together, the lowest powers first.
 
-    numbers: their coefficients, all of the power 0, then all of the power 1, ...; count: of the polynomials.
+    numbers: their coefficients, all of the power 0, then all of the power 1, ...; width: the number of polynomials.
     """
 
     start: Start
     numbers: tuple[float, ...]
-    count: int
+    width: int
 
 
-def series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Rows:
+def series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Polynomials:
     """L and w - (D - 1)/2 at the order v, and their Taylor coefficients.
 
     Of L: (L - v - s)/(1 - c), and the coefficients of h^n, n = 1, ..., `length`, over y^{2n - 1}. Where `excess` >= 0
@@ -111,7 +111,7 @@ def series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Rows:
     return _series_rows(dim, dtype, length, excess)
 
 
-def value_rows(dim: int, dtype: torch.dtype) -> Rows:
+def value_rows(dim: int, dtype: torch.dtype) -> Polynomials:
     """(L - v - s)/(1 - c), and the two parts of W with the factors 1 - c and 1 - y."""
     return _value_rows(dim, dtype)
 
@@ -122,7 +122,7 @@ value_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Rows:
+def _series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Polynomials:
     begin = start(dim, dtype, max(length, excess))
     v = begin.order
     rows = [_collected(begin, "length")]
@@ -142,7 +142,7 @@ def _series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Rows
 
 
 @functools.cache
-def _value_rows(dim: int, dtype: torch.dtype) -> Rows:
+def _value_rows(dim: int, dtype: torch.dtype) -> Polynomials:
     begin = start(dim, dtype)
     # sum_k stirling_k (v^{-k} - s^{-k}) over 1 - y
     stirling = [0.0] * len(EXPANSION)
@@ -170,8 +170,8 @@ def _taylor(row: Sequence[float], v: float, n: int, shift: int) -> list[float]:
     return [math.prod(-(j + shift + 2 * i) / (2 * v**2) / (i + 1) for i in range(n)) * x for j, x in enumerate(row)]
 
 
-def _packed(begin: Start, rows: Sequence[Sequence[float]]) -> Rows:
+def _packed(begin: Start, rows: Sequence[Sequence[float]]) -> Polynomials:
     # A multiple of eight, so that three times the even and the odd powers can be joined.
     length = -(-max(map(len, rows)) // 8) * 8
     padded = [[*row, *[0.0] * (length - len(row))] for row in rows]
-    return Rows(begin, tuple(number for power in zip(*padded, strict=True) for number in power), len(rows))
+    return Polynomials(begin, tuple(number for power in zip(*padded, strict=True) for number in power), len(rows))

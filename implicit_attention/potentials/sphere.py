@@ -25,7 +25,8 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
     finite; half precision is computed in float32. In one dimension a site has the two states of `SignUnits`.
 
     Value and derivatives are right to rounding for every kappa that has a square, and for D from 1 to 4096 and beyond.
-    A call costs a fixed number of operations per site (not per component), about 250 for small D, fewer for D > 60.
+    A call costs a fixed number of operations per site (not per component), about 100 for small D, fewer for D > 40;
+    variances take about three times as many.
 
     Not for many spins where an error of a percent is allowed: use `AmosResponse`, which costs one square root.
 

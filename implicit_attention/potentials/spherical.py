@@ -160,7 +160,7 @@ class SphericalLaw:
         square = site.radius**2
         by_square = 2 * site.beta * site.beta * square
         terms = [square * series[0]]
-        factor = square
+        factor: float | Tensor = square
         for gain in series[1:]:
             factor = factor * by_square
             terms.append(factor * gain)

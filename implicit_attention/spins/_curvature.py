@@ -118,7 +118,8 @@ def lowest_eigenvalue(system: SpinSystem) -> Tensor:
     field, couplings = system.field.detach(), system.couplings.detach()
     constant = system.at(field, couplings, system.beta)
     if not (system.low_rank or system.block) and system.num_sites <= DENSE:
-        return torch.linalg.eigvalsh(constant.live_couplings)[..., 0].expand(system.batch)
+        lowest: Tensor = torch.linalg.eigvalsh(constant.live_couplings)[..., 0]
+        return lowest.expand(system.batch)
     # Numbers couple all components of the spins alike: one component has all eigenvalues.
     like = field if system.block else field[..., :1]
     return extreme_eigenvalues(flattened(constant.coupled, like), torch.zeros_like(like.flatten(-2)), STEPS[0])[0].value

@@ -205,6 +205,14 @@ def test_transforms_of_torch_func_nest():
         torch.testing.assert_close(forward, reverse, rtol=1e-12, atol=1e-12)
 
 
+def test_a_pullback_whose_transform_is_over_leaves_no_graph():
+    t = torch.tensor([0.3, 7.0], dtype=torch.float64)
+    _, pullback = torch.func.vjp(lambda t: _bessel.ratio(t, 3), t)
+    (slope,) = pullback(torch.ones_like(t))
+    assert not slope.requires_grad
+    torch.testing.assert_close(slope, _bessel.ratio_slope(t, 3), rtol=1e-15, atol=0)
+
+
 def test_nothing_overflows_before_the_square_does():
     for dtype, largest in ((torch.float32, 1e18), (torch.float64, 1e150)):
         t = torch.tensor([largest], dtype=dtype).square()
