@@ -90,7 +90,7 @@ def same_evidence(left, right):
 def counted(monkeypatch):
     """How many graphs were called, by name and count of evaluations or steps."""
     calls = []
-    for name in ("evaluated", "stepped", "differentiated"):
+    for name in ("evaluated", "adjoint"):
         plain = getattr(compiled_graphs.Graphs, name)
 
         def call(self, function, z, *given, plain=plain, name=name):
@@ -119,7 +119,16 @@ def test_states_counts_and_gradients_are_those_of_eager_calls(damping, rtol, cou
             torch.testing.assert_close(left, right, **EXACT)
         same_evidence(eager, layer)
     assert len(set(compiled.last_solve.num_evals.tolist())) >= 1
-    assert {name for name, *_ in counted} == {"evaluated", "stepped", "differentiated"}
+    assert {name for name, *_ in counted} == {"evaluated", "adjoint"}
+
+
+def test_an_argument_behind_x_gets_its_gradient_alone():
+    eager, compiled = pair()
+    scale = torch.full((5, 1, 1), 0.3, dtype=torch.float64, requires_grad=True)
+    for layer in (eager, compiled):
+        layer.requires_grad_(False)
+    found, known = (torch.autograd.grad(layer(inputs(), None, scale).sum(), scale) for layer in (compiled, eager))
+    torch.testing.assert_close(found, known, **EXACT)
 
 
 @pytest.mark.parametrize("rtol", [1e-3, 1e-12])
@@ -211,13 +220,18 @@ def test_failures_are_told_of_in_the_words_of_eager_calls():
 
 
 def test_the_next_solve_looks_when_the_last_one_was_done(counted):
-    _, compiled = pair(solver=ia.Picard(rtol=1e-2))
+    _, compiled = pair(solver=ia.Picard(rtol=1e-2), adjoint=ia.Implicit(GMRES(rtol=1e-2)))
     for _ in range(2):
         counted.clear()
         compiled(inputs())
     counts = [count for name, _, count in counted if name == "evaluated"]
     assert sum(counts) == int(compiled.last_solve.num_evals.max()) > 2
     assert counts[0] == compiled._graphs.count_for(sum(counts), 200)
+    compiled(inputs()).sum().backward()
+    first = counted[-1][-1]
+    z, solution = compiled(inputs(), return_solution=True)
+    z.sum().backward()
+    assert counted[-1][-1] == compiled._graphs.steps_for(int(solution.adjoint.num_steps.max())) != first
 
 
 def test_masks_tuples_of_states_and_axes_of_samples():
@@ -340,17 +354,26 @@ def test_a_backward_solve_that_graphs_do_not_finish_is_made_by_the_loop(monkeypa
         torch.testing.assert_close(left, right, **EXACT)
 
 
+def test_a_graph_that_brings_a_solve_no_further_is_the_last(monkeypatch, counted):
+    eager, compiled = pair()
+    monkeypatch.setattr(compiled_graphs, "_steps", lambda product, r, count: (0 * r, torch.ones(count, len(r))))
+    found, known = (gradients(layer, layer(inputs()).square().sum()) for layer in (compiled, eager))
+    for left, right in zip(found, known, strict=True):
+        torch.testing.assert_close(left, right, **EXACT)
+    assert [name for name, *_ in counted].count("adjoint") == 1
+
+
 def test_an_answer_that_graphs_claim_is_checked(monkeypatch):
     eager, compiled = pair()
-    plain, loops = compiled_graphs.Graphs.stepped, []
+    plain, loops = compiled_graphs._steps, []
 
-    def wrong(self, *given):
-        u, left, sizes = plain(self, *given)
-        return 1.01 * u, 0 * left, 0 * sizes
+    def wrong(product, r, count):
+        change, sizes = plain(product, r, count)
+        return 2 * change, 0 * sizes
 
     by_rows = linear_system._by_rows
     monkeypatch.setattr(linear_system, "_by_rows", lambda *given: loops.append(1) or by_rows(*given))
-    monkeypatch.setattr(compiled_graphs.Graphs, "stepped", wrong)
+    monkeypatch.setattr(compiled_graphs, "_steps", wrong)
     found, known = (gradients(layer, layer(inputs()).square().sum()) for layer in (compiled, eager))
     for left, right in zip(found, known, strict=True):
         torch.testing.assert_close(left, right, **EXACT)
@@ -437,17 +460,25 @@ def test_a_block_that_branches_on_numbers_raises_with_the_remedy():
 @traced
 def test_numbers_that_change_from_call_to_call_are_named_in_the_error():
     _, compiled = pair(solver=ia.Picard(rtol=1e-2))
-    with pytest.raises(RuntimeError, match=r"(?s)`compiled` must be False.*pass numbers that change.*as tensors"):
+
+    def called():
         for i in range(12):
             compiled(inputs(), None, 0.1 + 0.01 * i)
+
+    with pytest.raises(RuntimeError, match=r"(?s)`compiled` must be False.*pass numbers that change.*as tensors"):
+        called()
 
 
 def test_many_shapes_are_told_of(monkeypatch):
     _, compiled = pair()
     monkeypatch.setattr(compiled_graphs, "MANY", 8)
-    with pytest.warns(UserWarning, match="made 8 graphs.*pad inputs to few shapes"):
+
+    def called():
         for batch in range(1, 9):
             compiled(inputs(batch))
+
+    with pytest.warns(UserWarning, match="made 8 graphs.*pad inputs to few shapes"):
+        called()
 
 
 def test_other_solvers_and_adjoints_are_refused():
