@@ -26,12 +26,12 @@ from ..solvers import Outcome, Picard, Solver
 from ..solvers._rows import COMPACT_BELOW, Best, Rows, flat, unflat
 from ..solvers.progress import Iteration, compared, progress_of
 from ..status import Status
-from .compiled_graphs import STEPS, Graphs
+from .compiled_graphs import Graphs, System
 
 #: Samples leave the work where as many evaluations are still expected: fewer are not worth graphs of another size.
 WORTH = 4
-#: Steps of an adjoint solve after which the solvers' loop takes over, and checks of an answer.
-MOST_STEPS, MOST_CHECKS = 64, 3
+#: Steps of an adjoint solve after which the solvers' loop takes over, as where a graph leaves more of a residual.
+MOST_STEPS, PROGRESS = 64, 0.5
 
 
 def check_compiled(options: SolveOptions) -> None:
@@ -209,56 +209,43 @@ def adjoint_by_graphs(
         return None
     if (z.dtype == torch.float32 and method.rtol < 1e-6) or not may_compile(graphs, problem, z):
         return None
-    event_ndim, function = problem.event_ndim, problem.function
+    event_ndim, named = problem.event_ndim, list(problem.named_tensors())
     inputs = [tensor.detach() for tensor in problem.inputs]
-    tensors = [tensor for _, tensor in problem.named_tensors()]
-    names = [name.removeprefix("function.") for name, _ in problem.named_tensors()]
-    of_block = len(tensors) - len(inputs)
-    wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
-    own = {names[i]: tensors[i] for i in wanted if i < of_block}
-    moving = tuple(i - of_block for i in wanted if i >= of_block)
+    of_block = len(named) - len(inputs)
+    own = {name.removeprefix("function."): tensor for name, tensor in named[:of_block] if tensor.requires_grad}
+    moving = tuple(i for i, (_, tensor) in enumerate(named[of_block:]) if tensor.requires_grad)
     # In units of a power of two for each sample, as the loop has it.
     unit, scale = normalised(_rows(cotangent, event_ndim))
-    g, units = unit.reshape(z.shape), scale.reshape(*scale.shape, *(1,) * event_ndim)
-    size = norm(unit)
-    tolerance = torch.full_like(scale, method.atol) / scale + method.rtol * size
-    limit = min(MOST_STEPS, method.max_steps or MOST_STEPS)
-    u, r, spent = torch.zeros_like(g), g, torch.zeros_like(size, dtype=torch.int64)
-    checks, left, needed = 0, size, float(graphs.products)
-    while int(spent.max()) < limit:
-        count = graphs.steps_for(needed)
-        change, r, sizes = graphs.stepped(function, z, r, inputs, event_ndim, count)
-        u = u + change
-        running = (torch.cat([left[None], sizes[:-1]]) > tolerance).sum(0)
-        spent, before, left = spent + running, left, sizes[-1]
-        if not bool(torch.isfinite(left).all()):
-            return None
-        if bool((left > tolerance).any()):
-            needed = _steps_left(left, before, tolerance, count)
-            continue
-        answer = u * units
-        product, by_name, by_input = graphs.differentiated(function, z, answer, own, moving, inputs)
-        r = g - (u - product / units)
-        left, checks = norm(_rows(r, event_ndim)), checks + 1
+    g, left = unit.reshape(z.shape), norm(unit)
+    tolerance = torch.full_like(scale, method.atol) / scale + method.rtol * left
+    # Of one tensor given twice the compiler would make another graph.
+    system = System(g, scale.reshape(*scale.shape, *(1,) * event_ndim), torch.zeros_like(g), g.clone())
+    spent, needed = torch.zeros_like(left, dtype=torch.int64), float(graphs.products)
+    while int(spent.max()) < min(MOST_STEPS, method.max_steps or MOST_STEPS):
+        before, count = left, graphs.steps_for(needed)
+        made = graphs.adjoint(problem.function, z, system, own, moving, inputs, event_ndim, count)
+        # A step is counted for a sample that was above its tolerance.
+        spent = spent + (torch.cat([before[None], made.sizes[:-1]]) > tolerance).sum(0)
+        system, left = system._replace(u=made.u, r=made.r), made.left
         if bool((left <= tolerance).all()):
-            if not bool(product.any()):
+            if not bool(made.depends):
                 # The block does not depend on its state, or does so unseen, for which the loop raises.
                 return None
             graphs.products = int(spent.max())
             status = torch.full_like(left, int(Status.CONVERGED), dtype=torch.int8)
             record = Record(status, left * scale, tolerance * scale, spent, spent)
-            found = {**by_name, **{names[of_block + i]: t for i, t in zip(moving, by_input, strict=True)}}
-            return tuple(map(found.get, names)), LinearSolution(
-                record, answer, torch.zeros_like(status, dtype=torch.bool)
-            )
-        if checks == MOST_CHECKS:
+            found = {f"function.{name}": tensor for name, tensor in made.by_name.items()}
+            found |= {named[of_block + i][0]: tensor for i, tensor in zip(moving, made.by_input, strict=True)}
+            gradients = tuple(found.get(name) for name, _ in named)
+            return gradients, LinearSolution(record, made.u * system.units, torch.zeros_like(status, dtype=torch.bool))
+        if not bool(((left < PROGRESS * before) | (left <= tolerance)).all()):
             return None
-        needed = STEPS[0]
+        needed = _steps_left(left, before, tolerance, count)
     return None
 
 
 def _steps_left(left: Tensor, before: Tensor, tolerance: Tensor, count: int) -> float:
-    """The number of steps that the slowest sample needs after `count` that brought its residual from `before` to `left`."""
+    """The number of steps that the slowest sample needs if `count` steps bring a residual from `before` to `left`."""
     rate = (left / before).clamp(1e-6, 1 - 1e-6).log() / count
     needed = ((tolerance / left).log() / rate).masked_fill(left <= tolerance, 0.0)
     return math.ceil(float(needed.amax()))

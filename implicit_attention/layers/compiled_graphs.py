@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,41 @@ Map: TypeAlias = Callable[..., Tensor]
 BACKEND = "inductor"
 #: Evaluations in one graph, of which the most are made that are expected to be needed.
 LENGTHS = (1, 2, 3, 4, 6, 8)
-#: Steps of an adjoint solve in one graph, as many as are expected to be needed or more: another graph begins anew.
+#: Steps of an adjoint solve in one graph, as many as are expected to be needed or more: the next one begins anew.
 STEPS = (2, 3, 4, 5, 6, 8)
 #: Graphs of one layer that a warning tells of.
 MANY = 100
+
+
+class System(NamedTuple):
+    """The system (I - J^T) u = g, g in units of a power of two for each sample, and where its solve goes on.
+
+    u: the answer so far; r: g - (I - J^T) u.
+    """
+
+    g: Tensor
+    units: Tensor
+    u: Tensor
+    r: Tensor
+
+
+class Adjoint(NamedTuple):
+    """The end of some steps for a `System`.
+
+    u, r: as there, r by a product with u.
+    left: |r|, (*lead).
+    sizes: of r after each step by the method's own recurrence, (count, *lead).
+    by_name, by_input: (df/dt)^T u units for each tensor t.
+    depends: whether J^T u has an entry that is not 0.
+    """
+
+    u: Tensor
+    r: Tensor
+    left: Tensor
+    sizes: Tensor
+    by_name: dict[str, Tensor]
+    by_input: tuple[Tensor, ...]
+    depends: Tensor
 
 
 class Graphs:
@@ -53,35 +84,31 @@ class Graphs:
         states, mapped, sizes = _answer(graph, z.device, function, z, *inputs)
         return states, states[-1] if mapped is None else mapped, sizes
 
-    def stepped(
-        self, function: Map, z: Tensor, r: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make `count` steps of GMRES for (I - J^T) u = r, J the Jacobian at z.
-
-        Returns:
-            u, r - (I - J^T) u, and (count, *lead) the size of the latter after each step; all by the method's own
-            recurrences.
-        """
-        graph = self._graph(_steps, (event_ndim, count), z, inputs)
-        made: tuple[Tensor, Tensor, Tensor] = _answer(graph, z.device, function, z, r, *inputs)
-        return made
-
-    def differentiated(
+    def adjoint(
         self,
         function: Map,
         z: Tensor,
-        u: Tensor,
+        system: System,
         own: dict[str, Tensor],
         moving: Sequence[int],
         inputs: Sequence[Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
-        """Multiply u by the transposed Jacobians of f by z, by its `own` tensors and the inputs that are `moving`."""
-        graph = self._graph(_gradients, (tuple(moving),), z, inputs, names=tuple(own))
+        event_ndim: int,
+        count: int,
+    ) -> Adjoint:
+        """Make `count` steps of GMRES for the system, and gradients by the answer.
+
+        Args:
+            function, z: J is the Jacobian of f at z.
+            system: where the steps begin.
+            own: tensors of the function, by name, of which the gradients are wanted.
+            moving: the same for inputs, by number.
+            inputs: of the function.
+            event_ndim: number of trailing axes of z that are one sample.
+            count: how many steps.
+        """
+        graph = self._graph(_adjoint, (event_ndim, count, tuple(moving)), z, inputs, names=tuple(own))
         given = tuple(inputs[i] for i in moving)
-        made: tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]] = _answer(
-            graph, z.device, function, z, u, own, given, *inputs
-        )
-        return made
+        return Adjoint(*_answer(graph, z.device, function, z, *system, own, given, *inputs))
 
     def _graph(
         self,
@@ -174,65 +201,77 @@ def _evaluations(event_ndim: int, count: int, damping: float) -> Callable[..., A
     return evaluations
 
 
-def _steps(event_ndim: int, count: int) -> Callable[..., Any]:
-    def steps(function: Map, z: Tensor, r: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        transposed = torch.func.vjp(lambda state: function(state, *inputs), z)[1]
-        start = _rows(r, event_ndim)
-        pending = size_of(start)
-        basis, images, columns = [_divided(start, pending)], [], []
-        turns: list[tuple[Tensor, Tensor]] = []
-        target, sizes = [], []
-        for _ in range(count):
-            v = basis[-1]
-            w = v - _rows(transposed(v.reshape(z.shape))[0], event_ndim)
-            images.append(w)
-            size, column = size_of(w), []
-            for vector in basis:
-                column.append((vector * w).sum(-1))
-                w = w - column[-1][..., None] * vector
-            height = size_of(w)
-            # Nothing new is in the Krylov space.
-            height = torch.where(height <= 10 * torch.finfo(w.dtype).eps * size, 0.0, height)
-            basis.append(_divided(w, height))
-            for i, (cosine, sine) in enumerate(turns):
-                upper, lower = column[i], column[i + 1]
-                column[i], column[i + 1] = cosine * upper + sine * lower, cosine * lower - sine * upper
-            pivot = (column[-1].square() + height.square()).sqrt()
-            safe = torch.where(pivot == 0, 1.0, pivot)
-            cosine, sine = column[-1] / safe, height / safe
-            turns.append((cosine, sine))
-            column[-1] = safe
-            columns.append(column)
-            target.append(cosine * pending)
-            pending = -sine * pending
-            sizes.append(pending.abs())
-        weights: list[Tensor] = []
-        for row in reversed(range(count)):
-            known = zip(range(row + 1, count), reversed(weights), strict=True)
-            rest = target[row] - sum((columns[i][row] * weight for i, weight in known), torch.zeros_like(pending))
-            weights.append(rest / columns[row][row])
-        correction, left = torch.zeros_like(start), start
-        for weight, vector, image in zip(reversed(weights), basis, images, strict=False):
-            correction = correction + weight[..., None] * vector
-            left = left - weight[..., None] * image
-        return correction.reshape(z.shape), left.reshape(z.shape), torch.stack(sizes)
-
-    return steps
-
-
-def _gradients(moving: tuple[int, ...]) -> Callable[..., Any]:
-    def gradients(
-        function: Map, z: Tensor, u: Tensor, own: dict[str, Tensor], given: tuple[Tensor, ...], *inputs: Tensor
-    ) -> Any:
+def _adjoint(event_ndim: int, count: int, moving: tuple[int, ...]) -> Callable[..., Any]:
+    def adjoint(
+        function: Map,
+        z: Tensor,
+        g: Tensor,
+        units: Tensor,
+        u: Tensor,
+        r: Tensor,
+        own: dict[str, Tensor],
+        given: tuple[Tensor, ...],
+        *inputs: Tensor,
+    ) -> tuple[Any, ...]:
         def mapped(state: Tensor, own: dict[str, Tensor], given: tuple[Tensor, ...]) -> Any:
             arguments = list(inputs)
             for i, tensor in zip(moving, given, strict=True):
                 arguments[i] = tensor
             return torch.func.functional_call(cast(nn.Module, function), own, (state, *arguments))
 
-        return torch.func.vjp(mapped, z, own, given)[1](u)
+        transposed = torch.func.vjp(mapped, z, own, given)[1]
 
-    return gradients
+        def product(v: Tensor) -> Tensor:
+            # A compiler leaves out what is not asked for.
+            return _rows(transposed(v.reshape(z.shape))[0], event_ndim)
+
+        change, sizes = _steps(product, _rows(r, event_ndim), count)
+        u = u + change.reshape(z.shape)
+        by_state, by_name, by_input = transposed(u * units)
+        r = g - (u - by_state / units)
+        return u, r, size_of(_rows(r, event_ndim)), sizes, by_name, by_input, (by_state != 0).any()
+
+    return adjoint
+
+
+def _steps(product: Callable[[Tensor], Tensor], r: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Make `count` steps of GMRES for u - product(u) = r (*lead, n): u, and the size of what is left after each."""
+    pending = size_of(r)
+    basis, columns = [_divided(r, pending)], []
+    turns: list[tuple[Tensor, Tensor]] = []
+    target, sizes = [], []
+    for _ in range(count):
+        w = basis[-1] - product(basis[-1])
+        size, column = size_of(w), []
+        for vector in basis:
+            column.append((vector * w).sum(-1))
+            w = w - column[-1][..., None] * vector
+        height = size_of(w)
+        # Nothing new is in the Krylov space.
+        height = torch.where(height <= 10 * torch.finfo(w.dtype).eps * size, 0.0, height)
+        basis.append(_divided(w, height))
+        for i, (cosine, sine) in enumerate(turns):
+            upper, lower = column[i], column[i + 1]
+            column[i], column[i + 1] = cosine * upper + sine * lower, cosine * lower - sine * upper
+        pivot = (column[-1].square() + height.square()).sqrt()
+        safe = torch.where(pivot == 0, 1.0, pivot)
+        cosine, sine = column[-1] / safe, height / safe
+        turns.append((cosine, sine))
+        column[-1] = safe
+        columns.append(column)
+        target.append(cosine * pending)
+        pending = -sine * pending
+        sizes.append(pending.abs())
+    weights: dict[int, Tensor] = {}
+    for row in reversed(range(count)):
+        rest = target[row]
+        for i in range(row + 1, count):
+            rest = rest - columns[i][row] * weights[i]
+        weights[row] = rest / columns[row][row]
+    change = torch.zeros_like(r)
+    for row in range(count):
+        change = change + weights[row][..., None] * basis[row]
+    return change, torch.stack(sizes)
 
 
 def _rows(tensor: Tensor, event_ndim: int) -> Tensor:

@@ -90,7 +90,7 @@ def same_evidence(left, right):
 def counted(monkeypatch):
     """How many graphs were called, by name and count of evaluations or steps."""
     calls = []
-    for name in ("evaluated", "stepped", "differentiated"):
+    for name in ("evaluated", "adjoint"):
         plain = getattr(compiled_graphs.Graphs, name)
 
         def call(self, function, z, *given, plain=plain, name=name):
@@ -119,7 +119,7 @@ def test_states_counts_and_gradients_are_those_of_eager_calls(damping, rtol, cou
             torch.testing.assert_close(left, right, **EXACT)
         same_evidence(eager, layer)
     assert len(set(compiled.last_solve.num_evals.tolist())) >= 1
-    assert {name for name, *_ in counted} == {"evaluated", "stepped", "differentiated"}
+    assert {name for name, *_ in counted} == {"evaluated", "adjoint"}
 
 
 @pytest.mark.parametrize("rtol", [1e-3, 1e-12])
@@ -342,15 +342,15 @@ def test_a_backward_solve_that_graphs_do_not_finish_is_made_by_the_loop(monkeypa
 
 def test_an_answer_that_graphs_claim_is_checked(monkeypatch):
     eager, compiled = pair()
-    plain, loops = compiled_graphs.Graphs.stepped, []
+    plain, loops = compiled_graphs._steps, []
 
-    def wrong(self, *given):
-        u, left, sizes = plain(self, *given)
-        return 1.01 * u, 0 * left, 0 * sizes
+    def wrong(product, r, count):
+        change, sizes = plain(product, r, count)
+        return 2 * change, 0 * sizes
 
     by_rows = linear_system._by_rows
     monkeypatch.setattr(linear_system, "_by_rows", lambda *given: loops.append(1) or by_rows(*given))
-    monkeypatch.setattr(compiled_graphs.Graphs, "stepped", wrong)
+    monkeypatch.setattr(compiled_graphs, "_steps", wrong)
     found, known = (gradients(layer, layer(inputs()).square().sum()) for layer in (compiled, eager))
     for left, right in zip(found, known, strict=True):
         torch.testing.assert_close(left, right, **EXACT)
