@@ -122,6 +122,15 @@ def test_states_counts_and_gradients_are_those_of_eager_calls(damping, rtol, cou
     assert {name for name, *_ in counted} == {"evaluated", "adjoint"}
 
 
+def test_an_argument_behind_x_gets_its_gradient_alone():
+    eager, compiled = pair()
+    scale = torch.full((5, 1, 1), 0.3, dtype=torch.float64, requires_grad=True)
+    for layer in (eager, compiled):
+        layer.requires_grad_(False)
+    found, known = (torch.autograd.grad(layer(inputs(), None, scale).sum(), scale) for layer in (compiled, eager))
+    torch.testing.assert_close(found, known, **EXACT)
+
+
 @pytest.mark.parametrize("rtol", [1e-3, 1e-12])
 def test_the_evidence_of_a_backward_solve_is_that_of_the_loop(rtol, monkeypatch):
     layers, found = pair(adjoint=ia.Implicit(GMRES(rtol=rtol))), []
@@ -211,13 +220,18 @@ def test_failures_are_told_of_in_the_words_of_eager_calls():
 
 
 def test_the_next_solve_looks_when_the_last_one_was_done(counted):
-    _, compiled = pair(solver=ia.Picard(rtol=1e-2))
+    _, compiled = pair(solver=ia.Picard(rtol=1e-2), adjoint=ia.Implicit(GMRES(rtol=1e-2)))
     for _ in range(2):
         counted.clear()
         compiled(inputs())
     counts = [count for name, _, count in counted if name == "evaluated"]
     assert sum(counts) == int(compiled.last_solve.num_evals.max()) > 2
     assert counts[0] == compiled._graphs.count_for(sum(counts), 200)
+    compiled(inputs()).sum().backward()
+    first = counted[-1][-1]
+    z, solution = compiled(inputs(), return_solution=True)
+    z.sum().backward()
+    assert counted[-1][-1] == compiled._graphs.steps_for(int(solution.adjoint.num_steps.max())) != first
 
 
 def test_masks_tuples_of_states_and_axes_of_samples():
@@ -338,6 +352,15 @@ def test_a_backward_solve_that_graphs_do_not_finish_is_made_by_the_loop(monkeypa
     found, known = (gradients(layer, layer(inputs()).square().sum()) for layer in (compiled, eager))
     for left, right in zip(found, known, strict=True):
         torch.testing.assert_close(left, right, **EXACT)
+
+
+def test_a_graph_that_brings_a_solve_no_further_is_the_last(monkeypatch, counted):
+    eager, compiled = pair()
+    monkeypatch.setattr(compiled_graphs, "_steps", lambda product, r, count: (0 * r, torch.ones(count, len(r))))
+    found, known = (gradients(layer, layer(inputs()).square().sum()) for layer in (compiled, eager))
+    for left, right in zip(found, known, strict=True):
+        torch.testing.assert_close(left, right, **EXACT)
+    assert [name for name, *_ in counted].count("adjoint") == 1
 
 
 def test_an_answer_that_graphs_claim_is_checked(monkeypatch):
