@@ -39,7 +39,7 @@ class System(NamedTuple):
     r: Tensor
 
 
-class Adjoint(NamedTuple):
+class Stepped(NamedTuple):
     """The end of some steps for a `System`.
 
     u, r: as there, r by a product with u.
@@ -94,7 +94,7 @@ class Graphs:
         inputs: Sequence[Tensor],
         event_ndim: int,
         count: int,
-    ) -> Adjoint:
+    ) -> Stepped:
         """Make `count` steps of GMRES for the system, and gradients by the answer.
 
         Args:
@@ -108,7 +108,7 @@ class Graphs:
         """
         graph = self._graph(_adjoint, (event_ndim, count, tuple(moving)), z, inputs, names=tuple(own))
         given = tuple(inputs[i] for i in moving)
-        return Adjoint(*_answer(graph, z.device, function, z, *system, own, given, *inputs))
+        return Stepped(*_answer(graph, z.device, function, z, *system, own, given, *inputs))
 
     def _graph(
         self,
