@@ -35,8 +35,8 @@ from torch import Tensor
 from .._autograd import applied, is_plain, unobserved
 from . import _debye
 
-#: Entries that are computed at a time, of G alone and of functions that keep all dimensions on the way in memory.
-MANY, FEW = 8192, 1024
+#: Bytes of t that are read at a time, of G alone and of functions that keep all dimensions on the way in memory.
+MANY, FEW = 2**17, 2**14
 
 
 class _Top(NamedTuple):
@@ -129,7 +129,8 @@ def _series(t: Tensor, dim: int, ratio: int, radial: int) -> tuple[list[Tensor],
         if k:
             # G' = -G^2 L' with L' = (G+ + P+)/2
             power = power * square
-            slopes.append(torch.cat([(g[-1][1:] + p[-1][1:]) / 2, (k * power * top.rows[k])[None]]))
+            inner = (g[-1][1 : len(p[-1])] + p[-1][1:]) / 2
+            slopes.append(torch.cat([inner, (k * power * top.rows[k])[None]]))
             g.append(_convolved(squares, slopes, k - 1, 1 if k > excesses else None) / -k)
         if k > excesses:
             break
@@ -146,8 +147,8 @@ def _series(t: Tensor, dim: int, ratio: int, radial: int) -> tuple[list[Tensor],
         for i in range(1, k + 1):
             own = torch.addcmul(own, steepness[i], e[k - i][1:])
         last = power * y * beyond[k] if k else top.rest * beyond[0] + square * (top.s + 1.5 - square)
-        # Where these are the last coefficients, those of the dimensions above serve no more.
-        needed = 1 if k == most else None
+        # Of the last coefficients those of the dimensions above serve no more, but one for the last slope.
+        needed = 1 + most - k if k == excesses else None
         e.append(_downwards(own, steepness[0], last, needed))
         p.append(torch.addcmul(_convolved(squares, e, k, needed), (dims[:needed] - 1) / 2, squares[k][:needed]))
     return [each[0] for each in g], [each[0] for each in p]
@@ -225,8 +226,8 @@ def _entropy(q: Tensor, dim: int) -> Tensor:
 class _Smooth:
     """Functions of a tensor and D that can be differentiated to any order.
 
-    formula: (x, D) -> the values y. slope: (x, D, y) -> the dy/dx, made of functions of this kind. together: entries of
-    x that are computed at a time.
+    formula: (x, D) -> the values y. slope: (x, D, y) -> the dy/dx, made of functions of this kind. together: bytes of
+    x that are read at a time.
     """
 
     formula: Callable[[Tensor, int], tuple[Tensor, ...]]
@@ -247,9 +248,10 @@ class _Smooth:
 
     def values(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """The formula of parts of x, one after the other."""
-        if x.numel() <= self.together:
+        together = self.together // x.element_size()
+        if x.numel() <= together:
             return self.formula(x, dim)
-        parts = [self.formula(part, dim) for part in torch.split(x.reshape(-1), self.together)]
+        parts = [self.formula(part, dim) for part in torch.split(x.reshape(-1), together)]
         return tuple(torch.cat(part).reshape(x.shape) for part in zip(*parts, strict=True))
 
 

@@ -70,7 +70,7 @@ def expansion(orders: int) -> tuple[Order, ...]:
 EXPANSION = expansion(17)
 #: The smallest order v at which the expansion is used: there its terms fall below the precision before they end. So
 #: much more for each derivative.
-LOWEST_ORDER = {torch.float64: (20.0, 4.0), torch.float32: (8.0, 2.0)}
+LOWEST_ORDER = {torch.float64: (20.0, 4.0), torch.float32: (8.0, 6.0)}
 
 
 class Start(NamedTuple):
@@ -138,7 +138,7 @@ def _series_rows(dim: int, dtype: torch.dtype, length: int, excess: int) -> Poly
         for power, number in ((1, v), (2, 1.5), (4, -1.0)):
             beyond[power] += number
         rows += [_taylor(beyond, v, n, 0) for n in range(1, excess + 1)]
-    return _packed(begin, rows)
+    return _packed(begin, rows, dtype)
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def _value_rows(dim: int, dtype: torch.dtype) -> Polynomials:
     for k, term in enumerate(EXPANSION[: begin.terms]):
         for power in range(k):
             stirling[power] += term.stirling * begin.order**-k
-    return _packed(begin, [_collected(begin, "length"), _collected(begin, "potential"), stirling])
+    return _packed(begin, [_collected(begin, "length"), _collected(begin, "potential"), stirling], dtype)
 
 
 def _collected(begin: Start, field: str) -> list[float]:
@@ -170,8 +170,11 @@ def _taylor(row: Sequence[float], v: float, n: int, shift: int) -> list[float]:
     return [math.prod(-(j + shift + 2 * i) / (2 * v**2) / (i + 1) for i in range(n)) * x for j, x in enumerate(row)]
 
 
-def _packed(begin: Start, rows: Sequence[Sequence[float]]) -> Polynomials:
-    # A multiple of eight, so that three times the even and the odd powers can be joined.
-    length = -(-max(map(len, rows)) // 8) * 8
-    padded = [[*row, *[0.0] * (length - len(row))] for row in rows]
+def _packed(begin: Start, rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Polynomials:
+    # High powers far below rounding are left out; then there are a multiple of eight, so that three times
+    # the even and the odd powers can be joined.
+    least = [1e-6 * torch.finfo(dtype).eps * max(map(abs, row)) for row in rows]
+    counted = max(i + 1 for row, small in zip(rows, least, strict=True) for i, x in enumerate(row) if abs(x) >= small)
+    length = -(-counted // 8) * 8
+    padded = [[*row, *[0.0] * length][:length] for row in rows]
     return Polynomials(begin, tuple(number for power in zip(*padded, strict=True) for number in power), len(rows))

@@ -159,6 +159,16 @@ def test_taylor_coefficients_of_every_order_are_those_of_many_digits(dim):
             assert worst(radial[k], [p[k] for _, p in truth]) < 4e-15 * 3**k
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_start_of_the_recurrences_serves_every_order(dtype):
+    t = torch.tensor([1e-3, 1.0, 30.0], dtype=dtype).square()
+    for dim in range(2, 65, 2):
+        truth = [riccati(dim, x, 2) for x in t.double().tolist()]
+        for order in range(3):
+            for k, values in enumerate(_bessel._series(t, dim, order, order)):
+                assert worst(values[order], [series[k][order] for series in truth]) < 8 * torch.finfo(dtype).eps
+
+
 def riccati(dim, t, order):
     """Power series of G and P by 2 t G' = 1 - t G^2 - D G and P = G + 2 t G', which cost digits."""
     with mpmath.workdps(80):
