@@ -289,7 +289,10 @@ def test_red_spin_systems_are_not_timed_either(monkeypatch):
     rows = spins.run(spins.settings_of(True), repeats=1)
     assert {row["metric"] for row in rows} == set(spins.METRICS)
     assert not any(row["seconds"] for row in rows)
-    assert {target.judge(rows)["verdict"] for target in SPINS} == {"missed"}
+    # A few rows are of full runs alone.
+    verdicts = [target.judge(rows)["verdict"] for target in SPINS]
+    assert {*verdicts} <= {"missed", "not measured"}
+    assert "missed" in verdicts
     assert spins.tables({"rows": rows}) == []
 
 
