@@ -31,6 +31,7 @@ from benchmarks.environment import environment
 from benchmarks.llama import NAMES, SMALL, LlamaSetting
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import TRAIN
+from implicit_attention import Equilibrium, Picard
 from implicit_attention.layers import compiled_graphs
 
 TINY = Shape(batch=1, heads=2, length=40, dim=9)
@@ -260,7 +261,9 @@ def test_a_block_as_a_fixed_point_on_a_gpu():
 
 def test_g4_takes_a_gpu(rows):
     assert {target.judge(rows)["verdict"] for target in TRAIN if target.device == "cuda"} == {"unmeasured"}
-    assert {target.judge(rows)["verdict"] for target in TRAIN if target.device == "cpu"} <= {"met", "missed"}
+    # Forward passes have bounds for the sizes of a full run alone.
+    on_cpu = [target for target in TRAIN if target.device == "cpu" and target.id != "FORWARD"]
+    assert {target.judge(rows)["verdict"] for target in on_cpu} <= {"met", "missed"}
     cases = train.settings_of(False, device="cuda")
     g4 = [case.problem for case in cases if case.metric == "G4"]
     assert {problem.shape for problem in g4} == {Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)}
