@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._autograd import at_least_single
 from ..fixed_point_map import PerSample, Shared
+from ..problem import is_like
 
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 
@@ -91,7 +92,7 @@ class StateLayout(NamedTuple):
 
     def check_output(self, name: str, result: Any, before: Any, *, cast: bool) -> Any:
         """Return the block's output for `before`, in its dtype where autocast chose another (`cast`), or raise."""
-        if self.single and isinstance(result, Tensor) and _same_kind(result, before):
+        if self.single and is_like(result, before):
             return result
         name, required = f"block {name}", f"return the structure of its state, {_shown(self.spec)}"
         remedy = "return the next state alone"
@@ -124,10 +125,6 @@ class StateLayout(NamedTuple):
         leaves = zip(pytree.tree_leaves(state), self.events, strict=True)
         parts = (_flat(tensor, event).isfinite().all(-1) for tensor, event in leaves)
         return functools.reduce(torch.logical_and, parts)
-
-
-def _same_kind(new: Tensor, old: Tensor) -> bool:
-    return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
 
 
 def _check_leaf(argument: str, leaf: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from implicit_attention import AnchoredEnergy, FixedPointMap, LogSumExp, PerSample, Unrolled, solve
+from implicit_attention import AnchoredEnergy, Equilibrium, FixedPointMap, LogSumExp, PerSample, Unrolled, solve
 from implicit_attention._norm import norm
 from implicit_attention.ops.native import library, loop
 from implicit_attention.potentials import Entmax
@@ -218,3 +218,46 @@ def test_a_solve_in_inference_mode_leaves_tensors_that_can_be_used_outside():
     with torch.inference_mode():
         found = solve(f, torch.zeros_like(x), solver=Anderson(history=2))
     assert bool(found.converged.all())
+
+
+class Late(torch.nn.Module):
+    """A block that does something else from its fifth call on."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.late, self.calls = late, 0
+
+    def forward(self, z, x):
+        self.calls += 1
+        return self.late(z, x) if self.calls > 4 else z / 2 + x
+
+
+LATE = {
+    "state": (lambda z, x: z.mul_(0.5) + x, "leave its state as it is"),
+    "argument": (lambda z, x: z / 2 + x.add_(0.1), "leave its arguments as they are"),
+    "shape": (lambda z, x: (z / 2 + x)[:, :2], "return"),
+    "dtype": (lambda z, x: (z / 2 + x).double(), "return"),
+}
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("name", LATE)
+def test_a_block_that_changes_its_ways_late_is_refused(name, seen):
+    late, words = LATE[name]
+    block = Late(late)
+    layer, x = Equilibrium(block, solver=Picard(rtol=1e-6)), torch.ones(3, 4)
+    with torch.no_grad():
+        if seen:
+            # Its writes were tested by a call before.
+            block.late = lambda z, x: z / 2 + x
+            layer(x)
+            block.late, block.calls = late, 0
+        with pytest.raises((ValueError, TypeError), match=words):
+            layer(x)
+
+
+@pytest.mark.parametrize("name", ["state", "shape", "dtype"])
+def test_so_is_a_map(name):
+    late, words = LATE[name]
+    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
+        solve(FixedPointMap(Late(late), torch.ones(3, 4), event_ndim=1), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
