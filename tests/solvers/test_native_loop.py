@@ -254,10 +254,13 @@ def test_a_block_that_changes_its_ways_late_is_refused(name, seen):
             block.late, block.calls = late, 0
         with pytest.raises((ValueError, TypeError), match=words):
             layer(x)
+    assert block.calls == 5
 
 
 @pytest.mark.parametrize("name", ["state", "shape", "dtype"])
 def test_so_is_a_map(name):
     late, words = LATE[name]
+    block = Late(late)
     with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
-        solve(FixedPointMap(Late(late), torch.ones(3, 4), event_ndim=1), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
+        solve(FixedPointMap(block, torch.ones(3, 4), event_ndim=1), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
+    assert block.calls == 5
