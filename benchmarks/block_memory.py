@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 
 from . import guard
 from .block_equilibrium import TESTS, Data, EquilibriumSetting, draw, ours
-from .measure import ROOT
-from .memory import begin, peak
+from .memory import begin, found_apart, peak
 from .targets import Row
 
 #: Evaluations of the block; the growth is from the first to the last.
@@ -54,23 +52,12 @@ def step_of(name: str, data: Data) -> Callable[[], Any]:
     return unrolled
 
 
-def peak_of(setting: MemorySetting, name: str) -> dict[str, Any]:
-    """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
-    command = [sys.executable, "-m", "benchmarks.block_memory", json.dumps(dataclasses.asdict(setting)), name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'killed'}"[:300]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def memory_row(setting: MemorySetting, *, repeats: int, max_seconds: float) -> Row:
     """Peak memory of implicit and unrolled training steps."""
     if (reason := guard.red(TESTS)) is not None:
         return {"evidence": {"ours": {"error": reason}}, "seconds": {}, "ratios": {GROWTH: None}}
     names = [*(f"implicit {count}" for count in COUNTS), *(f"unrolled {count}" for count in UNROLLED)]
-    found = {name: peak_of(setting, name) for name in names}
+    found = {name: found_apart("benchmarks.block_memory", setting, name, needed) for name in names}
     peaks = {name: part.get("peak_bytes") for name, part in found.items()}
     first, last, same = (f"implicit {COUNTS[0]}", f"implicit {COUNTS[-1]}", UNROLLED[-1])
     wanted = {GROWTH: (last, first), "unrolled / ours": (f"unrolled {same}", f"implicit {same}")}
@@ -78,16 +65,15 @@ def memory_row(setting: MemorySetting, *, repeats: int, max_seconds: float) -> R
     return {"evidence": found, "seconds": {}, "ratios": made}
 
 
-def main(argument: str, name: str) -> None:
-    """Warm up, take the step once, and print what it needed."""
-    setting = MemorySetting(**json.loads(argument))
+def needed(setting: MemorySetting, name: str) -> dict[str, Any]:
+    """Warm up, take the step once, and return what it needed."""
     step_of(name, draw(dataclasses.replace(setting, **WARM_UP)))()
     data = draw(setting)
     run = step_of(name, data)
     before = begin(setting.device)
     run()
-    print(json.dumps({"peak_bytes": peak(setting.device) - before, "baseline_bytes": before}))
+    return {"peak_bytes": peak(setting.device) - before, "baseline_bytes": before}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(needed(MemorySetting(**json.loads(sys.argv[1])), sys.argv[2])))

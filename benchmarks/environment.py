@@ -100,7 +100,10 @@ def warning(where: dict[str, Any]) -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """The commit of the working tree and whether the package has changes on top of it; nothing outside git."""
+    """The commit of the working tree and whether the package has changes on top of it.
+
+    Outside git the variable COMMIT says which it is, if anything does.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -110,4 +113,5 @@ def commit() -> dict[str, Any]:
         return done.stdout.strip()
 
     changes = git("status", "--porcelain", "--", "implicit_attention")
-    return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": None if changes is None else bool(changes)}
+    head = git("rev-parse", "HEAD") or os.environ.get("COMMIT")
+    return {"commit": head, "uncommitted_changes": None if changes is None else bool(changes)}

@@ -12,16 +12,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
-def red(tests: tuple[str, ...], root: Path = ROOT) -> str | None:
+def red(tests: tuple[str, ...], marker: str = "not slow", root: Path = ROOT) -> str | None:
     """Return why red tests forbid a timing; None if they pass. They run once per process, in one of their own.
 
     Args:
         tests: files or folders below `root`; without any there is nothing to refuse. One that is missing is red.
+        marker: which of them, as pytest's option `-m` has it.
         root: where they are run.
     """
     if not tests:
         return None
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+    workers = (os.cpu_count() or 1) // 2
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers if workers > 1 else 0)]
+    command += ["-x", "-m", marker, "-p", "no:cacheprovider"]
     # Options of a pytest around this run, or of its user, are not meant for these tests.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run([*command, *tests], cwd=root, env=outside, capture_output=True, text=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from . import guard
 from .compare import CONVERGED
-from .measure import apart, interleaved, once
-from .memory import begin, peak
+from .measure import interleaved, once
+from .memory import begin, found_apart, peak
 from .targets import Row
 
 TESTS = ("tests/integrations/test_transformers_causal.py",)
@@ -168,7 +168,7 @@ def _peaks(setting: LlamaSetting) -> Row:
     for name in NAMES:
         for tokens in setting.memory:
             one = dataclasses.replace(setting, tokens=tokens, memory=())
-            peaks[f"{name}, {tokens} tokens"] = apart("benchmarks.llama", json.dumps(dataclasses.asdict(one)), name)
+            peaks[f"{name}, {tokens} tokens"] = found_apart("benchmarks.llama", one, name, needed)
     few, many = setting.memory[0], setting.memory[-1]
 
     def growth(name: str) -> float | None:
@@ -182,9 +182,8 @@ def _peaks(setting: LlamaSetting) -> Row:
     }
 
 
-def main(argument: str, name: str) -> None:
-    """Run once with few tokens, then with all, and print what a training step and a forward pass needed."""
-    setting = LlamaSetting(**{**json.loads(argument), "memory": ()})
+def needed(setting: LlamaSetting, name: str) -> dict[str, Any]:
+    """Run once with few tokens, then with all, and return what a training step and a forward pass needed."""
     model = model_of(setting, name)
     step_of(model, tokens_of(dataclasses.replace(setting, tokens=64)))()
     tokens = tokens_of(setting)
@@ -193,8 +192,9 @@ def main(argument: str, name: str) -> None:
     forward = peak(setting.device) - before
     before = begin(setting.device)
     step_of(model, tokens)()
-    print(json.dumps({"peak_bytes": peak(setting.device) - before, "forward_bytes": forward}))
+    return {"peak_bytes": peak(setting.device) - before, "forward_bytes": forward}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    setting = LlamaSetting(**{**json.loads(sys.argv[1]), "memory": ()})
+    print(json.dumps(needed(setting, sys.argv[2])))

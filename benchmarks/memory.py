@@ -37,13 +37,25 @@ NOT_COUNTED = PicardCounts(0.0, 0, 0, 0.0)
 
 
 def peak_of(setting: Setting, name: str) -> dict[str, Any]:
-    """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
-    return apart("benchmarks.memory", json.dumps(dataclasses.asdict(setting)), name)
+    """Peak bytes of the step above the inputs; or the error that it ended with."""
+    return found_apart("benchmarks.memory", setting, name, needed)
 
 
-def main(argument: str, name: str) -> None:
-    """Warm up, take the step once, and print what it needed."""
-    setting = setting_of(argument)
+def found_apart(module: str, setting: Any, name: str, needed: Callable[[Any, str], dict[str, Any]]) -> dict[str, Any]:
+    """What the module finds for a setting, in a process of its own: a resident set is that of a whole process.
+
+    On a GPU the allocator counts, and needed(setting, name) finds the same here.
+    """
+    if torch.device(setting.device).type != "cuda":
+        return apart(module, json.dumps(dataclasses.asdict(setting)), name)
+    try:
+        return needed(setting, name)
+    except torch.OutOfMemoryError as error:
+        return {"error": f"OutOfMemoryError: {error}"[:300]}
+
+
+def needed(setting: Setting, name: str) -> dict[str, Any]:
+    """Warm up, take the step once, and return what it needed."""
     step_of(name, draw(dataclasses.replace(setting, shape=WARM_UP)))()
     data = draw(setting)
     run = step_of(name, data)
@@ -53,7 +65,7 @@ def main(argument: str, name: str) -> None:
     found["evaluations_mean"] = float(result.evaluations.double().mean())
     if name == "ours":
         found |= evidence(data, result.state)
-    print(json.dumps(found))
+    return found
 
 
 def begin(device: str) -> int:
@@ -92,4 +104,4 @@ def _kibibytes(field: str) -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(needed(setting_of(sys.argv[1]), sys.argv[2])))

@@ -198,7 +198,7 @@ def test_a_gpu_gets_the_settings_of_the_targets():
 
 
 def test_a_kernel_whose_tests_are_red_misses(monkeypatch):
-    monkeypatch.setattr(guard, "red", lambda tests: f"not timed, its tests are red: {tests[0]}")
+    monkeypatch.setattr(guard, "red", lambda tests, marker: f"not timed, its tests are red: {tests[0]}")
     case = attention.Case("G1", Setting("gaussian", 2.0, 0.0, Shape(length=4096), dtype="bfloat16", device="cuda"))
     (row,) = attention.run([case], repeats=1)
     assert "tests/ops" in row["evidence"]["fused"]["error"]
