@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
-def red(tests: tuple[str, ...], marker: str = "not slow", root: Path = ROOT) -> str | None:
+def red(tests: tuple[str, ...], root: Path = ROOT, marker: str = "not slow") -> str | None:
     """Return why red tests forbid a timing; None if they pass. They run once per process, in one of their own.
 
     Args:
         tests: files or folders below `root`; without any there is nothing to refuse. One that is missing is red.
-        marker: which of them, as pytest's option `-m` has it.
         root: where they are run.
+        marker: which of them, as pytest's option `-m` has it.
     """
     if not tests:
         return None

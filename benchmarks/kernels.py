@@ -86,7 +86,7 @@ def fused_solve(data: Data, *, rtol: float, max_steps: int) -> Any:
 
 def measured(case: Case, *, repeats: int, max_seconds: float) -> Row:
     """One G row; without a time if the tests of the operations are red or one of them breaks off."""
-    if (reason := guard.red(OPS, "gpu")) is not None:
+    if (reason := guard.red(OPS, marker="gpu")) is not None:
         return refused(case.metric, reason)
     try:
         return MEASURES[case.metric](case.problem, repeats, max_seconds)

@@ -16,5 +16,5 @@ from benchmarks import guard  # noqa: E402
 def green():
     """Every test is taken for green; a test that wants a red one replaces `guard.red` once more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "red", lambda tests, marker="", root=None: None)
+        patch.setattr(guard, "red", lambda tests, root=None, marker="": None)
         yield
