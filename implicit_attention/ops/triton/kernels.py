@@ -55,6 +55,14 @@ def query_tile(N, P: tl.constexpr):
 
 
 @triton.jit
+def columns(column, local, P: tl.constexpr):
+    """Some columns of a tile from `column` on: offsets in memory of the rows `local`, and which columns there are."""
+    D: tl.constexpr = P.dim
+    cols = column + tl.arange(0, P.columns)
+    return local[:, None] * D + cols[None, :], (cols < D)[None, :]
+
+
+@triton.jit
 def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
     """Rows start, start + 1, ... of the keys (pointer, strides), zeros beyond the ends."""
     pointer, stride_m, stride_d = keys
@@ -123,6 +131,12 @@ def rounded(x, P: tl.constexpr):
 
 
 @triton.jit
+def scaled_back(x, scale, P: tl.constexpr):
+    """What `rounded` makes of x, which may be some of its columns, as float32."""
+    return narrow(x * (1.0 / scale)[:, None], P).to(tl.float32) * scale[:, None]
+
+
+@triton.jit
 def product(left, right, total, P: tl.constexpr):
     """The sum total + left @ right, in float32."""
     if P.precision == "widen":
@@ -176,12 +190,10 @@ def one(M):
 
 
 @triton.jit
-def attend(z, beta, first, keys, pairs, N, M, P: tl.constexpr):
-    """Mean (ROWS, DIMS) and log-sum-exp (ROWS,) of the keys at z; 0 for rows that attend to no key."""
+def attend(half, by, first, keys, pairs, N, M, P: tl.constexpr):
+    """Mean (ROWS, DIMS) and log-sum-exp (ROWS,) of the scores by <half, k>; 0 for rows that attend to no key."""
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
-    half, scale = rounded(z, P)
-    by = scale * (beta * LOG2E)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, DIMS], tl.float32)
@@ -191,10 +203,7 @@ def attend(z, beta, first, keys, pairs, N, M, P: tl.constexpr):
     for start in range(full, end, P.keys):
         peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, True)
     mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
-    logsumexp = tl.where(total == 0.0, 0.0, (peak + tl.log2(total)) * LN2)
-    if P.dtype != "fp32":
-        logsumexp += beta * tl.sum(mean * (z - half.to(tl.float32) * scale[:, None]), 1)
-    return mean, logsumexp
+    return mean, tl.where(total == 0.0, 0.0, (peak + tl.log2(total)) * LN2)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes.
@@ -38,6 +39,7 @@ TILES = {
     ("keys", False): {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 64, 8, 1)},
 }
 SMALLEST_TILE = 16
+COLUMNS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class KernelPlan:
     keys: int
     dims: int  # the head dimension `dim`, up to a power of two
     dim: int
+    columns: int  # of a tile that are read at once where all of them would take too many registers
     causal: bool
     mask: int
     mask_rows: bool  # whether the mask differs from query to query
@@ -128,11 +131,13 @@ def _fitting(size: int, most: int) -> int:
 def plan(problem: Hopfield, chosen: Tiles) -> KernelPlan:
     mask, dim, dtype = problem.mask, problem.field.shape[-1], problem.keys.dtype
     widen = interpreted() and dtype == torch.bfloat16
+    dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
     return KernelPlan(
         rows=chosen.rows,
         keys=chosen.keys,
-        dims=max(SMALLEST_TILE, 1 << (dim - 1).bit_length()),
+        dims=dims,
         dim=dim,
+        columns=min(dims, COLUMNS),
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,
@@ -179,7 +184,7 @@ def launch(kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *argume
     device = problem.keys.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](
-            *arguments, plan(problem, chosen), num_warps=chosen.warps, num_stages=chosen.stages, enable_fp_fusion=True
+            *arguments, plan(problem, chosen), num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers, enable_fp_fusion=True
         )
 
 

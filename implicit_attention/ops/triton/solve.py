@@ -16,7 +16,7 @@ from ...status import Status
 from .. import trust
 from ..problem import Hopfield
 from ..rule import Solved
-from .kernels import attend, batch_offset, query_tile
+from .kernels import LOG2E, attend, batch_offset, columns, query_tile, rounded, scaled_back
 from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -38,21 +38,23 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32."""
     problem = in_memory(problem)
     field, count = problem.field, problem.keys.shape[-2]
-    answer = Solved.allocated(partial(trust.empty, device=field.device), field.shape, torch.float32)
+    empty = partial(trust.empty, device=field.device)
+    answer = Solved.allocated(empty, field.shape, torch.float32)
     if field.numel() == 0:
         return answer
     layout = KernelLayout.of(problem)
     assert layout is not None
     chosen, rows = tiles("solve", problem), field.shape[-2]
+    point = initial.resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     launch(
         _solve_kernel,
         answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
         chosen,
         problem,
         *(
-            field,
-            layout.field,
-            in_order(initial),
+            in_order(field).float(),
+            point,
+            empty(field.shape, dtype=torch.float32),
             *placed(problem, layout),
             *answer,
             layout.sizes,
@@ -66,18 +68,27 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
 
 
 @triton.jit
-def _length(rows, square):
-    """The length of each row, (ROWS, D) -> (ROWS), whose `square` may have underflown or overflown."""
-    unit = tl.where(square < LEAST * LEAST, POWER, tl.where(square < float("inf"), 1.0, 1.0 / POWER))
-    scaled = rows * unit[:, None]
-    return tl.sqrt(tl.sum(scaled * scaled, 1)) / unit
+def _length(square, small, big):
+    """The length of rows from their sums of squares: as they are, in units of 1/POWER, and in units of POWER."""
+    far = tl.where(square < float("inf"), tl.sqrt(square), tl.sqrt(big) * POWER)
+    return tl.where(square < LEAST * LEAST, tl.sqrt(small) / POWER, far)
+
+
+@triton.jit
+def _columns_at(column, point, fresh, field, a, local, real, anchored, P: tl.constexpr):
+    """Of some columns: offsets in memory, which are there, z, the mean at z, a x."""
+    place, exists = columns(column, local, P)
+    there = real[:, None] & exists
+    z = tl.load(point + place, mask=there, other=0.0)
+    mean = tl.load(fresh + place, mask=there, other=0.0)
+    return place, there, z, mean, a * tl.load(field + place, mask=anchored[:, None] & exists, other=0.0)
 
 
 @triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "atol", "max_steps", "plain_steps", "exhausted"])
 def _solve_kernel(
     field,
-    field_strides,
-    initial,
+    point,
+    fresh,
     keys,
     keys_strides,
     beta,
@@ -108,26 +119,25 @@ def _solve_kernel(
 ):
     """Per query the iteration of `solvers.Anderson(history=1)` on an energy with a convex potential.
 
-    The outputs hold the last accepted point and what was measured there. They are also where the next step reads the
-    point that it started from, which frees the registers of two tiles.
+    `point` is the point of the next evaluation and `fresh` the mean there; the outputs hold the last accepted point and
+    what was measured there. Between two evaluations these are read a few columns at a time: the registers are those of
+    the loop over the keys.
     """
     ROWS: tl.constexpr = P.rows
     D: tl.constexpr = P.dim
     batch, first, local, dims, real, inside = query_tile(N, P)
     begin = batch * N + first
-    places = local[:, None] * D + dims[None, :]
-    state_at, mean_at = state_out + begin * D + places, mean_out + begin * D + places
+    at, start = begin + local, begin * D
+    field, point, fresh = field + start, point + start, fresh + start
+    state_out, mean_out = state_out + start, mean_out + start
 
     b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
-    field += batch_offset(batch, sizes, field_strides) + first.to(tl.int64) * field_strides[3]
-    field_at = field + local[:, None] * field_strides[3] + dims[None, :] * field_strides[4]
     # Without an anchor the field is not read, so that NaN in it does not matter.
-    anchored = inside & (tl.zeros([ROWS], tl.float32) + a != 0.0)[:, None]
+    anchored = real & (tl.zeros([ROWS], tl.float32) + a != 0.0)
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
     pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
 
-    z = tl.load(initial + begin * D + places, mask=inside, other=0.0).to(tl.float32)
     active = real
     accelerated = local < 0
     base_energy = tl.zeros([ROWS], tl.float32)
@@ -136,74 +146,112 @@ def _solve_kernel(
     running = True
     while running:
         index = tl.zeros([ROWS], tl.int32) + step
-        mean, logsumexp = attend(z, b, first, key_rows, pairs, N, M, P)
-        x = tl.load(field_at, mask=anchored, other=0.0).to(tl.float32)
-        f = a * x + (1.0 - a) * mean
-        r = f - z
-        square = tl.sum(r * r, 1)
-        residual = _length(r, square)
-        tolerance = atol + rtol * _length(f, tl.sum(f * f, 1))
-        finite = (residual < float("inf")) & (tolerance < float("inf"))
-        energy = tl.sum(z * (0.5 * z - a * x), 1) - (1.0 - a) / b * logsumexp
+        whole = local[:, None] * D + dims[None, :]
+        half, scale = rounded(tl.load(point + whole, mask=inside, other=0.0), P)
+        mean, logsumexp = attend(half, scale * (b * LOG2E), first, key_rows, pairs, N, M, P)
+        tl.store(fresh + whole, mean, mask=inside)
+        tl.debug_barrier()  # every thread has written the mean
 
-        # The test compares z with the point that the step started from.
-        known = inside & (index >= plain_steps)[:, None]
-        dz = z - tl.load(state_at, mask=known, other=0.0)
-        df = (1.0 - a) * (mean - tl.load(mean_at, mask=known, other=0.0))
-        dr = df - dz
+        # The test compares this point with the one that the step started from.
+        known = real & (index >= plain_steps)
+        square = tl.zeros([ROWS], tl.float32)
+        size = tl.zeros([ROWS], tl.float32)
+        lost = tl.zeros([ROWS], tl.float32)
+        energy = tl.zeros([ROWS], tl.float32)
+        trapezoid = tl.zeros([ROWS], tl.float32)
+        across = tl.zeros([ROWS], tl.float32)
+        turned = tl.zeros([ROWS], tl.float32)
+        along = tl.zeros([ROWS], tl.float32)
+        span = tl.zeros([ROWS], tl.float32)
+        bent = tl.zeros([ROWS], tl.float32)
+        for column in tl.range(0, D, P.columns, num_stages=1):
+            place, there, z, m, ax = _columns_at(column, point, fresh, field, a, local, real, anchored, P)
+            f = ax + (1.0 - a) * m
+            r = f - z
+            dz = z - tl.load(state_out + place, mask=known[:, None] & there, other=0.0)
+            df = (1.0 - a) * (m - tl.load(mean_out + place, mask=known[:, None] & there, other=0.0))
+            dr = df - dz
+            square += tl.sum(r * r, 1)
+            size += tl.sum(f * f, 1)
+            if P.dtype != "fp32":
+                lost += tl.sum(m * (z - scaled_back(z, scale, P)), 1)
+            energy += tl.sum(z * (0.5 * z - ax), 1)
+            # -grad E = r: this is the fall of E up to third order, free of cancellation.
+            trapezoid += tl.sum((r - 0.5 * dr) * dz, 1)
+            across += tl.sum(dr * r, 1)
+            turned += tl.sum(dr * dr, 1)
+            along += tl.sum(r * df, 1)
+            span += tl.sum(df * df, 1)
+            bent += tl.sum(dz * dr, 1)
+        # Squares that underflow or overflow are rare, and those of rows that have ended do not matter.
+        plainly = (square >= LEAST * LEAST) & (square < float("inf"))
+        plainly = plainly & (size >= LEAST * LEAST) & (size < float("inf"))
+        residual, length = tl.sqrt(square), tl.sqrt(size)
+        if tl.max((active & ~plainly).to(tl.int32), 0) > 0:
+            small, big = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+            small_f, big_f = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+            for column in tl.range(0, D, P.columns, num_stages=1):
+                _, _, z, m, ax = _columns_at(column, point, fresh, field, a, local, real, anchored, P)
+                f = ax + (1.0 - a) * m
+                r = f - z
+                small += tl.sum((r * POWER) * (r * POWER), 1)
+                big += tl.sum((r / POWER) * (r / POWER), 1)
+                small_f += tl.sum((f * POWER) * (f * POWER), 1)
+                big_f += tl.sum((f / POWER) * (f / POWER), 1)
+            residual, length = _length(square, small, big), _length(size, small_f, big_f)
+        logsumexp += b * lost
+        tolerance = atol + rtol * length
+        finite = (residual < float("inf")) & (tolerance < float("inf"))
+        energy -= (1.0 - a) / b * logsumexp
+
         required = DESCENT * base_residual * base_residual
         rounding = EPS * tl.maximum(tl.abs(energy), tl.abs(base_energy))
-        # -grad E = r: this is the fall of E up to third order, free of cancellation.
-        trapezoid = tl.sum((r - 0.5 * dr) * dz, 1)
         measured = base_energy - energy >= required - rounding
         descends = tl.where(required > ENERGY_SLACK * rounding, measured, trapezoid >= required)
         accepted = (finite & descends) | ~accelerated
 
         kept = active & accepted
-        at = begin + local
-        small = kept & finite & (residual <= tolerance)
+        solved = kept & finite & (residual <= tolerance)
         broken = kept & ~finite
         if FIXED:
-            small = small & (local < 0)
+            solved = solved & (local < 0)
         write = kept & (finite | (index == 0))
         tl.store(logsumexp_out + at, logsumexp, mask=write)
         tl.store(residual_out + at, residual, mask=write)
         tl.store(tolerance_out + at, tolerance, mask=write)
         tl.store(num_steps_out + at, index, mask=write)
         failure = tl.where(index == 0, NONFINITE, DIVERGED)
-        done = small | broken
-        tl.store(status_out + at, tl.where(small, CONVERGED, failure).to(tl.int8), mask=done)
+        done = solved | broken
+        tl.store(status_out + at, tl.where(solved, CONVERGED, failure).to(tl.int8), mask=done)
         tl.store(num_evals_out + at, index + 1, mask=done)
         active = active & ~done
 
         # r - gamma (dz + dr) where that promises descent, a long plain step where E curves down, else a plain one.
-        gamma = tl.sum(dr * r, 1) / tl.maximum(tl.sum(dr * dr, 1), TINY)
-        along, span = tl.sum(r * df, 1), tl.sum(df * df, 1)
+        gamma = across / tl.maximum(turned, TINY)
         slope = square - gamma * along
-        length = tl.sqrt(tl.maximum(slope - gamma * along + gamma * gamma * span, 0.0))
-        cut = tl.where(length > LONGEST * residual, LONGEST * residual / length, 1.0)
-        promising = (length < float("inf")) & (cut * slope >= SLOPE * square)
+        reach = tl.sqrt(tl.maximum(slope - gamma * along + gamma * gamma * span, 0.0))
+        cut = tl.where(reach > LONGEST * residual, LONGEST * residual / reach, 1.0)
+        promising = (reach < float("inf")) & (cut * slope >= SLOPE * square)
         # Products that underflow do not measure the curvature.
-        downward = (tl.sum(dz * dr, 1) >= 0.0) & (base_residual >= LEAST)
+        downward = (bent >= 0.0) & (base_residual >= LEAST)
         # The last step of a budget is plain: it is never rejected.
         accelerated = accepted & (downward | promising) & (index >= plain_steps) & (index + 1 < max_steps)
 
-        # Read again: until here only z and the mean had to stay in registers.
-        x = tl.load(field_at, mask=anchored, other=0.0).to(tl.float32)
-        base_mean = tl.load(mean_at, mask=known, other=0.0)
-        f = a * x + (1.0 - a) * tl.where(accepted[:, None], mean, base_mean)
         by_r = tl.where(downward, STRETCH, cut)
         by_df = tl.where(downward, 0.0, cut * gamma) * (1.0 - a)
-        fast = z + by_r[:, None] * (f - z) - by_df[:, None] * (mean - base_mean)
-        candidate = tl.where(accelerated[:, None], fast, f)
         tl.debug_barrier()  # every thread has read the last point
-        tl.store(state_at, tl.where(finite[:, None], z, float("nan")), mask=inside & write[:, None])
-        tl.store(mean_at, mean, mask=inside & write[:, None])
+        for column in tl.range(0, D, P.columns, num_stages=1):
+            place, there, z, m, ax = _columns_at(column, point, fresh, field, a, local, real, anchored, P)
+            base = tl.load(mean_out + place, mask=known[:, None] & there, other=0.0)
+            f = ax + (1.0 - a) * tl.where(accepted[:, None], m, base)
+            fast = z + by_r[:, None] * (f - z) - by_df[:, None] * (m - base)
+            tl.store(state_out + place, tl.where(finite[:, None], z, float("nan")), mask=write[:, None] & there)
+            tl.store(mean_out + place, m, mask=write[:, None] & there)
+            tl.store(point + place, tl.where(accelerated[:, None], fast, f), mask=there)
         tl.debug_barrier()  # every thread has written this one
-        z = candidate
         # These serve to test the next step, which after a rejected one is plain and not tested.
         base_energy, base_residual = energy, residual
         step += 1
         running = (step <= max_steps) & (tl.max(active.to(tl.int32), 0) > 0)
-    tl.store(status_out + begin + local, (tl.zeros([ROWS], tl.int32) + exhausted).to(tl.int8), mask=active)
-    tl.store(num_evals_out + begin + local, tl.zeros([ROWS], tl.int32) + step, mask=active)
+    tl.store(status_out + at, (tl.zeros([ROWS], tl.int32) + exhausted).to(tl.int8), mask=active)
+    tl.store(num_evals_out + at, tl.zeros([ROWS], tl.int32) + step, mask=active)
