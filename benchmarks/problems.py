@@ -141,7 +141,7 @@ def exact_adjoint(setting: Setting, z: Tensor, keys: Tensor, g: Tensor) -> tuple
         mean = p @ keys
         second = torch.einsum("nm,md,me->nde", p, keys, keys)
         jacobian = (1 - setting.anchor) * setting.beta * (second - mean[:, :, None] * mean[:, None, :])
-        u = torch.linalg.solve(torch.eye(len(g[0]), dtype=g.dtype) - jacobian, g)
+        u = torch.linalg.solve(torch.eye(len(g[0]), dtype=g.dtype, device=g.device) - jacobian, g)
     f = (1 - setting.anchor) * (setting.beta * z @ keys.T).softmax(-1) @ keys
     (by_keys,) = torch.autograd.grad((f * u).sum(), keys)
     return u, by_keys

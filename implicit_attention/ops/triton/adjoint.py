@@ -15,14 +15,16 @@ from .. import trust
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule
 from .kernels import (
+    HEADROOM,
     LOG2E,
     batch_offset,
-    covariance_product,
+    columns,
     narrow,
     power_of_two,
     query_tile,
     rounded,
-    score_shift,
+    scaled_back,
+    weighted_keys,
 )
 from .keys import KernelOperands, gradient_of_keys
 from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
@@ -71,6 +73,7 @@ def solve_adjoint(
         chosen,
         problem,
         *(in_order(tensor) for tensor in (state, mean, logsumexp, cotangent)),
+        *(empty(state.shape, dtype=torch.float32) for _ in range(3)),
         *placed(problem, layout),
         *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
         *(*operands, layout.sizes, rows, keys.shape[-2], offset_of(problem), *rule),
@@ -80,12 +83,47 @@ def solve_adjoint(
     return answer
 
 
+@triton.jit
+def _spread(v, mean, spread, half, by, shift, first, local, dims, real, inside, keys, pairs, N, M, P: tl.constexpr):
+    """Write the weighted keys of a vector v in memory to `spread`; what sum_j w_j times the mean is, and their unit."""
+    ROWS: tl.constexpr = P.rows
+    D: tl.constexpr = P.dim
+    whole = local[:, None] * D + dims[None, :]
+    tl.debug_barrier()  # every thread has written v and read what `spread` was
+    v_half, v_scale = rounded(tl.load(v + whole, mask=inside, other=0.0), P)
+    centre = tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, D, P.columns, num_stages=1):
+        place, exists = columns(column, local, P)
+        there = real[:, None] & exists
+        some = narrow(tl.load(v + place, mask=there, other=0.0) * (1.0 / v_scale)[:, None], P)
+        centre += tl.sum(tl.load(mean + place, mask=there, other=0.0) * some.to(tl.float32), 1)
+    total, rest = weighted_keys(half, by, shift, v_half, centre, first, keys, pairs, N, M, P)
+    tl.store(spread + whole, total, mask=inside)
+    tl.debug_barrier()  # every thread has written its part
+    if P.dtype == "fp16":
+        v_scale = v_scale * HEADROOM
+    return rest, v_scale
+
+
+@triton.jit
+def _spread_at(column, mean, spread, rest, unit, local, real, P: tl.constexpr):
+    """Of some columns: offsets in memory, which are there, the mean, the covariance of the keys times the vector."""
+    place, exists = columns(column, local, P)
+    there = real[:, None] & exists
+    m = tl.load(mean + place, mask=there, other=0.0)
+    product = tl.load(spread + place, mask=there, other=0.0) - rest[:, None] * m
+    return place, there, m, product * unit[:, None]
+
+
 @triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "max_steps"])
 def _adjoint_kernel(
     state,
     mean,
     logsumexp,
     cotangent,
+    search,
+    rest_of,
+    spread,
     keys,
     keys_strides,
     beta,
@@ -115,36 +153,48 @@ def _adjoint_kernel(
     max_steps,
     P: tl.constexpr,
 ):
-    """Conjugate gradients per query, in units of the power of two that brings its cotangent to order one."""
+    """Conjugate gradients per query, in units of the power of two that brings its cotangent to order one.
+
+    The solution `value_out`, the residual `rest_of` and the direction `search` are read a few columns at a time: the
+    registers are those of the loop over the keys.
+    """
     ROWS: tl.constexpr = P.rows
-    DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
     batch, first, local, dims, real, inside = query_tile(N, P)
     begin = batch * N + first
-    places = begin * D + local[:, None] * D + dims[None, :]
-    at = begin + local
+    start, at = begin * D, begin + local
+    state, mean, cotangent, value_out = state + start, mean + start, cotangent + start, value_out + start
+    search, rest_of, spread = search + start, rest_of + start, spread + start
 
     b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
     pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
 
-    z = tl.load(state + places, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
-    level = tl.load(logsumexp + at, mask=real, other=0.0).to(tl.float32)
-    half, scale = rounded(z, P)
-    shift = score_shift(z, m, level, half, scale, b)
+    half, scale = rounded(tl.load(state + local[:, None] * D + dims[None, :], mask=inside, other=0.0), P)
+    moved, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, D, P.columns, num_stages=1):
+        place, exists = columns(column, local, P)
+        there = real[:, None] & exists
+        z = tl.load(state + place, mask=there, other=0.0)
+        moved += tl.sum(tl.load(mean + place, mask=there, other=0.0) * (scaled_back(z, scale, P) - z), 1)
+        peak = tl.maximum(peak, tl.max(tl.abs(tl.load(cotangent + place, mask=there, other=0.0)), 1))
+    # The log-sum-exp of the scores of the rounded z, in units of log 2: with it probabilities sum to 1.
+    shift = (tl.load(logsumexp + at, mask=real, other=0.0) + b * moved) * LOG2E
     by = scale * (b * LOG2E)
 
-    residual = tl.load(cotangent + places, mask=inside, other=0.0).to(tl.float32)
     # Subnormal cotangents are lifted first, as the reciprocal of their power of two is no number.
-    peak = tl.max(tl.abs(residual), 1)
     lift = tl.where(peak < SMALLEST_LARGE, LIFT, 1.0)
     unit = power_of_two(peak * lift)
-    residual = residual * lift[:, None] / unit[:, None]
-    search = residual
-    value = tl.zeros([ROWS, DIMS], tl.float32)
-    square = tl.sum(residual * residual, 1)
+    square = tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, D, P.columns, num_stages=1):
+        place, exists = columns(column, local, P)
+        there = real[:, None] & exists
+        g = tl.load(cotangent + place, mask=there, other=0.0) * lift[:, None] / unit[:, None]
+        square += tl.sum(g * g, 1)
+        tl.store(rest_of + place, g, mask=there)
+        tl.store(search + place, g, mask=there)
+        tl.store(value_out + place, g * 0.0, mask=there)
     limit = rtol * rtol * square
     size = tl.sqrt(square)
     tolerance = rtol * size
@@ -153,65 +203,94 @@ def _adjoint_kernel(
     active = real & (square > limit) & (num_steps < max_steps)
     running = tl.max(active.to(tl.int32), 0) > 0
     while running:
-        m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
-        product = covariance_product(half, by, shift, search, m, first, key_rows, pairs, N, M, P)
-        product = search - (1.0 - a) * b * product
-        curvature = tl.sum(search * product, 1)
+        rest, its = _spread(
+            search, mean, spread, half, by, shift, first, local, dims, real, inside, key_rows, pairs, N, M, P
+        )
+        curvature, length = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        for column in tl.range(0, D, P.columns, num_stages=1):
+            place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
+            p = tl.load(search + place, mask=there, other=0.0)
+            curvature += tl.sum(p * (p - (1.0 - a) * b * product), 1)
+            length += tl.sum(p * p, 1)
         num_steps += active.to(tl.int32)
         # A NaN is not blocked: it goes on into the residual and is seen there.
-        met = active & (curvature <= NOISE * EPS * tl.sum(search * search, 1))
+        met = active & (curvature <= NOISE * EPS * length)
         blocked = blocked | met
         active = active & ~met
         rate = tl.where(active, square / curvature, 0.0)
-        value += rate[:, None] * search
-        residual -= rate[:, None] * product
-        reached = tl.sum(residual * residual, 1)
-        search = residual + tl.where(active, reached / square, 0.0)[:, None] * search
+        reached = tl.zeros([ROWS], tl.float32)
+        for column in tl.range(0, D, P.columns, num_stages=1):
+            place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
+            p = tl.load(search + place, mask=there, other=0.0)
+            value = tl.load(value_out + place, mask=there, other=0.0) + rate[:, None] * p
+            r = tl.load(rest_of + place, mask=there, other=0.0) - rate[:, None] * (p - (1.0 - a) * b * product)
+            reached += tl.sum(r * r, 1)
+            tl.store(value_out + place, value, mask=there)
+            tl.store(rest_of + place, r, mask=there)
+        again = tl.where(active, reached / square, 0.0)
+        for column in tl.range(0, D, P.columns, num_stages=1):
+            place, exists = columns(column, local, P)
+            there = real[:, None] & exists
+            p = tl.load(search + place, mask=there, other=0.0)
+            tl.store(search + place, tl.load(rest_of + place, mask=there, other=0.0) + again[:, None] * p, mask=there)
         square = reached
         active = active & (square > limit) & (num_steps < max_steps)
         running = tl.max(active.to(tl.int32), 0) > 0
 
     # The same product gives the residual of u and its gradients.
-    m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
-    spread = covariance_product(half, by, shift, value, m, first, key_rows, pairs, N, M, P)
-    residual = tl.load(cotangent + places, mask=inside, other=0.0).to(tl.float32) * lift[:, None] / unit[:, None]
-    residual = residual - (value - (1.0 - a) * b * spread)
+    rest, its = _spread(
+        value_out, mean, spread, half, by, shift, first, local, dims, real, inside, key_rows, pairs, N, M, P
+    )
+    left, by_beta, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, D, P.columns, num_stages=1):
+        place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
+        value = tl.load(value_out + place, mask=there, other=0.0)
+        g = tl.load(cotangent + place, mask=there, other=0.0) * lift[:, None] / unit[:, None]
+        r = g - (value - (1.0 - a) * b * product)
+        left += tl.sum(r * r, 1)
+        by_beta += (1.0 - a) * tl.sum(tl.load(state + place, mask=there, other=0.0) * product, 1)
+        peak = tl.maximum(peak, tl.max(tl.abs(value), 1))
     # A row without a cotangent adds nothing, even if it is not finite.
     idle = size == 0.0
-    answer = tl.where(idle, 0.0, tl.sqrt(tl.sum(residual * residual, 1)))
+    answer = tl.where(idle, 0.0, tl.sqrt(left))
     finite = answer < float("inf")
     solved = finite & (answer <= SLACK * tolerance) & ~blocked
     stalled = finite & ~solved & (blocked | (num_steps < max_steps))
     status = tl.where(stalled, STALLED, UNFINISHED)
     status = tl.where(solved, CONVERGED, tl.where(finite, status, NONFINITE))
     dropped = stalled | idle
-    # A row that is not finite gives NaN.
-    value = tl.where(finite[:, None], value, float("nan"))
-    value = tl.where(dropped[:, None], 0.0, value)
-    z = tl.load(state + places, mask=inside, other=0.0).to(tl.float32)
-    by_beta = tl.where(dropped, 0.0, (1.0 - a) * tl.sum(z * spread, 1))
     answer = tl.where(stalled, size, answer)
-    tl.store(value_out + places, value * unit[:, None] / lift[:, None], mask=inside)
     tl.store(status_out + at, status.to(tl.int8), mask=real)
     tl.store(residual_out + at, answer * unit / lift, mask=real)
     tl.store(tolerance_out + at, tolerance * unit / lift, mask=real)
     tl.store(num_steps_out + at, num_steps, mask=real)
     tl.store(negative_out + at, blocked.to(tl.uint8), mask=real)
-    tl.store(by_beta_out + at, by_beta * unit / lift, mask=real)
+    tl.store(by_beta_out + at, tl.where(dropped, 0.0, by_beta) * unit / lift, mask=real)
 
     # What the kernel for the keys reads: z and u' = (1 - anchor) u, rounded, and <mean, u'>. A query that adds nothing
     # has probabilities exp2(-inf), even if it is not finite.
-    half = tl.where(dropped[:, None], 0.0, half.to(tl.float32))
-    tl.store(state_half_out + places, half.to(state_half_out.dtype.element_ty), mask=inside)
     tl.store(state_scale_out + at, scale, mask=real)
     tl.store(shift_out + at, tl.where(dropped, float("inf"), shift), mask=real)
-    value = (1.0 - a) * value
+    u_scale = tl.full([ROWS], 1.0, tl.float32)
     if P.dtype == "fp16":
-        u_half, u_scale = rounded(value, P)
+        u_scale = power_of_two(tl.where(dropped | ~finite, 0.0, (1.0 - a) * peak))
         tl.store(value_scale_out + at, u_scale * unit / lift, mask=real)
-    else:
-        u_half = narrow(value * unit[:, None] / lift[:, None], P)
-    tl.store(value_half_out + places, u_half.to(value_half_out.dtype.element_ty), mask=inside)
-    m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
-    centre = tl.sum(m * u_half.to(tl.float32), 1)
+    centre = tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, D, P.columns, num_stages=1):
+        place, exists = columns(column, local, P)
+        there = real[:, None] & exists
+        # A row that is not finite gives NaN.
+        value = tl.where(finite[:, None], tl.load(value_out + place, mask=there, other=0.0), float("nan"))
+        value = tl.where(dropped[:, None], 0.0, value)
+        tl.store(value_out + place, value * unit[:, None] / lift[:, None], mask=there)
+        z = tl.where(dropped[:, None], 0.0, tl.load(state + place, mask=there, other=0.0))
+        z_half = narrow(z * (1.0 / scale)[:, None], P)
+        tl.store(state_half_out + start + place, z_half.to(state_half_out.dtype.element_ty), mask=there)
+        value = (1.0 - a) * value
+        if P.dtype == "fp16":
+            u_half = narrow(value * (1.0 / u_scale)[:, None], P)
+        else:
+            u_half = narrow(value * unit[:, None] / lift[:, None], P)
+        tl.store(value_half_out + start + place, u_half.to(value_half_out.dtype.element_ty), mask=there)
+        centre += tl.sum(tl.load(mean + place, mask=there, other=0.0) * u_half.to(tl.float32), 1)
     tl.store(centre_out + at, tl.where(dropped, 0.0, centre), mask=real)

@@ -232,19 +232,14 @@ def _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P
 
 
 @triton.jit
-def score_shift(z, mean, logsumexp, half, scale, beta):
-    """The log-sum-exp in units of log 2, per row, of the scores of the rounded z: with it probabilities sum to 1."""
-    read = half.to(tl.float32) * scale[:, None]
-    return (logsumexp + beta * tl.sum(mean * (read - z), 1)) * LOG2E
+def weighted_keys(half, by, shift, v_half, centre, first, keys, pairs, N, M, P: tl.constexpr):
+    """sum_j w_j k_j and sum_j w_j, w_j = p_j (<v_half, k_j> - centre), per row, with p_j = exp2(by <half, k_j> - shift).
 
-
-@triton.jit
-def covariance_product(half, by, shift, v, mean, first, keys, pairs, N, M, P: tl.constexpr):
-    """sum_j p_j (t_j - <mean, v>) k_j per row, with t = K v and probabilities p_j = exp2(by <half, k_j> - shift)."""
+    The covariance of the keys times v is the first less the second times their mean, as the weights sum to 0 but for the
+    rounding of z and v, which what the keys have in common would amplify. In float16 both are in units of `HEADROOM`.
+    """
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
-    v_half, v_scale = rounded(v, P)
-    centre = tl.sum(mean * v_half.to(tl.float32), 1)
     total = tl.zeros([ROWS, DIMS], tl.float32)
     rest = tl.zeros([ROWS], tl.float32)
     full, end = key_range(first, pairs, N, M, P)
@@ -256,11 +251,7 @@ def covariance_product(half, by, shift, v, mean, first, keys, pairs, N, M, P: tl
         total, rest = _covariance_tile(
             half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P, True
         )
-    # The weights sum to 0, but for the rounding of z and v, which what the keys have in common would amplify.
-    total -= rest[:, None] * mean
-    if P.dtype == "fp16":
-        v_scale = v_scale * HEADROOM
-    return total * v_scale[:, None]
+    return total, rest
 
 
 @triton.jit
