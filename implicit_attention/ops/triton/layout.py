@@ -31,12 +31,12 @@ class Tiles(NamedTuple):
 
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes.
 TILES = {
-    ("solve", True): {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3)},
-    ("solve", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
-    ("adjoint", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 3)},
-    ("adjoint", False): {64: Tiles(64, 32, 8, 2), 128: Tiles(64, 16, 8, 2)},
-    ("keys", True): {64: Tiles(64, 128, 8, 2), 128: Tiles(64, 64, 8, 2)},
-    ("keys", False): {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 64, 8, 1)},
+    ("solve", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3)},
+    ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3)},
+    ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
+    ("keys", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
+    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
 }
 SMALLEST_TILE = 16
 COLUMNS = 32
