@@ -194,7 +194,7 @@ def test_a_gpu_gets_the_settings_of_the_targets():
     assert {problem.dtype for problem in timed} == {"bfloat16"}
     assert {problem.rtol for problem in timed} == {1e-3}
     lengths = [case.problem.shape.length for case in cases if case.metric == "LENGTH"]
-    assert (min(lengths), max(lengths)) == (1024, 32768)
+    assert (min(lengths), max(lengths)) == (1024, 16384)
 
 
 def test_a_kernel_whose_tests_are_red_misses(monkeypatch):

@@ -20,10 +20,12 @@ from .kernels import (
     batch_offset,
     columns,
     narrow,
+    no_sums,
     power_of_two,
     query_tile,
     rounded,
     scaled_back,
+    sums,
     weighted_keys,
 )
 from .keys import KernelOperands, gradient_of_keys
@@ -86,18 +88,17 @@ def solve_adjoint(
 @triton.jit
 def _spread(v, mean, spread, half, by, shift, first, local, dims, real, inside, keys, pairs, N, M, P: tl.constexpr):
     """Write the weighted keys of a vector v in memory to `spread`; what sum_j w_j times the mean is, and their unit."""
-    ROWS: tl.constexpr = P.rows
     D: tl.constexpr = P.dim
     whole = local[:, None] * D + dims[None, :]
     tl.debug_barrier()  # every thread has written v and read what `spread` was
     v_half, v_scale = rounded(tl.load(v + whole, mask=inside, other=0.0), P)
-    centre = tl.zeros([ROWS], tl.float32)
+    centre = no_sums(P)
     for column in tl.range(0, D, P.columns, num_stages=1):
         place, exists = columns(column, local, P)
         there = real[:, None] & exists
         some = narrow(tl.load(v + place, mask=there, other=0.0) * (1.0 / v_scale)[:, None], P)
-        centre += tl.sum(tl.load(mean + place, mask=there, other=0.0) * some.to(tl.float32), 1)
-    total, rest = weighted_keys(half, by, shift, v_half, centre, first, keys, pairs, N, M, P)
+        centre += sums(tl.load(mean + place, mask=there, other=0.0) * some.to(tl.float32), P)
+    total, rest = weighted_keys(half, by, shift, v_half, tl.sum(centre, 1), first, keys, pairs, N, M, P)
     tl.store(spread + whole, total, mask=inside)
     tl.debug_barrier()  # every thread has written its part
     if P.dtype == "fp16":
@@ -172,29 +173,30 @@ def _adjoint_kernel(
     pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
 
     half, scale = rounded(tl.load(state + local[:, None] * D + dims[None, :], mask=inside, other=0.0), P)
-    moved, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    moved, peak = no_sums(P), tl.zeros([ROWS], tl.float32)
     for column in tl.range(0, D, P.columns, num_stages=1):
         place, exists = columns(column, local, P)
         there = real[:, None] & exists
         z = tl.load(state + place, mask=there, other=0.0)
-        moved += tl.sum(tl.load(mean + place, mask=there, other=0.0) * (scaled_back(z, scale, P) - z), 1)
+        moved += sums(tl.load(mean + place, mask=there, other=0.0) * (scaled_back(z, scale, P) - z), P)
         peak = tl.maximum(peak, tl.max(tl.abs(tl.load(cotangent + place, mask=there, other=0.0)), 1))
     # The log-sum-exp of the scores of the rounded z, in units of log 2: with it probabilities sum to 1.
-    shift = (tl.load(logsumexp + at, mask=real, other=0.0) + b * moved) * LOG2E
+    shift = (tl.load(logsumexp + at, mask=real, other=0.0) + b * tl.sum(moved, 1)) * LOG2E
     by = scale * (b * LOG2E)
 
     # Subnormal cotangents are lifted first, as the reciprocal of their power of two is no number.
     lift = tl.where(peak < SMALLEST_LARGE, LIFT, 1.0)
     unit = power_of_two(peak * lift)
-    square = tl.zeros([ROWS], tl.float32)
+    square = no_sums(P)
     for column in tl.range(0, D, P.columns, num_stages=1):
         place, exists = columns(column, local, P)
         there = real[:, None] & exists
         g = tl.load(cotangent + place, mask=there, other=0.0) * lift[:, None] / unit[:, None]
-        square += tl.sum(g * g, 1)
+        square += sums(g * g, P)
         tl.store(rest_of + place, g, mask=there)
         tl.store(search + place, g, mask=there)
         tl.store(value_out + place, g * 0.0, mask=there)
+    square = tl.sum(square, 1)
     limit = rtol * rtol * square
     size = tl.sqrt(square)
     tolerance = rtol * size
@@ -206,27 +208,29 @@ def _adjoint_kernel(
         rest, its = _spread(
             search, mean, spread, half, by, shift, first, local, dims, real, inside, key_rows, pairs, N, M, P
         )
-        curvature, length = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        curvature, length = no_sums(P), no_sums(P)
         for column in tl.range(0, D, P.columns, num_stages=1):
             place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
             p = tl.load(search + place, mask=there, other=0.0)
-            curvature += tl.sum(p * (p - (1.0 - a) * b * product), 1)
-            length += tl.sum(p * p, 1)
+            curvature += sums(p * (p - (1.0 - a) * b * product), P)
+            length += sums(p * p, P)
+        curvature, length = tl.sum(curvature, 1), tl.sum(length, 1)
         num_steps += active.to(tl.int32)
         # A NaN is not blocked: it goes on into the residual and is seen there.
         met = active & (curvature <= NOISE * EPS * length)
         blocked = blocked | met
         active = active & ~met
         rate = tl.where(active, square / curvature, 0.0)
-        reached = tl.zeros([ROWS], tl.float32)
+        reached = no_sums(P)
         for column in tl.range(0, D, P.columns, num_stages=1):
             place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
             p = tl.load(search + place, mask=there, other=0.0)
             value = tl.load(value_out + place, mask=there, other=0.0) + rate[:, None] * p
             r = tl.load(rest_of + place, mask=there, other=0.0) - rate[:, None] * (p - (1.0 - a) * b * product)
-            reached += tl.sum(r * r, 1)
+            reached += sums(r * r, P)
             tl.store(value_out + place, value, mask=there)
             tl.store(rest_of + place, r, mask=there)
+        reached = tl.sum(reached, 1)
         again = tl.where(active, reached / square, 0.0)
         for column in tl.range(0, D, P.columns, num_stages=1):
             place, exists = columns(column, local, P)
@@ -241,15 +245,16 @@ def _adjoint_kernel(
     rest, its = _spread(
         value_out, mean, spread, half, by, shift, first, local, dims, real, inside, key_rows, pairs, N, M, P
     )
-    left, by_beta, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    left, by_beta, peak = no_sums(P), no_sums(P), tl.zeros([ROWS], tl.float32)
     for column in tl.range(0, D, P.columns, num_stages=1):
         place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
         value = tl.load(value_out + place, mask=there, other=0.0)
         g = tl.load(cotangent + place, mask=there, other=0.0) * lift[:, None] / unit[:, None]
         r = g - (value - (1.0 - a) * b * product)
-        left += tl.sum(r * r, 1)
-        by_beta += (1.0 - a) * tl.sum(tl.load(state + place, mask=there, other=0.0) * product, 1)
+        left += sums(r * r, P)
+        by_beta += sums(tl.load(state + place, mask=there, other=0.0) * product, P)
         peak = tl.maximum(peak, tl.max(tl.abs(value), 1))
+    left, by_beta = tl.sum(left, 1), (1.0 - a) * tl.sum(by_beta, 1)
     # A row without a cotangent adds nothing, even if it is not finite.
     idle = size == 0.0
     answer = tl.where(idle, 0.0, tl.sqrt(left))
@@ -275,7 +280,7 @@ def _adjoint_kernel(
     if P.dtype == "fp16":
         u_scale = power_of_two(tl.where(dropped | ~finite, 0.0, (1.0 - a) * peak))
         tl.store(value_scale_out + at, u_scale * unit / lift, mask=real)
-    centre = tl.zeros([ROWS], tl.float32)
+    centre = no_sums(P)
     for column in tl.range(0, D, P.columns, num_stages=1):
         place, exists = columns(column, local, P)
         there = real[:, None] & exists
@@ -292,5 +297,5 @@ def _adjoint_kernel(
         else:
             u_half = narrow(value * unit[:, None] / lift[:, None], P)
         tl.store(value_half_out + start + place, u_half.to(value_half_out.dtype.element_ty), mask=there)
-        centre += tl.sum(tl.load(mean + place, mask=there, other=0.0) * u_half.to(tl.float32), 1)
-    tl.store(centre_out + at, tl.where(dropped, 0.0, centre), mask=real)
+        centre += sums(tl.load(mean + place, mask=there, other=0.0) * u_half.to(tl.float32), P)
+    tl.store(centre_out + at, tl.where(dropped, 0.0, tl.sum(centre, 1)), mask=real)

@@ -63,6 +63,20 @@ def columns(column, local, P: tl.constexpr):
 
 
 @triton.jit
+def sums(x, P: tl.constexpr):
+    """Sums over columns that one thread has, (ROWS, columns / 4): those of threads meet when all columns were seen."""
+    return tl.sum(tl.reshape(x, [P.rows, P.columns // 4, 4]), 2)
+
+
+@triton.jit
+def no_sums(P: tl.constexpr):
+    """The `sums` of no columns."""
+    ROWS: tl.constexpr = P.rows
+    PARTS: tl.constexpr = P.columns // 4
+    return tl.zeros([ROWS, PARTS], tl.float32)
+
+
+@triton.jit
 def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
     """Rows start, start + 1, ... of the keys (pointer, strides), zeros beyond the ends."""
     pointer, stride_m, stride_d = keys
@@ -202,7 +216,7 @@ def attend(half, by, first, keys, pairs, N, M, P: tl.constexpr):
         peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, False)
     for start in range(full, end, P.keys):
         peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, True)
-    mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
+    mean = mean * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     return mean, tl.where(total == 0.0, 0.0, (peak + tl.log2(total)) * LN2)
 
 

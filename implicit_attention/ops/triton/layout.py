@@ -39,7 +39,6 @@ TILES = {
     ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
 }
 SMALLEST_TILE = 16
-COLUMNS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,7 @@ def plan(problem: Hopfield, chosen: Tiles) -> KernelPlan:
         keys=chosen.keys,
         dims=dims,
         dim=dim,
-        columns=min(dims, COLUMNS),
+        columns=max(SMALLEST_TILE, dims // 4),
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,

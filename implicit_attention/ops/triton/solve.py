@@ -16,7 +16,7 @@ from ...status import Status
 from .. import trust
 from ..problem import Hopfield
 from ..rule import Solved
-from .kernels import LOG2E, attend, batch_offset, columns, query_tile, rounded, scaled_back
+from .kernels import LOG2E, attend, batch_offset, columns, no_sums, query_tile, rounded, scaled_back, sums
 from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -133,6 +133,7 @@ def _solve_kernel(
 
     b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
+    per_beta = (1.0 - a) / b
     # Without an anchor the field is not read, so that NaN in it does not matter.
     anchored = real & (tl.zeros([ROWS], tl.float32) + a != 0.0)
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
@@ -153,36 +154,41 @@ def _solve_kernel(
         tl.debug_barrier()  # every thread has written the mean
 
         # The test compares this point with the one that the step started from.
+        later = step >= plain_steps
         known = real & (index >= plain_steps)
-        square = tl.zeros([ROWS], tl.float32)
-        size = tl.zeros([ROWS], tl.float32)
-        lost = tl.zeros([ROWS], tl.float32)
-        energy = tl.zeros([ROWS], tl.float32)
-        trapezoid = tl.zeros([ROWS], tl.float32)
-        across = tl.zeros([ROWS], tl.float32)
-        turned = tl.zeros([ROWS], tl.float32)
-        along = tl.zeros([ROWS], tl.float32)
-        span = tl.zeros([ROWS], tl.float32)
-        bent = tl.zeros([ROWS], tl.float32)
+        square = no_sums(P)
+        size = no_sums(P)
+        lost = no_sums(P)
+        energy = no_sums(P)
+        trapezoid = no_sums(P)
+        across = no_sums(P)
+        turned = no_sums(P)
+        along = no_sums(P)
+        span = no_sums(P)
+        bent = no_sums(P)
         for column in tl.range(0, D, P.columns, num_stages=1):
             place, there, z, m, ax = _columns_at(column, point, fresh, field, a, local, real, anchored, P)
             f = ax + (1.0 - a) * m
             r = f - z
-            dz = z - tl.load(state_out + place, mask=known[:, None] & there, other=0.0)
-            df = (1.0 - a) * (m - tl.load(mean_out + place, mask=known[:, None] & there, other=0.0))
-            dr = df - dz
-            square += tl.sum(r * r, 1)
-            size += tl.sum(f * f, 1)
+            square += sums(r * r, P)
+            size += sums(f * f, P)
+            energy += sums(z * (0.5 * z - ax), P)
             if P.dtype != "fp32":
-                lost += tl.sum(m * (z - scaled_back(z, scale, P)), 1)
-            energy += tl.sum(z * (0.5 * z - ax), 1)
-            # -grad E = r: this is the fall of E up to third order, free of cancellation.
-            trapezoid += tl.sum((r - 0.5 * dr) * dz, 1)
-            across += tl.sum(dr * r, 1)
-            turned += tl.sum(dr * dr, 1)
-            along += tl.sum(r * df, 1)
-            span += tl.sum(df * df, 1)
-            bent += tl.sum(dz * dr, 1)
+                lost += sums(m * (z - scaled_back(z, scale, P)), P)
+            if later:
+                dz = z - tl.load(state_out + place, mask=there, other=0.0)
+                df = (1.0 - a) * (m - tl.load(mean_out + place, mask=there, other=0.0))
+                dr = df - dz
+                # -grad E = r: this is the fall of E up to third order, free of cancellation.
+                trapezoid += sums((r - 0.5 * dr) * dz, P)
+                across += sums(dr * r, P)
+                turned += sums(dr * dr, P)
+                along += sums(r * df, P)
+                span += sums(df * df, P)
+                bent += sums(dz * dr, P)
+        square, size, lost, energy = tl.sum(square, 1), tl.sum(size, 1), tl.sum(lost, 1), tl.sum(energy, 1)
+        trapezoid, across, turned = tl.sum(trapezoid, 1), tl.sum(across, 1), tl.sum(turned, 1)
+        along, span, bent = tl.sum(along, 1), tl.sum(span, 1), tl.sum(bent, 1)
         # Squares that underflow or overflow are rare, and those of rows that have ended do not matter.
         plainly = (square >= LEAST * LEAST) & (square < float("inf"))
         plainly = plainly & (size >= LEAST * LEAST) & (size < float("inf"))
@@ -202,7 +208,7 @@ def _solve_kernel(
         logsumexp += b * lost
         tolerance = atol + rtol * length
         finite = (residual < float("inf")) & (tolerance < float("inf"))
-        energy -= (1.0 - a) / b * logsumexp
+        energy -= per_beta * logsumexp
 
         required = DESCENT * base_residual * base_residual
         rounding = EPS * tl.maximum(tl.abs(energy), tl.abs(base_energy))
