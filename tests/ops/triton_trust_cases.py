@@ -21,7 +21,7 @@ BROKEN = {
     "keys": ("keys", "_keys_kernel"),
 }
 # Where in its arguments a kernel writes a result of many numbers.
-OUTPUT = {SOLVE: 12, ADJOINT: 12, "keys": 12}
+OUTPUT = {SOLVE: 12, ADJOINT: 15, "keys": 12}
 
 
 class Broken:
