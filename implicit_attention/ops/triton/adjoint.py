@@ -230,6 +230,7 @@ def _adjoint_kernel(
             reached += sums(r * r, P)
             tl.store(value_out + place, value, mask=there)
             tl.store(rest_of + place, r, mask=there)
+        tl.debug_barrier()  # what one thread has written another may read
         reached = tl.sum(reached, 1)
         again = tl.where(active, reached / square, 0.0)
         for column in tl.range(0, D, P.columns, num_stages=1):
@@ -272,6 +273,7 @@ def _adjoint_kernel(
     tl.store(negative_out + at, blocked.to(tl.uint8), mask=real)
     tl.store(by_beta_out + at, tl.where(dropped, 0.0, by_beta) * unit / lift, mask=real)
 
+    tl.debug_barrier()  # every thread has read the solution
     # What the kernel for the keys reads: z and u' = (1 - anchor) u, rounded, and <mean, u'>. A query that adds nothing
     # has probabilities exp2(-inf), even if it is not finite.
     tl.store(state_scale_out + at, scale, mask=real)

@@ -249,6 +249,7 @@ def _solve_kernel(
         for column in tl.range(0, D, P.columns, num_stages=1):
             place, there, z, m, ax = _columns_at(column, point, fresh, field, a, local, real, anchored, P)
             base = tl.load(mean_out + place, mask=known[:, None] & there, other=0.0)
+            tl.debug_barrier()  # what one thread reads another may write
             f = ax + (1.0 - a) * tl.where(accepted[:, None], m, base)
             fast = z + by_r[:, None] * (f - z) - by_df[:, None] * (m - base)
             tl.store(state_out + place, tl.where(finite[:, None], z, float("nan")), mask=write[:, None] & there)
