@@ -107,10 +107,17 @@ def interleaved_clocks(
 
 
 def once(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, float]:
-    """The result of one call and its seconds, to the end of what it started."""
+    """The result of one call and its seconds, to the end of what it started.
+
+    On a GPU of the second call: the first compiles kernels.
+    """
+    on_card = torch.device(device).type == "cuda"
+    if on_card:
+        function()
+        torch.cuda.synchronize(device)
     begin = time.perf_counter()
     result = function()
-    if torch.device(device).type == "cuda":
+    if on_card:
         torch.cuda.synchronize(device)
     return result, time.perf_counter() - begin
 

@@ -197,7 +197,25 @@ def test_what_was_measured_on_a_gpu_is_no_longer_said_to_be_unknown(tmp_path):
         where = {**run["environment"], "device": "cuda"}
         (tmp_path / f"{suite}-cuda.json").write_text(json.dumps({**run, "targets": targets, "environment": where}))
     never = guides.five_lines(tmp_path)[-1]
-    assert "some of it on a GPU (G2, G4, G6)" in never
+    assert "the targets of a GPU (G2, G4, G6)" in never
+
+
+def test_a_contender_that_was_compiled_while_it_was_timed_is_left_out(tmp_path):
+    def row(length, ours, turns):
+        seconds = {"ours_forward": {"turns": turns}, "picard": {"turns": 3}}
+        ratios = {"ours": ours, "Picard": 20.0}
+        return {"metric": "LENGTH", "dtype": "float32", "shape": {"length": length}, "ratios": ratios, "seconds": seconds}
+
+    where = {"device": "cuda", "gpu": {"name": "a card"}}
+    run = {"suite": "attention", "finished": "now", "quick": False, "options": {"metrics": ["LENGTH"]}, "targets": []}
+    assert guides.on_a_card(tmp_path) == []
+    rows = [row(1024, 5000.0, 1), row(2048, 4.0, 3), row(4096, 9.0, 3)]
+    rows += [{**each, "dtype": "bfloat16"} for each in rows]
+    (tmp_path / "attention-1.json").write_text(json.dumps({**run, "environment": where, "rows": rows}))
+    (told,) = guides.on_a_card(tmp_path)
+    assert "on one a card" in told
+    assert "float32, N = M from 1024 to 4096: ours 6.0 (4.0 to 9.0), Picard 20.0 (20.0 to 20.0); bfloat16" in told
+    assert "5000" not in told
 
 
 def test_no_equilibrium_over_fixed_keys_is_better_in_the_committed_runs():
