@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from . import attention as attention_suite
+from . import compiled_kernels, guides
 from . import energy_transformer as energy_transformer_suite
-from . import guides
 from . import native as native_suite
 from . import potentials as potentials_suite
 from . import report as reports
@@ -120,6 +120,26 @@ def usefulness(
     DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays. INPAINT: blocks that descend an energy.
     """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out, keep=keep)
+
+
+@app.command()
+def kernels(
+    compile: Annotated[str, typer.Option(help="The GPU: sm_80 (A100) or sm_90a (H100, H200); none has to be there.")],
+    out: Out = None,
+) -> None:
+    """Registers, memory and loops of the Triton kernels, as Triton compiles them."""
+    if compile not in compiled_kernels.ARCHES:
+        required = f"must be one of {', '.join(compiled_kernels.ARCHES)}"
+        raise typer.BadParameter(f"{required}, got {compile}", param_hint="--compile")
+    console = Console(stderr=True, highlight=False)
+    total = len(compiled_kernels.CASES)
+
+    def progress(row: Row) -> None:
+        console.print(f"{row['name']}: {row['registers']} registers (of {total} kernels)", markup=False)
+
+    run, path = compiled_kernels.run(compile, reports.RESULTS if out is None else out, progress)
+    reports.show(run, compiled_kernels.NOTES, Console(highlight=False, width=200), compiled_kernels.tables)
+    typer.echo(f"written: {path}")
 
 
 @app.command()

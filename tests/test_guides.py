@@ -204,7 +204,13 @@ def test_a_contender_that_was_compiled_while_it_was_timed_is_left_out(tmp_path):
     def row(length, ours, turns):
         seconds = {"ours_forward": {"turns": turns}, "picard": {"turns": 3}}
         ratios = {"ours": ours, "Picard": 20.0}
-        return {"metric": "LENGTH", "dtype": "float32", "shape": {"length": length}, "ratios": ratios, "seconds": seconds}
+        return {
+            "metric": "LENGTH",
+            "dtype": "float32",
+            "shape": {"length": length},
+            "ratios": ratios,
+            "seconds": seconds,
+        }
 
     where = {"device": "cuda", "gpu": {"name": "a card"}}
     run = {"suite": "attention", "finished": "now", "quick": False, "options": {"metrics": ["LENGTH"]}, "targets": []}

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import attention, baselines, figures, guard, kernels, memory, problems, report
+from benchmarks import attention, baselines, compiled_kernels, figures, guard, kernels, memory, problems, report
 from benchmarks.environment import environment
 from benchmarks.measure import Timing
 from benchmarks.problems import Setting, Shape
@@ -358,3 +358,35 @@ def test_the_full_run_has_the_settings_of_the_targets():
     (steps,) = [case for case in full if case.metric == "STEPS"]
     assert steps.steps == (1, 2, 4, 8, 16)
     assert {target.id for target in ATTENTION} <= set(attention.METRICS)
+
+
+# ------------------------------------------------------------------ kernels as a compiler has them
+
+
+def test_the_command_shows_what_the_compiler_made(tmp_path, monkeypatch):
+    loop = {"instructions": 9, **dict.fromkeys(compiled_kernels.COUNTED, 3)}
+    made = {"rows": 64, "keys": 32, "warps": 4, "stages": 2, "registers": 99, "stack": 0, "shared": 2048, "programs": 5}
+
+    def apart(module, arch, *names, variables):
+        assert (module, arch, variables) == ("benchmarks.compiled_kernels", "sm_80", {"TRITON_INTERPRET": "0"})
+        return {name: {**made, "loop": loop} for name in names}
+
+    monkeypatch.setattr(compiled_kernels, "apart", apart)
+    done = CliRunner().invoke(command.app, ["kernels", "--compile", "sm_80", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("kernels_sm_80-*.json")
+    run = json.loads(path.read_text())
+    assert len(run["rows"]) == len(compiled_kernels.CASES) == 81
+    ((_, intro, header, lines),) = compiled_kernels.tables(run)
+    assert "for sm_80" in intro
+    assert dict(zip(header, lines[0], strict=True))["tile"] == "64 x 32"
+    assert "kernels for sm_80" in done.output
+    done = CliRunner().invoke(command.app, ["kernels", "--compile", "sm_1", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "sm_90a, got sm_1" in done.output
+
+
+def test_a_compiler_that_fails_says_so(monkeypatch):
+    monkeypatch.setattr(compiled_kernels, "apart", lambda *a, **k: {"error": "exit status 1: no room"})
+    with pytest.raises(RuntimeError, match="could not be compiled for sm_80: exit status 1: no room"):
+        compiled_kernels.rows_for("sm_80", compiled_kernels.CASES)

@@ -15,12 +15,21 @@ import pytest
 import torch
 import triton_cases
 
-from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.triton.support import unsupported
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import compiled_kernels  # noqa: E402
+from implicit_attention.ops.problem import Hopfield  # noqa: E402
+from implicit_attention.ops.triton import layout  # noqa: E402
+from implicit_attention.ops.triton.support import unsupported  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)
 LONGEST = 600
+#: Kernels whose loops need more registers than there are: with the products of three parts that float32 takes, and by a
+#: few where four programs share a multiprocessor.
+FULL_OF_REGISTERS = {(kernel, "float32", 128) for kernel in compiled_kernels.KERNELS} | {("solve", "float16", 64)}
 
 
 def is_case(item):
@@ -70,16 +79,45 @@ def test_kernel_compiled(case, outcome):
     assert not wrong, wrong
 
 
-def test_kernels_compile_for_hopper(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    script = SCRIPT.with_name("triton_compile.py")
-    done = subprocess.run([sys.executable, script, tmp_path / "found"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads((tmp_path / "found").read_text())
-    assert set(found) == {"_solve_kernel", "_adjoint_kernel", "_keys_kernel"}
-    for kernel, (tensor_core_instructions, size) in found.items():
-        assert tensor_core_instructions > 0, f"{kernel} does not use the tensor cores"
-        assert size > 0
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """The rows that the compiler makes of these kernels for this GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return lambda arch, *names: compiled_kernels.rows_for(arch, map(compiled_kernels.Case.of, names))
+
+
+def test_kernels_compile_for_hopper(rows):
+    found = rows("sm_90a", *(f"{kernel}-bfloat16-64-plain" for kernel in compiled_kernels.KERNELS))
+    assert [row["kernel"] for row in found] == list(compiled_kernels.KERNELS)
+    for row in found:
+        assert row["loop"]["tensor"] > 0, f"{row['name']} does not use the tensor cores"
+        assert row["loop"]["exp2"] > 0
+        assert row["loop"]["spills"] == 0, f"{row['name']} has too few registers in its loop over the keys"
+        assert 0 < row["registers"] <= 255
+        assert row["programs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", compiled_kernels.KERNELS)
+def test_no_loop_over_keys_goes_to_local_memory(kernel, rows):
+    cases = [case for case in compiled_kernels.CASES if case.kernel == kernel and case.kind != "masked"]
+    for row in rows("sm_90a", *(case.name for case in cases)):
+        if (row["kernel"], row["dtype"], row["dim"]) not in FULL_OF_REGISTERS:
+            assert row["loop"]["spills"] == 0, row
+
+
+def test_no_tile_gives_a_warp_fewer_rows_than_the_tensor_cores_take():
+    for (kernel, _), table in layout.TILES.items():
+        for tile in table.values():
+            # The kernel for the keys has these as the rows of its sums.
+            assert (tile.keys if kernel == "keys" else tile.rows) >= 16 * tile.warps
+
+
+def test_instructions_are_counted_in_the_innermost_loop_that_multiplies():
+    lines = ["MOV R1, R2", "LDL R3, [R1]", "HGMMA.64x64x16 R4", "@!P2 LDGSTS.E [R1]", "@P0 BRA 0x0010", "STL [R1], R3"]
+    text = "".join(f"        /*{16 * at:04x}*/  {code} ;" for at, code in enumerate([*lines, "BRA 0x0000"]))
+    found = compiled_kernels.loop_of(text)
+    assert found == {"instructions": 4, "tensor": 1, "exp2": 0, "loads": 1, "barriers": 0, "spills": 1}
 
 
 def problem(dim=16, lead=(2,), dtype=torch.float32, **options):

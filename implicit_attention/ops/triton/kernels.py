@@ -247,9 +247,9 @@ def _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P
 
 @triton.jit
 def weighted_keys(half, by, shift, v_half, centre, first, keys, pairs, N, M, P: tl.constexpr):
-    """sum_j w_j k_j and sum_j w_j, w_j = p_j (<v_half, k_j> - centre), per row, with p_j = exp2(by <half, k_j> - shift).
+    """sum_j w_j k_j and sum_j w_j per row, w_j = p_j (<v_half, k_j> - centre) and p_j = exp2(by <half, k_j> - shift).
 
-    The covariance of the keys times v is the first less the second times their mean, as the weights sum to 0 but for the
+    The covariance of the keys times v is the first less the second times their mean: the weights sum to 0 but for the
     rounding of z and v, which what the keys have in common would amplify. In float16 both are in units of `HEADROOM`.
     """
     ROWS: tl.constexpr = P.rows

@@ -20,7 +20,11 @@ NO_MASK, BOOLEAN, ADDED = 0, 1, 2
 
 
 class Tiles(NamedTuple):
-    """Queries and keys per tile, warps per program, and how many key tiles are under way at once."""
+    """Queries and keys per tile, warps per program, how many key tiles are under way at once, registers per thread.
+
+    registers: the most that a thread may have, where more programs on a multiprocessor are worth what that puts into
+        local memory outside of the loops; None for no limit.
+    """
 
     rows: int
     keys: int
@@ -29,13 +33,14 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-# By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes.
+# By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes. A warp
+# has 16 rows or more: of eight warps on 64 rows and few keys, Triton 3.6 reads past the end of shared memory.
 TILES = {
     ("solve", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3)},
     ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
     ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3)},
     ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
-    ("keys", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
+    ("keys", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(32, 64, 4, 3)},
     ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
 }
 SMALLEST_TILE = 16
@@ -61,12 +66,11 @@ class KernelPlan:
 class KernelLayout:
     """Sizes and strides of the leading axes, merged where all tensors allow it, into exactly `AXES` of them.
 
-    The strides of field, keys and mask end with those of their last two axes. `by_keys` are those of a contiguous
-    gradient of the keys' shape: 0 along axes that the keys do not have.
+    The strides of keys and mask end with those of their last two axes; tensors of the queries' shape are contiguous.
+    `by_keys` are those of a contiguous gradient of the keys' shape: 0 along axes that the keys do not have.
     """
 
     sizes: tuple[int, ...]
-    field: tuple[int, ...]
     keys: tuple[int, ...]
     beta: tuple[int, ...]
     anchor: tuple[int, ...]
@@ -81,20 +85,19 @@ class KernelLayout:
         mask = None if problem.mask is None else problem.mask.expand(*lead, rows, count)
         by_keys = torch.empty(problem.keys.shape, device="meta").expand(*lead, count, dim)
         beta, anchor = (t.expand(*lead, 1, 1) for t in (problem.beta, problem.anchor))
-        tensors = (problem.field, problem.keys.expand(*lead, count, dim), beta, anchor, mask, by_keys)
+        tensors = (problem.keys.expand(*lead, count, dim), beta, anchor, mask, by_keys)
         strides = [(0,) * (len(lead) + 2) if t is None else t.stride() for t in tensors]
         sizes, merged = _merged(lead, [s[:-2] for s in strides])
         if len(sizes) > AXES:
             return None
         missing = AXES - len(sizes)
-        field, keys, beta_, anchor_, mask_, by = ((*(0,) * missing, *m) for m in merged)
+        keys, beta_, anchor_, mask_, by = ((*(0,) * missing, *m) for m in merged)
         return cls(
             sizes=(*(1,) * missing, *sizes),
-            field=(*field, *strides[0][-2:]),
-            keys=(*keys, *strides[1][-2:]),
+            keys=(*keys, *strides[0][-2:]),
             beta=beta_,
             anchor=anchor_,
-            mask=(*mask_, *strides[4][-2:]),
+            mask=(*mask_, *strides[3][-2:]),
             by_keys=by,
         )
 
@@ -183,7 +186,12 @@ def launch(kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *argume
     device = problem.keys.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](
-            *arguments, plan(problem, chosen), num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers, enable_fp_fusion=True
+            *arguments,
+            plan(problem, chosen),
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+            maxnreg=chosen.registers,
+            enable_fp_fusion=True,
         )
 
 

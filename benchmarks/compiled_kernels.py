@@ -1,0 +1,238 @@
+"""What a compiler makes of the Triton kernels: registers, memory, and the instructions of their loops over the keys.
+
+`python -m benchmarks kernels --compile sm_90a` needs no GPU. `python -m benchmarks.compiled_kernels ARCH CASE...`
+prints the rows of these cases as JSON: Triton compiles for one GPU in a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import apart
+from .report import Table, document, write
+from .targets import Row
+
+#: The GPUs that the kernels are compiled for: capability, shared memory of a multiprocessor and of a program in bytes.
+ARCHES = {"sm_80": (80, 164 * 1024, 163 * 1024), "sm_90a": (90, 228 * 1024, 227 * 1024)}
+KERNELS = ("solve", "adjoint", "keys")
+DIMS = {"bfloat16": (32, 64, 128), "float16": (32, 64, 128), "float32": (32, 64, 128)}
+KINDS = ("plain", "causal", "masked")
+#: Registers and threads of a multiprocessor, and shared memory that every program takes beside its own.
+REGISTERS, WARPS, RESERVED = 65536, 64, 1024
+#: Instructions of a loop that are counted, by what their names begin with.
+COUNTED = {
+    "tensor": ("HGMMA", "HMMA"),
+    "exp2": ("MUFU.EX2",),
+    "loads": ("LDGSTS", "UTMALDG"),
+    "barriers": ("BAR", "WARPSYNC", "WARPGROUP.DEPBAR"),
+    "spills": ("LDL", "STL"),
+}
+NOTES = (
+    "A kernel in the tiles of a large problem, as the compiler of this Triton makes it; no GPU took part. `stack`: "
+    "bytes per thread in local memory, and `spills`, how often the loop over the keys goes there: once per tile. "
+    "Programs: of one multiprocessor, by registers, warps and shared memory.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel, the precision of its products, the head dimension, and how queries choose keys."""
+
+    kernel: str
+    dtype: str
+    dim: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}-{self.dtype}-{self.dim}-{self.kind}"
+
+    @classmethod
+    def of(cls, name: str) -> Case:
+        kernel, dtype, dim, kind = name.split("-")
+        return cls(kernel, dtype, int(dim), kind)
+
+
+CASES = tuple(
+    Case(kernel, dtype, dim, kind)
+    for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
+    for dim, kind in itertools.product(dims, KINDS)
+)
+
+
+def rows_for(arch: str, cases: Iterable[Case], progress: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """The row of every case, compiled by kernel and precision in a fresh process each."""
+    rows: list[Row] = []
+    for _, group in itertools.groupby(cases, lambda case: (case.kernel, case.dtype)):
+        names = [case.name for case in group]
+        found = apart("benchmarks.compiled_kernels", arch, *names, variables={"TRITON_INTERPRET": "0"})
+        if "error" in found:
+            raise RuntimeError(f"the kernels could not be compiled for {arch}: {found['error']}")
+        for name in names:
+            rows.append({"name": name, "metric": "COMPILED", **dataclasses.asdict(Case.of(name)), **found[name]})
+            progress(rows[-1])
+    return rows
+
+
+def run(arch: str, out: Path, progress: Callable[[Row], None]) -> tuple[dict[str, Any], Path]:
+    """Compile every case for `arch` and write the rows into the folder."""
+    from .environment import environment
+
+    rows = rows_for(arch, CASES, progress)
+    where = {**environment(), "arch": arch}
+    options = {"metrics": ["COMPILED"], "repeats": 1, "settings": len(rows)}
+    made = document(f"kernels_{arch}", rows, (), complete=True, quick=False, options=options, where=where)
+    return made, write(made, out)
+
+
+def tables(run: dict[str, Any]) -> list[Table]:
+    header = [
+        "kernel",
+        "products",
+        "D",
+        "keys",
+        "tile",
+        "warps, stages",
+        "registers",
+        "stack",
+        "shared, KiB",
+        "programs",
+    ]
+    header += ["instructions", *COUNTED]
+    lines = [
+        [
+            row["kernel"],
+            row["dtype"],
+            str(row["dim"]),
+            row["kind"],
+            f"{row['rows']} x {row['keys']}",
+            f"{row['warps']}, {row['stages']}",
+            str(row["registers"]),
+            str(row["stack"]),
+            f"{row['shared'] / 1024:.0f}",
+            str(row["programs"]),
+            *(str(row["loop"][name]) for name in ("instructions", *COUNTED)),
+        ]
+        for row in run["rows"]
+    ]
+    arch = run["environment"]["arch"]
+    return [Table(f"kernels for {arch}", f"COMPILED: kernels for {arch}, and the loop over the keys:", header, lines)]
+
+
+# In the process that compiles.
+
+
+class Card:
+    """All that compiling asks of a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
+    """What the compiler made of each case, by name."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(Card(ARCHES[arch][0]))
+    launch, made = JITFunction.run, {}
+
+    def only_compile(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    JITFunction.run = only_compile
+    found = {}
+    for case in cases:
+        made.clear()
+        chosen = _call(case)
+        found[case.name] = chosen._asdict() | _measured(made[f"_{case.kernel}_kernel"], chosen.warps, arch)
+    return found
+
+
+def _call(case: Case) -> Any:
+    """Call the operation of the case; the tiles of its kernel."""
+    from implicit_attention._fused_rule import FusedRule
+    from implicit_attention.ops.problem import Hopfield
+    from implicit_attention.ops.rule import AdjointRule
+    from implicit_attention.ops.triton.adjoint import solve_adjoint
+    from implicit_attention.ops.triton.layout import tiles
+    from implicit_attention.ops.triton.solve import solve
+
+    x, one = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype)), torch.ones(1, 1, 1, 1)
+    mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None
+    problem = Hopfield(x, x, one, one / 2, mask, first=0 if case.kind == "causal" else None)
+    if case.kernel == "solve":
+        solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
+    else:
+        z = x.float()
+        solve_adjoint(problem, z, z, z, z[..., 0].contiguous(), AdjointRule(1e-2, 10))
+    return tiles(case.kernel, problem)
+
+
+def _measured(kernel: Any, warps: int, arch: str) -> Row:
+    text = _tool("--dump-resource-usage", kernel.asm["cubin"])
+    registers, stack = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    shared = kernel.metadata.shared
+    _, of_all, _ = ARCHES[arch]
+    # Registers are given out to warps, 256 at a time.
+    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256 * warps)
+    programs = min(by_registers, WARPS // warps, of_all // (shared + RESERVED))
+    loop = loop_of(_tool("-sass", kernel.asm["cubin"]))
+    return {"registers": registers, "stack": stack, "shared": shared, "programs": programs, "loop": loop}
+
+
+def _tool(option: str, code: bytes) -> str:
+    """What the disassembler in Triton's package says of machine code."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def loop_of(text: str) -> dict[str, int]:
+    """Count the instructions of the first innermost loop that multiplies matrices: the one over whole tiles of keys."""
+    listed = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
+    loops = []
+    for at, code in listed:
+        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", code)
+        if jump is not None and int(jump[1], 16) <= at:
+            loops.append((int(jump[1], 16), at))
+    bodies = [
+        [code for at, code in listed if first <= at <= last] for first, last in sorted(loops, key=lambda loop: loop[1])
+    ]
+    body = next(body for body in bodies if _count(body, COUNTED["tensor"]))
+    return {"instructions": len(body), **{name: _count(body, begins) for name, begins in COUNTED.items()}}
+
+
+def _count(body: list[str], begins: tuple[str, ...]) -> int:
+    # An instruction may stand behind the predicate that guards it.
+    return sum(re.sub(r"^@!?U?P\d+\s+", "", code).startswith(begins) for code in body)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compiled(sys.argv[1], [Case.of(name) for name in sys.argv[2:]])))
