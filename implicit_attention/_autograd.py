@@ -29,6 +29,14 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_exporting() -> bool:
+    """Whether torch.export records a program.
+
+    Inside torch.compile `torch.compiler.is_exporting` is true as well before torch 2.13.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def unobserved() -> bool:
     """Whether torch runs eagerly, and no transform, mode or recording sees or changes the operations."""
     return not (
@@ -225,7 +233,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return function(*args, **kwargs)
         # The compiler still traces each function that is called by a frame which it gave up.
         if torch.compiler.is_compiling() or _eval_frame_callback() is not None:
@@ -251,7 +259,7 @@ def is_batched(*tensors: Tensor) -> bool:
 
     Elsewhere it can, though it may have to wait for another device; see `host_may_look`.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return False
     for tensor in tensors:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

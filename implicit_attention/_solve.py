@@ -16,6 +16,7 @@ from ._autograd import (
     are_plain,
     backward_running,
     in_own_precision,
+    is_exporting,
     is_fake,
     transforms_active,
     uncompiled,
@@ -102,7 +103,7 @@ def solve(
         ("adjoint", adjoint, Adjoint, "for example Implicit()"),
     ):
         _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         check_no_evidence(callback is not None or bool(verbose), "callback")
         return _exported(problem, initial, solver, trace)
     callback = _checked_callback(callback, verbose, solver)

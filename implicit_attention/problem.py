@@ -18,6 +18,7 @@ from ._autograd import (
     has_tangent,
     host_may_look,
     is_batched,
+    is_exporting,
     jvp_by_vjp,
     same,
     transforms_active,
@@ -371,7 +372,7 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
     The first calls, 0 and 1, get copies until the problem is `tested`: the state may be a tensor of the user, or a
     result of the map itself.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         # A graph that is recorded has no memory to look at, and its operations do not work in place.
         return problem.evaluate(z, energy=energy)
     untested = not problem.tested

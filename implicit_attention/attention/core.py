@@ -18,6 +18,7 @@ from .._autograd import (
     in_own_precision,
     into_onnx,
     is_batched,
+    is_exporting,
     is_fake,
     may_have_tangent,
     uncompiled,
@@ -89,7 +90,7 @@ def attend(call: Call, *, eager: bool | None = None) -> Attended:
     check_whole()
     call = _with_triangle(call.recorded())
     in_graph = torch.compiler.is_compiling()
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return _exported(call)
     if in_graph and any(isinstance(t, Tensor) and may_have_tangent(t) for t in call):
         raise UnsupportedImplementation(
@@ -109,7 +110,7 @@ def _with_triangle(call: Call) -> Call:
     if first is None:
         return call
     # An exported program must hold for other lengths.
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         if first + 1 >= count:
             return call._replace(first=None)
         if call.mask is None and call.bias is None and call.potential is LogSumExp:
@@ -349,7 +350,7 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
         if lowered is None or (lowered.potential.bias is not None and lowered.potential.bias.requires_grad):
             return None
         # An exported program keeps no site, and counts nothing.
-        site = None if torch.compiler.is_exporting() else located(call.on_failure)[1]
+        site = None if is_exporting() else located(call.on_failure)[1]
         state, record = lowered.in_graph(initial, options.on_failure, site)
         return without_gradient(options.on_failure, record.failed, state), record
     solution = solve(

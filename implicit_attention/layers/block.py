@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_batched, uncompiled
+from .._autograd import is_batched, is_exporting, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..adjoints.base import AdjointMemory
@@ -199,7 +199,7 @@ class Equilibrium(Remembering):
             steps = self.steps
         if isinstance(steps, range) and not self.training:
             steps = None
-        if torch.compiler.is_exporting():
+        if is_exporting():
             check_no_evidence(return_solution, "return_solution")
             budget = options.effective_solver
             if steps is None and type(budget) is Picard and is_budget(budget):
@@ -242,7 +242,7 @@ class Equilibrium(Remembering):
         mode = self.training
         draws = Draws(layout.device, known=mode in self._drawing)
         function = BlockMap(self.block, layout, frame, autocast, draws)
-        graphs = self._graphs if self.compiled and steps is None and not torch.compiler.is_exporting() else None
+        graphs = self._graphs if self.compiled and steps is None and not is_exporting() else None
         if graphs is not None:
             check_compiled(options)
         memory = self._memory if self.warm_adjoint else None

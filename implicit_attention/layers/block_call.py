@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import HALF, at_least_single, is_batched, same, transforms_active
+from .._autograd import HALF, at_least_single, is_batched, is_exporting, same, transforms_active
 from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Unrolled
@@ -74,7 +74,7 @@ class BlockCall:
         solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
         if problem.tested:
             self.map.evaluated.append(True)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             solution = solve(problem, packed, solver=solver, adjoint=adjoint, on_failure=self.on_failure)
         else:
             problem.check_axes(packed)
@@ -198,7 +198,7 @@ class BlockMap(nn.Module):
     def step(self, state: Any, arguments: tuple[Any, ...]) -> Any:
         """The next state for (x, *args); an error where the block writes to them, which at first are copies."""
         cast = self.autocast is not None
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or is_exporting():
             result = self.draws.evaluate(self.block, state, *arguments)
             return self.layout.check_output(self.__name__, result, state, cast=cast)
         first, passed = not self.evaluated, (state, *arguments)

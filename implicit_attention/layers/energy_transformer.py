@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, backward_running, host_may_look, is_batched, is_fake, uncompiled
+from .._autograd import at_least_single, backward_running, host_may_look, is_batched, is_exporting, is_fake, uncompiled
 from .._solve import solve
 from ..adjoints import Unrolled
 from ..attention.masks import check_key_mask
@@ -260,7 +260,7 @@ class EnergyTransformer(Remembering):
             # 0 * NaN is NaN: a number at a missing token must reach no gradient.
             state = state.masked_fill(~key_mask[..., None], 0.0)
         problem = self._problem(state, mask, key_mask, cache)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             check_no_evidence(return_energies or return_solution, "return_energies` and `return_solution")
         elif is_fake(x):
             # Shapes are answered with shapes, but not where they are recorded as the operations of a program.
@@ -318,7 +318,7 @@ class EnergyTransformer(Remembering):
             steps = self.steps if options.max_steps is None else options.max_steps
             solver, adjoint = published_solver(self.step_size, steps, causal=self.causal), Unrolled()
             silent = self.causal or policy_of(options.on_failure).over == "ignore"
-            watched = not silent and not torch.compiler.is_exporting() and host_may_look(x)
+            watched = not silent and not is_exporting() and host_may_look(x)
         solution = solve(
             problem,
             x,

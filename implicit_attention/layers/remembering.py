@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import _validate
-from .._autograd import backward_running
+from .._autograd import backward_running, is_exporting
 from ..attention.core import is_repetition, report_from_graph
 from ..failure_policy import FailurePolicy, FailureSite, Located
 from ..options import SolveOptions
@@ -40,7 +40,7 @@ class Remembering(nn.Module):
             # `nn.Module` would test whether it is a parameter.
             self.__dict__["_remembered"] = report
             return
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # The tensors have shapes alone, and an exported program keeps no attributes.
             return
         if report is not None and self._site.tally is not None:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._autograd import is_exporting
+
 BLOCK = 8
 # Torch multiplies matrices by itself where rows, inner and outer size have a product below this.
 SMALL_PRODUCT = 400
@@ -74,7 +76,7 @@ class Fold:
 
     def product(self, tensor: Tensor, matrix: Tensor) -> Tensor:
         """(*kept, *folded, N, X) times (*kept, X, Y) -> (*kept, *folded, N, Y)."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # An exported program has open sizes, and runs on other machines, which have other bits.
             between = (None,) * (tensor.ndim - matrix.ndim if self.kept else 0)
             return tensor @ matrix[(..., *between, slice(None), slice(None))]

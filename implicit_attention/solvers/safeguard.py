@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look
+from .._autograd import host_may_look, is_exporting
 from .._norm import norm, resolves
 from .._safeguard import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH
 from ..problem import Problem
@@ -300,7 +300,7 @@ def _cut(norm: Tensor, longest: Tensor) -> Tensor:
 
 def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """torch.where of truth values, which onnxruntime cannot choose between."""
-    return (condition & yes) | (~condition & no) if torch.compiler.is_exporting() else torch.where(condition, yes, no)
+    return (condition & yes) | (~condition & no) if is_exporting() else torch.where(condition, yes, no)
 
 
 def _kept_still(moved: Tensor, new: Any, old: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import backward_running, is_batched, is_fake, transforms_active
+from .._autograd import backward_running, is_batched, is_exporting, is_fake, transforms_active
 from ..problem import Problem
 from ..solution import Record, SolveReport
 from ..status import Status
@@ -56,7 +56,7 @@ class Tally:
 
     def _add(self, side: int, *fields: Any) -> None:
         status = fields[0]
-        if torch.compiler.is_exporting() or status.numel() == 0:
+        if is_exporting() or status.numel() == 0:
             return
         if torch.compiler.is_compiling():
             _count_in_graph(self.counts, self.peaks, *fields, side)

@@ -14,7 +14,7 @@ from transformers.loss import loss_utils
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ..._autograd import at_least_single
+from ..._autograd import at_least_single, is_exporting
 from ...attention.call import Call
 from ...attention.core import attend, is_repetition
 from ...attention.masks import mask_and_bias
@@ -189,7 +189,7 @@ class EquilibriumForward:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
         if attended.report is not None and site is not None and site.tally is not None:
             site.tally.add(attended.report)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # Nothing of a program is remembered: its tensors have shapes alone, which may be open.
             return output, weights
         change = None
