@@ -360,6 +360,18 @@ def test_the_full_run_has_the_settings_of_the_targets():
     assert {target.id for target in ATTENTION} <= set(attention.METRICS)
 
 
+def test_a_card_counts_memory_in_this_process():
+    setting = Setting("gaussian", 2.0, 0.0, TINY, device="cuda")
+
+    def needed(found, name):
+        if name == "too much":
+            raise torch.OutOfMemoryError("no room")
+        return {"peak_bytes": 7, "of": (found, name)}
+
+    assert memory.found_apart("no.module", setting, "step", needed) == {"peak_bytes": 7, "of": (setting, "step")}
+    assert memory.found_apart("no.module", setting, "too much", needed) == {"error": "OutOfMemoryError: no room"}
+
+
 # ------------------------------------------------------------------ kernels as a compiler has them
 
 

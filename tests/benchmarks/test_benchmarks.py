@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import __main__ as command
 from benchmarks import baselines, guard, measure, problems, report, solve, spins
-from benchmarks.environment import environment
+from benchmarks.environment import commit, environment
 from benchmarks.puzzles import guide
 from benchmarks.targets import SOLVE, SPINS, Target
 from implicit_attention import Status
@@ -242,6 +242,26 @@ def test_green_tests_let_it_pass_and_run_once(folder, monkeypatch):
     assert RED(("test_good.py", "test_slow.py"), folder) is None
     assert RED(("test_good.py", "test_slow.py"), folder) is None
     assert (folder / "runs").read_text() == "x"
+
+
+def test_a_marker_chooses_the_tests_that_count(folder):
+    # pytest ends with an error where it selects nothing.
+    assert "deselected" in RED(("test_good.py",), folder, marker="slow")
+    assert "FAILED" in RED(("test_slow.py",), folder, marker="slow")
+
+
+def test_on_a_card_a_call_is_compiled_before_it_is_timed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    calls = []
+    assert measure.once(lambda: calls.append(len(calls)) or len(calls), "cuda")[0] == 2
+    assert measure.once(lambda: calls.append(0) or len(calls))[0] == 3
+
+
+def test_outside_git_a_variable_names_the_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.environment.ROOT", tmp_path)
+    assert commit() == {"commit": None, "uncommitted_changes": None}
+    monkeypatch.setenv("COMMIT", "abc")
+    assert commit() == {"commit": "abc", "uncommitted_changes": None}
 
 
 def test_red_tests_are_named(folder):
