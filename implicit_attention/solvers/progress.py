@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .._autograd import are_plain, host_may_look, unobserved
 from .._fused_rule import FusedRule
 from .._norm import norm
 from ..ops.native.library import Library, library
-from ..ops.native.loop import Decisions, Measured
+from ..ops.native.loop import Decisions, Measured, MixedSteps, PlainSteps, Planned
 from ..ops.native.loop import measured as measured_natively
 from ..solution import Record
 from ..status import Status
-from ._rows import Best, Rows, rows_where
+from ._rows import COMPACT_BELOW, Best, Rows, rows_where
 from .in_order import Tokens
 
 #: Numbers that the library counts.
 MOST = 2**31
+
+
+#: Makes the steps that follow evaluations by the library alone.
+LibrarySteps: TypeAlias = Callable[[Planned], MixedSteps | PlainSteps]
 
 
 class Iteration(NamedTuple):
@@ -243,6 +249,69 @@ class NativeLoopState(LoopState):
     def restrict(self, active: Tensor, num_evals: Tensor, best: Best) -> None:
         super().restrict(active, num_evals, best)
         self._own()
+
+
+class Stretch:
+    """Evaluations in a row between which the library does all that has to be done, until the host has to decide.
+
+    The host decides at an end, and where so few problems are left that the working set may shrink.
+
+    Args:
+        progress: of the solve.
+        steps: gives the steps, for the evaluations that are planned.
+        z: a state, (*lead, n).
+        event: the shape of one problem.
+    """
+
+    def __init__(self, progress: NativeLoopState, steps: LibrarySteps, z: Tensor, event: torch.Size) -> None:
+        rule, like = progress.rule, progress.best.record.residual
+        given = progress.library, progress.decisions, z.contiguous(), like, rule.rtol, rule.atol
+        self.planned = Planned(*given, fixed=rule.fixed_budget, descends=progress.descends)
+        self.progress, self.steps, self.event = progress, steps(self.planned), event
+        self.shape = (*z.shape[:-1], *event)
+        rows, count = progress.rows, progress.active.numel()
+        #: With so few unfinished problems the host has to decide.
+        self.few = COMPACT_BELOW * count if rows.compact else 0
+
+    @classmethod
+    def of(cls, progress: NativeLoopState, steps: LibrarySteps | None, z: Tensor, event: torch.Size) -> Self | None:
+        """None where the library does not make the steps, or where it cannot read a state."""
+        return cls(progress, steps, z, event) if steps is not None and are_plain(z.dtype, z) else None
+
+    def run(
+        self, later: Callable[[Tensor], Tensor], z: Tensor, index: int, every: int, last: int
+    ) -> tuple[Tensor, int, Iteration | None]:
+        """Evaluate z, with the number `index`, and further states: the last one, its number, and what was measured.
+
+        every: evaluations between two looks at whether all problems are finished.
+        last: the number of the last evaluation.
+
+        Nothing is measured of an image that the library cannot read.
+        """
+        planned, steps, progress, dtype = self.planned, self.steps, self.progress, z.dtype
+        state, count = z.contiguous().view(self.shape), progress.active.numel()
+        value, point = progress.best.value.reshape(self.shape), None
+        while True:
+            mapped = later(state)
+            if not are_plain(dtype, mapped):
+                break
+            mapped = mapped.contiguous()
+            planned.measure(state, mapped)
+            steps.accept()
+            improved, left = planned.decide(index)
+            if improved == count:
+                value = state
+            elif improved:
+                better = progress.decisions.better.view(*z.shape[:-1], *(1,) * len(self.event))
+                value = torch.where(better, state, value)
+            if index == last or (left <= self.few and index % every == 0):
+                measured = planned.r, planned.residual, None, index, self.event
+                point = Iteration(state.view(z.shape), mapped.view(z.shape), *measured)
+                progress.left = left
+                break
+            state, index = steps.next(state, mapped, index), index + 1
+        progress.best = progress.best._replace(value=value.view(z.shape))
+        return state.view(z.shape), index, point
 
 
 def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> LoopState:

@@ -133,8 +133,9 @@ def test_samples_that_fail_end_alone_with_the_status_of_torch(by_torch, solver):
 
 def test_it_is_used_for_plain_states_only(monkeypatch):
     calls = []
-    measured = progress.measured_natively
-    monkeypatch.setattr(progress, "measured_natively", lambda *a: calls.append(1) or measured(*a))
+    for place, name in ((progress, "measured_natively"), (loop.Planned, "measure")):
+        measured = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, measured=measured: calls.append(1) or measured(*a))
     f, x = problem()
     with torch.no_grad():
         count = int(solve(f, torch.zeros_like(x), solver=Picard()).num_evals.max())
@@ -166,6 +167,33 @@ def test_a_map_that_returns_a_subclass_is_solved_by_torch(by_torch, solver):
         expected = by_torch(lambda: solve(plain, torch.zeros_like(x), solver=solver))
     for name in ("status", "num_evals", "value", "residual"):
         assert_close(getattr(found, name).as_subclass(torch.Tensor), getattr(expected, name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(history=2)], ids=lambda s: type(s).__name__)
+def test_so_is_a_map_that_returns_one_late(by_torch, solver):
+    x, calls = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3), []
+
+    def late(z, x):
+        calls.append(1)
+        return (z.as_subclass(torch.Tensor).cos() / 2 + x).as_subclass(Marked if len(calls) > 5 else torch.Tensor)
+
+    with torch.no_grad():
+        found = solve(FixedPointMap(late, x, event_ndim=1), torch.zeros_like(x), solver=solver)
+        plain = FixedPointMap(lambda z, x: z.cos() / 2 + x, x, event_ndim=1)
+        agree(found, by_torch(lambda: solve(plain, torch.zeros_like(x), solver=solver)), rtol=1e-11, atol=1e-12)
+    assert len(calls) > 6
+
+
+@pytest.mark.parametrize("check_every", [1, 3])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("method", [Picard, functools.partial(Anderson, history=2)], ids=["picard", "anderson"])
+def test_every_budget_ends_a_stretch_where_the_loop_of_torch_ends(by_torch, method, own, check_every):
+    f, x = problem((7,), own=own)
+    for steps in range(12):
+        solver = method(max_steps=steps, check_every=check_every)
+        run = functools.partial(solve, f, torch.zeros_like(x), solver=solver, on_failure="ignore")
+        with torch.no_grad():
+            agree(run(), by_torch(run), rtol=1e-11, atol=1e-12)
 
 
 def test_strides_of_states_and_images_change_nothing(by_torch):
