@@ -182,14 +182,15 @@ class NativeLoopState(LoopState):
         self.library = library
         #: The last native measurement.
         self.own: Measured | None = None
-        self._own()
+        # These two are read under another name, too.
+        self.active, record = self.active.clone(), self.best.record
+        self._own(record._replace(num_steps=record.num_steps.clone()))
 
-    def _own(self) -> None:
-        """Make tensors that the library may write to."""
-        value, record, _ = self.best
-        self.active, self.num_evals = (t.clone(memory_format=torch.contiguous_format) for t in self.tree()[:2])
-        status, residual, tolerance, steps, _ = (t.clone(memory_format=torch.contiguous_format) for t in record)
-        self.best = Best(value, Record(status, residual, tolerance, steps, self.num_evals), None)
+    def _own(self, record: Record) -> None:
+        """Write to these tensors from now on, and to `active` and `num_evals`, which nobody else reads."""
+        self.active, self.num_evals = self.active.contiguous(), self.num_evals.contiguous()
+        status, residual, tolerance, steps = (t.contiguous() for t in record[:4])
+        self.best = Best(self.best.value, Record(status, residual, tolerance, steps, self.num_evals), None)
         self.decisions = Decisions(self.active, residual, tolerance, steps, self.num_evals, status)
         self.left: int | None = None
         self.accepted = torch.ones_like(self.active)
@@ -217,7 +218,8 @@ class NativeLoopState(LoopState):
         plain = fallen is None and (measured or are_plain(point.z.dtype, point.residual, tolerance))
         if not (plain and (accepted is None or are_plain(torch.bool, accepted))):
             super().decide(point, tolerance, accepted, fallen)
-            self._own()
+            self.active, self.num_evals = self.active.clone(), self.num_evals.clone()
+            self._own(self.best.record.map(torch.clone))
             return
         residual = point.residual
         if not measured:
@@ -239,6 +241,8 @@ class NativeLoopState(LoopState):
             self.best = self.best._replace(value=new)
 
     def end(self, which: Tensor, status: Status) -> None:
+        if self.left == 0:
+            return
         self.best.record.status.masked_fill_(self.active & which, int(status))
         self.active.masked_fill_(which, False)
         self.left = None
@@ -248,7 +252,7 @@ class NativeLoopState(LoopState):
 
     def restrict(self, active: Tensor, num_evals: Tensor, best: Best) -> None:
         super().restrict(active, num_evals, best)
-        self._own()
+        self._own(best.record)
 
 
 class Stretch:
