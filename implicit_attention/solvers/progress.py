@@ -290,14 +290,14 @@ class Stretch:
         every: evaluations between two looks at whether all problems are finished.
         last: the number of the last evaluation.
 
-        Nothing is measured of an image that the library cannot read.
+        Nothing is measured of an image that the library cannot read, or of another shape.
         """
         planned, steps, progress, dtype = self.planned, self.steps, self.progress, z.dtype
         state, count = z.contiguous().view(self.shape), progress.active.numel()
         value, point = progress.best.value.reshape(self.shape), None
         while True:
             mapped = later(state)
-            if not are_plain(dtype, mapped):
+            if not are_plain(dtype, mapped) or mapped.shape != state.shape:
                 break
             mapped = mapped.contiguous()
             planned.measure(state, mapped)

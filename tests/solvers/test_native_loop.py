@@ -11,6 +11,7 @@ from implicit_attention import AnchoredEnergy, Equilibrium, FixedPointMap, LogSu
 from implicit_attention._norm import norm
 from implicit_attention.ops.native import library, loop
 from implicit_attention.potentials import Entmax
+from implicit_attention.problem import Problem
 from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard, anderson, broyden, progress
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no native library")
@@ -186,7 +187,11 @@ def test_so_is_a_map_that_returns_one_late(by_torch, solver):
 
 @pytest.mark.parametrize("check_every", [1, 3])
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("method", [Picard, functools.partial(Anderson, history=2)], ids=["picard", "anderson"])
+@pytest.mark.parametrize(
+    "method",
+    [Picard, functools.partial(Anderson, history=2), functools.partial(Anderson, history=3, plain_steps=5)],
+    ids=["picard", "anderson", "plain at first"],
+)
 def test_every_budget_ends_a_stretch_where_the_loop_of_torch_ends(by_torch, method, own, check_every):
     f, x = problem((7,), own=own)
     for steps in range(12):
@@ -292,3 +297,35 @@ def test_so_is_a_map(name):
     with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
         solve(FixedPointMap(block, torch.ones(3, 4), event_ndim=1), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
     assert block.calls == 5
+
+
+class LateProblem(Problem):
+    """The same as a problem of its own."""
+
+    event_ndim = 1
+
+    def __init__(self, block, x):
+        self.function, self.x = lambda z, x: block(z, x), x
+
+    def fixed_point_map(self, z):
+        return self.function(z, self.x)
+
+
+@pytest.mark.parametrize(("name", "words"), [("state", "leave its state as it is"), ("shape", "size|shape|invalid")])
+def test_so_is_a_problem(name, words):
+    block = Late(LATE[name][0])
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=words):
+        solve(LateProblem(block, torch.ones(3, 4)), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
+    # An image of another shape leaves the stretch, and meets the tests of first evaluations.
+    assert block.calls == (5 if name == "state" else 6)
+
+
+def test_a_problem_of_its_own_is_solved_in_stretches(monkeypatch, by_torch):
+    calls, measured = [], loop.Planned.measure
+    monkeypatch.setattr(loop.Planned, "measure", lambda *a: calls.append(1) or measured(*a))
+    f = LateProblem(lambda z, x: (z + x).cos() / 2, torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3))
+    run = functools.partial(solve, f, torch.zeros(4, 3, dtype=torch.float64), solver=Anderson(history=2))
+    with torch.no_grad():
+        found = run()
+        assert len(calls) == int(found.num_evals.max()) - 2
+        agree(found, by_torch(run), rtol=1e-11, atol=1e-12)
