@@ -76,11 +76,11 @@ class LoopState:
         z = rows.initial
         per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
         unknown = torch.full_like(per_problem, torch.inf)
-        count = torch.zeros_like(per_problem, dtype=torch.int32)
+        count, steps = (torch.zeros_like(per_problem, dtype=torch.int32) for _ in range(2))
         status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
         self.num_evals = count
         self.best = Best(
-            z, Record(status, unknown, torch.zeros_like(unknown), count, count), unknown if energy else None
+            z, Record(status, unknown, torch.zeros_like(unknown), steps, count), unknown if energy else None
         )
 
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,9 +182,7 @@ class NativeLoopState(LoopState):
         self.library = library
         #: The last native measurement.
         self.own: Measured | None = None
-        # These two are read under another name, too.
-        self.active, record = self.active.clone(), self.best.record
-        self._own(record._replace(num_steps=record.num_steps.clone()))
+        self._own(self.best.record)
 
     def _own(self, record: Record) -> None:
         """Write to these tensors from now on, and to `active` and `num_evals`, which nobody else reads."""
@@ -218,7 +216,7 @@ class NativeLoopState(LoopState):
         plain = fallen is None and (measured or are_plain(point.z.dtype, point.residual, tolerance))
         if not (plain and (accepted is None or are_plain(torch.bool, accepted))):
             super().decide(point, tolerance, accepted, fallen)
-            self.active, self.num_evals = self.active.clone(), self.num_evals.clone()
+            # The residual is that of the point.
             self._own(self.best.record.map(torch.clone))
             return
         residual = point.residual
