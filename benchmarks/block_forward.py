@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,20 @@ from torch import Tensor
 
 from implicit_attention import Anderson, Equilibrium, Picard
 
-from . import guard
+from . import by_hand, guard
 from .block_equilibrium import HISTORY, SLACK, TEN, TESTS, Data, EquilibriumSetting, draw
+from .by_hand import Ends
 from .measure import interleaved_clocks
 from .targets import Row
 
-RATIOS = ("picard / bare", "by hand / bare", "anderson / bare")
+RATIOS = {
+    "picard / bare": ("picard", "bare picard"),
+    "by hand / bare": ("by hand", "bare picard"),
+    "anderson / bare": ("anderson", "bare anderson"),
+    "anderson by hand / bare": ("anderson by hand", "bare anderson"),
+}
+#: Evaluations after which a loop by hand is given up, as the layer is.
+MOST = 201
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,25 +40,17 @@ class ForwardSetting(EquilibriumSetting):
 SETTINGS = tuple(ForwardSetting(**dataclasses.asdict(TEN[i])) for i in (0, 1, 2, 3, 7))
 
 
-def by_hand(data: Data, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain steps with the evidence of the layer: state, residual and evaluations of each sample at its end.
+def loops(data: Data, rtol: float) -> dict[str, Callable[[], Ends]]:
+    """Loops by hand with the evidence of the layer: plain steps and Anderson's."""
+    step, start = partial(_step, data), partial(torch.zeros_like, data.x)
+    return {
+        "by hand": lambda: by_hand.plain(step, start(), rtol, most=MOST),
+        "anderson by hand": lambda: by_hand.anderson(step, start(), rtol, history=HISTORY, most=MOST),
+    }
 
-    All samples make as many steps as the slowest one, and no test is made but whether each has converged.
-    """
-    z, shape = torch.zeros_like(data.x), (-1, *(1,) * (data.x.ndim - 1))
-    active = torch.ones(len(z), dtype=torch.bool)
-    value, residual, count = z, torch.full((len(z),), torch.inf), torch.zeros(len(z), dtype=torch.int32)
-    while True:
-        mapped = data.block(z, data.x)
-        size = torch.linalg.vector_norm((mapped - z).flatten(1), dim=-1)
-        done = size <= 1e-8 + rtol * torch.linalg.vector_norm(mapped.flatten(1), dim=-1)
-        better = active & ((size < residual) | done)
-        count += active
-        value, residual = torch.where(better.view(shape), z, value), torch.where(better, size, residual)
-        active = active & ~done
-        if not bool(active.any()):
-            return value, residual, count
-        z = mapped
+
+def _step(data: Data, z: Tensor) -> Tensor:
+    return data.block(z, data.x)
 
 
 def bare(data: Data, evaluations: int) -> Tensor:
@@ -74,29 +75,35 @@ def forward_row(setting: ForwardSetting, *, repeats: int, max_seconds: float) ->
 
 
 def _timed(data: Data, rtol: float, repeats: int, max_seconds: float) -> Row:
-    found, functions, made = {}, {}, {}
+    found: dict[str, Any] = {}
+    functions: dict[str, Callable[[], Any]] = {}
     solvers: dict[str, Any] = {"picard": Picard(rtol=rtol), "anderson": Anderson(history=HISTORY, rtol=rtol)}
-    for name, solver in solvers.items():
+    for (name, solver), (hand, loop) in zip(solvers.items(), loops(data, rtol).items(), strict=True):
         layer = Equilibrium(data.block, solver=solver, on_failure="ignore")
         state = layer(data.x)
         assert layer.last_solve is not None
         evaluations = int(layer.last_solve.num_evals.max())
-        mapped = data.block(state, data.x)
-        sizes = (torch.linalg.vector_norm(t.double().flatten(1), dim=-1) for t in (mapped - state, mapped))
-        residual = float(torch.div(*sizes).max())
-        found[name] = {"evaluations": evaluations, "state_residual": residual}
-        if residual > SLACK * rtol:
-            found[name]["error"] = "not timed, the measured residual is above the tolerance"
-            return {"evidence": found, "seconds": {}, "ratios": dict.fromkeys(RATIOS)}
+        found[name] = {"evaluations": evaluations, "state_residual": _residual(data, state)}
+        end = loop()
+        found[hand] = {"evaluations": int(end.evaluations.max()), "state_residual": _residual(data, end.value)}
         functions[name], functions[f"bare {name}"] = partial(layer, data.x), partial(bare, data, evaluations)
-    functions["by hand"] = partial(by_hand, data, rtol)
+        functions[hand] = loop
+    wrong = [evidence for evidence in found.values() if not evidence["state_residual"] <= SLACK * rtol]
+    for evidence in wrong:
+        evidence["error"] = "not timed, the measured residual is above the tolerance"
+    if wrong:
+        return {"evidence": found, "seconds": {}, "ratios": dict.fromkeys(RATIOS)}
     process, wall = interleaved_clocks(functions, rounds=8 * repeats, max_seconds=max_seconds)
-    pairs = (("picard", "bare picard"), ("by hand", "bare picard"), ("anderson", "bare anderson"))
-    for ratio, (one, other) in zip(RATIOS, pairs, strict=True):
-        made[ratio] = process[one].median / process[other].median
     return {
         "evidence": found,
         "seconds": {name: dataclasses.asdict(timing) for name, timing in wall.items()},
         "process_seconds": {name: dataclasses.asdict(timing) for name, timing in process.items()},
-        "ratios": made,
+        "ratios": {name: process[one].median / process[other].median for name, (one, other) in RATIOS.items()},
     }
+
+
+def _residual(data: Data, state: Tensor) -> float:
+    """The largest |f(z) - z| / |f(z)| over the samples."""
+    mapped = data.block(state, data.x)
+    sizes = (torch.linalg.vector_norm(t.double().flatten(1), dim=-1) for t in (mapped - state, mapped))
+    return float(torch.div(*sizes).max())

@@ -57,7 +57,9 @@ NOTES = (
     "Small systems: one thread, float64, process time, lower quartiles; `magnetization` in a method's defaults over "
     "the faster of two loops by hand, plain steps and Anderson's over five, that start where it does, read the same "
     "map and end at the residual that its answer has. The loops check nothing, report nothing and go on until the "
-    "slowest sample is done. `published`: the law of large D, `LargeDResponse()`, over the same loops with the formula "
+    "slowest sample is done. `evidence`: over the faster of two such loops that give each sample's state, residual, "
+    "status and evaluations at its end, Anderson's with the safeguard of the solver, in as few calls of torch and "
+    "numpy as they need. `published`: the law of large D, `LargeDResponse()`, over the same loops with the formula "
     "of the published module. Frames: how many frames of Python one call of `thermodynamics` makes.",
 )
 

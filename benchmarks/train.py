@@ -56,8 +56,9 @@ NOTES = (
     "the Jacobian as ours makes, in a row; `by hand`: the same two methods in as few calls of torch as they need, with "
     "no safeguard, status or check. On a GPU products are in bfloat16 and peak memory is measured.",
     "FORWARD: forward pass of the same without autograd, on one thread, by process time, over a bare loop of as many "
-    "evaluations as the slowest sample has; `by hand`: plain steps that find state, residual and evaluations of each "
-    "sample by calls of torch.",
+    "evaluations as the slowest sample has; `by hand` and `anderson by hand`: the same steps with the same evidence "
+    "(state, residual and evaluations of each sample at its end) and Anderson's with the safeguard of the layer, in as "
+    "few calls of torch and numpy as they need: the bound of what a loop of such calls can reach.",
     "COMPILED: forward pass and training step of a pre-norm block as a fixed point by Picard, with `compiled=True` / "
     "without, and with a block that torch.compile compiled alone; graphs are made before any call is timed.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",

@@ -396,6 +396,8 @@ def picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
 
 def pick(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
+    if index.ndim == 1:
+        return tensor.index_select(0, index)
     return tensor.gather(index.ndim - 1, spread(index, tensor))
 
 
@@ -409,6 +411,8 @@ def first_of(chosen: Tensor) -> Tensor | None:
 
 def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """A tensor (*batch, N, ...) with `rows` (*batch, K, ...) in the places `index` (*batch, K)."""
+    if index.ndim == 1:
+        return tensor.index_copy(0, index, rows)
     return tensor.scatter(index.ndim - 1, spread(index, rows), rows)
 
 

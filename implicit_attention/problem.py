@@ -186,7 +186,18 @@ class Problem(Declared, general=True):
         None where that is `evaluate`. It is called with plain tensors that have no graph, and tests only what a later
         call can do otherwise.
         """
-        return None
+        kind = type(self)
+        if kind.retract is not Problem.retract or kind.evaluate is not Problem.evaluate:
+            return None
+
+        def mapped(z: Tensor) -> Tensor:
+            writes = writes_to(z)
+            result = self.fixed_point_map(z)
+            if writes_to(z) != writes:
+                refuse_writes(self)
+            return result
+
+        return mapped
 
     def pass_tests(self) -> None:
         """Take note that the first two evaluations of a solve have passed their tests."""

@@ -259,7 +259,8 @@ class Equilibrium(Remembering):
         if isinstance(solution, Record):
             self._remember(solution)
         else:
-            self._remember(None if is_batched(solution.status) else solution.report)
+            eager = steps is None and not torch.compiler.is_exporting()
+            self._remember(None if is_batched(solution.status) else solution.report, eager=eager)
         return state, solution
 
     def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:

@@ -229,13 +229,16 @@ class BlockMap(nn.Module):
         if not self.flat or self.autocast is not None or draws.repeated or draws.watching or not self.evaluated:
             return None
         block = self.block
+        # Torch counts no writes to inference tensors.
+        others = [tensor for tensor in tensors if not tensor.is_inference()]
 
         def mapped(z: Tensor) -> Tensor:
-            passed = [z, *tensors]
-            before = list(map(writes_to, passed))
+            counted = others if z.is_inference() else [z, *others]
+            before = [tensor._version for tensor in counted]
             result = block(z, *arguments)
-            if (after := list(map(writes_to, passed))) != before:
-                self._refuse_writes(list(map(ne, after, before)))
+            if (after := [tensor._version for tensor in counted]) != before:
+                written = list(map(ne, after, before))
+                self._refuse_writes([False, *written] if counted is others else written)
             if not is_like(result, z):
                 result = self.layout.check_output(self.__name__, result, z, cast=False)
             return cast(Tensor, result)

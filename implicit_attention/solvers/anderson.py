@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look, transforms_active
 from .._fused_rule import FusedRule
-from ..ops.native.loop import MOST_MIXED, Descent, Mixing
+from ..ops.native.loop import MOST_MIXED, Descent, MixedSteps, Mixing
 from ..problem import Problem
 from ._native_memory import library_of, written_out
 from ._rows import finite_rows, rows_where
 from .iterate import Update
-from .progress import Iteration, library_for
+from .progress import Iteration, LibrarySteps, library_for
 from .safeguard import Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.
@@ -132,6 +133,12 @@ class Anderson(Safeguarded):
         given = (t.contiguous() for t in (point.z, point.r, point.residual, point.energy, accepted))
         rule = {"learns": point.step > warm_up, "mixes": mixes, "last": point.step + 1 == self.max_steps}
         return Update(state, state.candidate(loaded, *given, ridge=self.ridge, stretches=point.step > 1, **rule))
+
+    def library_steps(self, problem: Problem, state: Any) -> LibrarySteps | None:
+        if not isinstance(state, Mixing):
+            return None
+        plain_steps = self._plain_steps(problem)
+        return functools.partial(MixedSteps, state, ridge=self.ridge, growth=self.growth, plain_steps=plain_steps)
 
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)

@@ -23,7 +23,7 @@ from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
 from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens
-from .progress import Iteration, NativeLoopState, progress_of
+from .progress import Iteration, LibrarySteps, NativeLoopState, Stretch, progress_of
 
 
 class Outcome(NamedTuple):
@@ -177,6 +177,10 @@ class Solver:
         """The next candidate, from the evaluated one (or, where it was rejected, from the memory)."""
         raise NotImplementedError(f"{type(self).__name__} must define step(problem, state, point, accepted)")
 
+    def library_steps(self, problem: Problem, state: Any) -> LibrarySteps | None:
+        """The same steps by the native library alone, for a memory after the first evaluation; None for no such."""
+        return None
+
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
         return iterate(self, problem, initial, trace=trace, graph=graph)
@@ -247,39 +251,46 @@ def _loop(
     plain = not (trace or graph or callback)
     progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
     later: Callable[[Tensor], Tensor] | None = None
+    stretch: Stretch | None = None
     shape = (*z.shape[:-1], *event)
-    for index in range(solver.max_steps + 1):
-        energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
-        before = point
-        if ordered:
-            # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
-            z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
-        if later is not None and not energy:
-            mapped = later(z.reshape(shape)).reshape(z.shape)
-            r, residual, tolerance = progress.measured(z, mapped)
-            point = Iteration(z, mapped, r, residual, None, index, event)
+    index = 0
+    while True:
+        before, measured = point, None
+        if stretch is not None and later is not None:
+            z, index, measured = stretch.run(later, z, index, every, solver.max_steps)
+        if stretch is not None and measured is not None:
+            point, accepted = measured, stretch.planned.accepted
         else:
-            z = flat(rows.problem.retract(unflat(z, event)), event)
-            point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
-        if index < 2 and (index == 1 or rows.problem.tested) and isinstance(progress, NativeLoopState):
-            later = rows.problem.later_map()
-        if point.energy is not None:
-            # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
-            sizes = length(point.r) + length(point.mapped)
-            if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
-                long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
-                begun = long | far if begun is None else begun
-                point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
-                tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
-            elif begun is None:
-                begun = torch.zeros_like(progress.active)
-        accepted = solver.accept(rows.problem, state, point)
-        fallen = None
-        if falls is not None:
-            floor = _floor(falls, point) if floor is None else floor
-            fallen = _below(floor, point, progress.everyone() if accepted is None else accepted)
-        progress.decide(point, tolerance, accepted, fallen)
-        accepted = progress.everyone() if accepted is None else accepted
+            energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
+            if ordered:
+                # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
+                z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
+            if later is not None and not energy:
+                mapped = later(z.reshape(shape)).reshape(z.shape)
+                r, residual, tolerance = progress.measured(z, mapped)
+                point = Iteration(z, mapped, r, residual, None, index, event)
+            else:
+                z = flat(rows.problem.retract(unflat(z, event)), event)
+                point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
+            if index < 2 and (index == 1 or rows.problem.tested) and isinstance(progress, NativeLoopState):
+                later = rows.problem.later_map()
+            if point.energy is not None:
+                # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
+                sizes = length(point.r) + length(point.mapped)
+                if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
+                    long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+                    begun = long | far if begun is None else begun
+                    point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
+                    tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
+                elif begun is None:
+                    begun = torch.zeros_like(progress.active)
+            judged = solver.accept(rows.problem, state, point)
+            fallen = None
+            if falls is not None:
+                floor = _floor(falls, point) if floor is None else floor
+                fallen = _below(floor, point, progress.everyone() if judged is None else judged)
+            progress.decide(point, tolerance, judged, fallen)
+            accepted = progress.everyone() if judged is None else judged
         if trace:
             best = progress.best
             course = (best.record.residual, best.energy, progress.num_evals, unflat(best.value, event))
@@ -298,7 +309,7 @@ def _loop(
                     order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
                 progress.restrict(*parts)
-                later, shape = later and rows.problem.later_map(), (*point.z.shape[:-1], *event)
+                later, shape, stretch = later and rows.problem.later_map(), (*point.z.shape[:-1], *event), None
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
@@ -310,6 +321,9 @@ def _loop(
             progress.spend(update.num_evals)
         if update.stalled is not None:
             progress.end(update.stalled, Status.STALLED)
+        if stretch is None and later is not None and falls is None and isinstance(progress, NativeLoopState):
+            stretch = Stretch.of(progress, solver.library_steps(rows.problem, state), z, event)
+        index += 1
     if falls is not None and solver.exhausted == Status.MAX_STEPS and before is not None and point is not None:
         # More steps would not help where the energy curves downwards; near a minimum they would.
         downward = ((point.z - before.z) * (point.r - before.r)).sum(-1) > 0

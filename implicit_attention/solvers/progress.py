@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .._autograd import are_plain, host_may_look, unobserved
 from .._fused_rule import FusedRule
 from .._norm import norm
 from ..ops.native.library import Library, library
-from ..ops.native.loop import Decisions, Measured
+from ..ops.native.loop import Decisions, Measured, MixedSteps, PlainSteps, Planned
 from ..ops.native.loop import measured as measured_natively
 from ..solution import Record
 from ..status import Status
-from ._rows import Best, Rows, rows_where
+from ._rows import COMPACT_BELOW, Best, Rows, rows_where
 from .in_order import Tokens
 
 #: Numbers that the library counts.
 MOST = 2**31
+
+
+#: Makes the steps that follow evaluations by the library alone.
+LibrarySteps: TypeAlias = Callable[[Planned], MixedSteps | PlainSteps]
 
 
 class Iteration(NamedTuple):
@@ -70,11 +76,11 @@ class LoopState:
         z = rows.initial
         per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
         unknown = torch.full_like(per_problem, torch.inf)
-        count = torch.zeros_like(per_problem, dtype=torch.int32)
+        count, steps = (torch.zeros_like(per_problem, dtype=torch.int32) for _ in range(2))
         status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
         self.num_evals = count
         self.best = Best(
-            z, Record(status, unknown, torch.zeros_like(unknown), count, count), unknown if energy else None
+            z, Record(status, unknown, torch.zeros_like(unknown), steps, count), unknown if energy else None
         )
 
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,14 +182,13 @@ class NativeLoopState(LoopState):
         self.library = library
         #: The last native measurement.
         self.own: Measured | None = None
-        self._own()
+        self._own(self.best.record)
 
-    def _own(self) -> None:
-        """Make tensors that the library may write to."""
-        value, record, _ = self.best
-        self.active, self.num_evals = (t.clone(memory_format=torch.contiguous_format) for t in self.tree()[:2])
-        status, residual, tolerance, steps, _ = (t.clone(memory_format=torch.contiguous_format) for t in record)
-        self.best = Best(value, Record(status, residual, tolerance, steps, self.num_evals), None)
+    def _own(self, record: Record) -> None:
+        """Write to these tensors from now on, and to `active` and `num_evals`, which nobody else reads."""
+        self.active, self.num_evals = self.active.contiguous(), self.num_evals.contiguous()
+        status, residual, tolerance, steps = (t.contiguous() for t in record[:4])
+        self.best = Best(self.best.value, Record(status, residual, tolerance, steps, self.num_evals), None)
         self.decisions = Decisions(self.active, residual, tolerance, steps, self.num_evals, status)
         self.left: int | None = None
         self.accepted = torch.ones_like(self.active)
@@ -211,7 +216,8 @@ class NativeLoopState(LoopState):
         plain = fallen is None and (measured or are_plain(point.z.dtype, point.residual, tolerance))
         if not (plain and (accepted is None or are_plain(torch.bool, accepted))):
             super().decide(point, tolerance, accepted, fallen)
-            self._own()
+            # The residual is that of the point.
+            self._own(self.best.record.map(torch.clone))
             return
         residual = point.residual
         if not measured:
@@ -233,6 +239,8 @@ class NativeLoopState(LoopState):
             self.best = self.best._replace(value=new)
 
     def end(self, which: Tensor, status: Status) -> None:
+        if self.left == 0:
+            return
         self.best.record.status.masked_fill_(self.active & which, int(status))
         self.active.masked_fill_(which, False)
         self.left = None
@@ -242,7 +250,70 @@ class NativeLoopState(LoopState):
 
     def restrict(self, active: Tensor, num_evals: Tensor, best: Best) -> None:
         super().restrict(active, num_evals, best)
-        self._own()
+        self._own(best.record)
+
+
+class Stretch:
+    """Evaluations in a row between which the library does all that has to be done, until the host has to decide.
+
+    The host decides at an end, and where so few problems are left that the working set may shrink.
+
+    Args:
+        progress: of the solve.
+        steps: gives the steps, for the evaluations that are planned.
+        z: a state, (*lead, n).
+        event: the shape of one problem.
+    """
+
+    def __init__(self, progress: NativeLoopState, steps: LibrarySteps, z: Tensor, event: torch.Size) -> None:
+        rule, like = progress.rule, progress.best.record.residual
+        given = progress.library, progress.decisions, z.contiguous(), like, rule.rtol, rule.atol
+        self.planned = Planned(*given, fixed=rule.fixed_budget, descends=progress.descends)
+        self.progress, self.steps, self.event = progress, steps(self.planned), event
+        self.shape = (*z.shape[:-1], *event)
+        rows, count = progress.rows, progress.active.numel()
+        #: With so few unfinished problems the host has to decide.
+        self.few = COMPACT_BELOW * count if rows.compact else 0
+
+    @classmethod
+    def of(cls, progress: NativeLoopState, steps: LibrarySteps | None, z: Tensor, event: torch.Size) -> Self | None:
+        """None where the library does not make the steps, or where it cannot read a state."""
+        return cls(progress, steps, z, event) if steps is not None and are_plain(z.dtype, z) else None
+
+    def run(
+        self, later: Callable[[Tensor], Tensor], z: Tensor, index: int, every: int, last: int
+    ) -> tuple[Tensor, int, Iteration | None]:
+        """Evaluate z, with the number `index`, and further states: the last one, its number, and what was measured.
+
+        every: evaluations between two looks at whether all problems are finished.
+        last: the number of the last evaluation.
+
+        Nothing is measured of an image that the library cannot read, or of another shape.
+        """
+        planned, steps, progress, dtype = self.planned, self.steps, self.progress, z.dtype
+        state, count = z.contiguous().view(self.shape), progress.active.numel()
+        value, point = progress.best.value.reshape(self.shape), None
+        while True:
+            mapped = later(state)
+            if not are_plain(dtype, mapped) or mapped.shape != state.shape:
+                break
+            mapped = mapped.contiguous()
+            planned.measure(state, mapped)
+            steps.accept()
+            improved, left = planned.decide(index)
+            if improved == count:
+                value = state
+            elif improved:
+                better = progress.decisions.better.view(*z.shape[:-1], *(1,) * len(self.event))
+                value = torch.where(better, state, value)
+            if index == last or (left <= self.few and index % every == 0):
+                measured = planned.r, planned.residual, None, index, self.event
+                point = Iteration(state.view(z.shape), mapped.view(z.shape), *measured)
+                progress.left = left
+                break
+            state, index = steps.next(state, mapped, index), index + 1
+        progress.best = progress.best._replace(value=value.view(z.shape))
+        return state.view(z.shape), index, point
 
 
 def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, plain: bool) -> LoopState:

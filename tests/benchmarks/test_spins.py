@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -17,6 +18,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
+    by_hand,
     report,
     spin_baseline,
     spin_random,
@@ -83,8 +85,9 @@ def test_every_setting_has_its_row_with_evidence(rows):
     assert rows[4]["ratios"] == {"failures": 0.0}
     assert rows[4]["evidence"]["largest_length_error"] < 1e-8
     assert rows[5]["evidence"]["refused"] == 2
-    assert set(rows[6]["ratios"]) == {"forward / by hand", "forward / published"}
-    assert set(rows[7]["ratios"]) == {"forward / by hand"}
+    by_hand = {"forward / by hand", "forward / by hand, evidence"}
+    assert set(rows[6]["ratios"]) == by_hand | {"forward / published", "forward / published, evidence"}
+    assert set(rows[7]["ratios"]) == by_hand
     for row in rows[6:8]:
         assert all(value > 0 for value in row["ratios"].values())
         assert 0 < row["evidence"]["ours"]["residual"] < 1e-10
@@ -187,12 +190,45 @@ def test_loops_by_hand_end_where_the_forward_does():
         functions, found = spin_small.compared(method, system, f)
         assert "anderson" in functions
         answer = method.answer(system)
-        for name in set(functions) - {"ours"}:
+        for name in set(functions) & set(spin_small.LOOPS):
             z, evaluations = functions[name]()
             assert evaluations == found[f"{name} evaluations"]
             assert spin_small.residual(f(z), z) <= found["residual"]
             torch.testing.assert_close(method.magnetization_at(system, z), answer.magnetization, rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(functions["ours"](), answer.magnetization, rtol=0, atol=0)
+
+
+def test_loops_with_evidence_say_where_each_sample_ended():
+    system = spin_small.glass((3,), 7, 4, 1)
+    for method in spin_small.METHODS.values():
+        f = method.problem(system).fixed_point_map
+        functions, found = spin_small.compared(method, system, f)
+        answer = method.answer(system)
+        assert "anderson, evidence" in functions
+        for name in set(functions) & set(spin_small.WITH_EVIDENCE):
+            ends = functions[name]()
+            assert ends.converged.all()
+            assert not ends.active.any()
+            assert int(ends.evaluations.max()) == found[f"{name} evaluations"]
+            assert len(set(ends.evaluations.tolist())) > 1
+            mapped = f(ends.value)
+            sizes = torch.linalg.vector_norm((mapped - ends.value).flatten(-2), dim=-1)
+            np.testing.assert_allclose(ends.residual, sizes, rtol=0.1, atol=1e-14)
+            assert spin_small.residual(mapped, ends.value) <= 1.01 * found["residual"]
+            m = method.magnetization_at(system, ends.value)
+            torch.testing.assert_close(m, answer.magnetization, rtol=1e-8, atol=1e-9)
+
+
+def test_a_loop_with_evidence_keeps_the_samples_that_have_ended():
+    z = torch.ones(3, 2, 1, dtype=torch.float64)
+    rate = torch.tensor([0.1, 0.9, 1.0], dtype=torch.float64)[:, None, None]
+    ends = by_hand.plain(lambda z: rate * z + 1, z, 1e-3, most=80, atol=0.0)
+    assert ends.converged.tolist() == [True, True, False]
+    assert ends.active.tolist() == [False, False, True]
+    for i, rest in enumerate((0.1, 0.9)):
+        single = by_hand.plain(lambda z, rest=rest: rest * z + 1, z[:1], 1e-3, most=80, atol=0.0)
+        torch.testing.assert_close(ends.value[i : i + 1], single.value, rtol=0, atol=0)
+        assert ends.evaluations[i] == single.evaluations[0] < 80
 
 
 def test_the_published_formula_is_the_law_of_large_d():

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -16,6 +17,7 @@ from benchmarks import (
     block_compiled,
     block_equilibrium,
     block_forward,
+    by_hand,
     figures,
     guard,
     problems,
@@ -31,7 +33,7 @@ from benchmarks.environment import environment
 from benchmarks.llama import NAMES, SMALL, LlamaSetting
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import TRAIN
-from implicit_attention import Equilibrium, Picard
+from implicit_attention import Anderson, Equilibrium, Picard, Status
 from implicit_attention.layers import compiled_graphs
 
 TINY = Shape(batch=1, heads=2, length=40, dim=9)
@@ -163,21 +165,59 @@ def test_a_block_as_a_fixed_point_is_held_against_torchdeq_at_equal_residuals(ro
     assert row["ratios"]["ours / bare"] == pytest.approx(seconds["ours"] / seconds["bare"])
 
 
-def test_a_forward_pass_is_held_against_as_many_evaluations(rows):
+SOLVERS = {"picard": Picard(rtol=1e-3), "anderson": Anderson(history=2, rtol=1e-3)}
+BY_HAND = {"picard": "by hand", "anderson": "anderson by hand"}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_forward_pass_is_held_against_as_many_evaluations(rows, name):
     (row,) = [row for row in rows if row["metric"] == "FORWARD"]
-    data = block_equilibrium.draw(EquilibriumSetting(batch=3, length=6, dim=16, heads=2))
+    data, hand = block_equilibrium.draw(EquilibriumSetting(batch=3, length=6, dim=16, heads=2)), BY_HAND[name]
     with torch.no_grad():
-        state, residual, count = block_forward.by_hand(data, 1e-3)
-        layer = Equilibrium(data.block, solver=Picard(rtol=1e-3))
-        found = layer(data.x)
-    torch.testing.assert_close(state, found, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(residual, layer.last_solve.residual, rtol=1e-3, atol=1e-6)
-    assert count.tolist() == layer.last_solve.num_evals.tolist()
-    assert int(count.max()) == row["evidence"]["picard"]["evaluations"]
+        layer = Equilibrium(data.block, solver=SOLVERS[name])
+        state, end = layer(data.x), block_forward.loops(data, 1e-3)[hand]()
+    report = layer.last_solve
+    torch.testing.assert_close(end.value, state, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(end.residual, report.residual, rtol=1e-3, atol=1e-6)
+    assert end.evaluations.tolist() == report.num_evals.tolist()
+    for found in (row["evidence"][name], row["evidence"][hand]):
+        assert found["evaluations"] == int(report.num_evals.max())
+        assert 1e-4 < found["state_residual"] <= 1e-3
     seconds = {name: timing["median"] for name, timing in row["process_seconds"].items()}
-    assert row["ratios"]["picard / bare"] == pytest.approx(seconds["picard"] / seconds["bare picard"])
-    assert row["ratios"]["by hand / bare"] == pytest.approx(seconds["by hand"] / seconds["bare picard"])
-    assert row["ratios"]["anderson / bare"] == pytest.approx(seconds["anderson"] / seconds["bare anderson"])
+    for one in (name, hand):
+        assert row["ratios"][f"{one} / bare"] == pytest.approx(seconds[one] / seconds[f"bare {name}"])
+
+
+class Kinks(torch.nn.Module):
+    """A map with kinks, across which mixed steps lead far away and are taken back."""
+
+    def forward(self, z, x):
+        return 0.98 * (z.abs() - 1).abs() + x
+
+
+@pytest.mark.parametrize("steps", [8, 200])
+def test_a_loop_by_hand_takes_steps_back_and_ends_as_the_layer_does(monkeypatch, steps):
+    x = torch.randn(12, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[5, 0, 0] = torch.nan
+    data = block_equilibrium.Data(Kinks(), x, x)
+    solver = dataclasses.replace(SOLVERS["anderson"], max_steps=steps)
+    layer = Equilibrium(data.block, solver=solver, on_failure="ignore")
+    monkeypatch.setattr(block_forward, "MOST", steps + 1)
+    loop = block_forward.loops(data, 1e-3)["anderson by hand"]
+    with torch.no_grad():
+        found, end = layer(x), loop()
+        report = layer.last_solve
+        assert end.evaluations.tolist() == report.num_evals.tolist()
+        assert end.evaluations[5] == 1
+        assert end.converged.tolist() == report.converged.tolist()
+        assert end.active.tolist() == (report.status == Status.MAX_STEPS).tolist()
+        assert end.active.any() == (steps < 200)
+        finite = report.residual < torch.inf
+        torch.testing.assert_close(end.value[finite], found[finite], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(end.residual[finite], report.residual[finite], rtol=1e-2, atol=1e-5)
+        # Nothing would be tested if no step were taken back.
+        monkeypatch.setattr(by_hand, "GROWTH", 1e300)
+        assert not np.allclose(loop().residual[finite], end.residual[finite])
 
 
 def test_the_residuals_of_a_block_are_measured(rows):

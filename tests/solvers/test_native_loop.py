@@ -11,6 +11,7 @@ from implicit_attention import AnchoredEnergy, Equilibrium, FixedPointMap, LogSu
 from implicit_attention._norm import norm
 from implicit_attention.ops.native import library, loop
 from implicit_attention.potentials import Entmax
+from implicit_attention.problem import Problem
 from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard, anderson, broyden, progress
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="there is no native library")
@@ -133,8 +134,9 @@ def test_samples_that_fail_end_alone_with_the_status_of_torch(by_torch, solver):
 
 def test_it_is_used_for_plain_states_only(monkeypatch):
     calls = []
-    measured = progress.measured_natively
-    monkeypatch.setattr(progress, "measured_natively", lambda *a: calls.append(1) or measured(*a))
+    for place, name in ((progress, "measured_natively"), (loop.Planned, "measure")):
+        measured = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, measured=measured: calls.append(1) or measured(*a))
     f, x = problem()
     with torch.no_grad():
         count = int(solve(f, torch.zeros_like(x), solver=Picard()).num_evals.max())
@@ -166,6 +168,37 @@ def test_a_map_that_returns_a_subclass_is_solved_by_torch(by_torch, solver):
         expected = by_torch(lambda: solve(plain, torch.zeros_like(x), solver=solver))
     for name in ("status", "num_evals", "value", "residual"):
         assert_close(getattr(found, name).as_subclass(torch.Tensor), getattr(expected, name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(history=2)], ids=lambda s: type(s).__name__)
+def test_so_is_a_map_that_returns_one_late(by_torch, solver):
+    x, calls = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3), []
+
+    def late(z, x):
+        calls.append(1)
+        return (z.as_subclass(torch.Tensor).cos() / 2 + x).as_subclass(Marked if len(calls) > 5 else torch.Tensor)
+
+    with torch.no_grad():
+        found = solve(FixedPointMap(late, x, event_ndim=1), torch.zeros_like(x), solver=solver)
+        plain = FixedPointMap(lambda z, x: z.cos() / 2 + x, x, event_ndim=1)
+        agree(found, by_torch(lambda: solve(plain, torch.zeros_like(x), solver=solver)), rtol=1e-11, atol=1e-12)
+    assert len(calls) > 6
+
+
+@pytest.mark.parametrize("check_every", [1, 3])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    "method",
+    [Picard, functools.partial(Anderson, history=2), functools.partial(Anderson, history=3, plain_steps=5)],
+    ids=["picard", "anderson", "plain at first"],
+)
+def test_every_budget_ends_a_stretch_where_the_loop_of_torch_ends(by_torch, method, own, check_every):
+    f, x = problem((7,), own=own)
+    for steps in range(12):
+        solver = method(max_steps=steps, check_every=check_every)
+        run = functools.partial(solve, f, torch.zeros_like(x), solver=solver, on_failure="ignore")
+        with torch.no_grad():
+            agree(run(), by_torch(run), rtol=1e-11, atol=1e-12)
 
 
 def test_strides_of_states_and_images_change_nothing(by_torch):
@@ -264,3 +297,42 @@ def test_so_is_a_map(name):
     with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
         solve(FixedPointMap(block, torch.ones(3, 4), event_ndim=1), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
     assert block.calls == 5
+
+
+class LateProblem(Problem):
+    """The same as a problem of its own."""
+
+    event_ndim = 1
+
+    def __init__(self, block, x):
+        self.function, self.x = lambda z, x: block(z, x), x
+
+    def fixed_point_map(self, z):
+        return self.function(z, self.x)
+
+
+@pytest.mark.parametrize(
+    ("late", "words", "calls"),
+    [
+        (LATE["state"][0], "leave its state as it is", 5),
+        # An image of another shape leaves the stretch, and meets the general loop.
+        (lambda z, x: z[:, :2] / 2 + x[:, :2], "shape", 6),
+    ],
+    ids=["state", "shape"],
+)
+def test_so_is_a_problem(late, words, calls):
+    block = Late(late)
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=words):
+        solve(LateProblem(block, torch.ones(3, 4)), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
+    assert block.calls == calls
+
+
+def test_a_problem_of_its_own_is_solved_in_stretches(monkeypatch, by_torch):
+    calls, measured = [], loop.Planned.measure
+    monkeypatch.setattr(loop.Planned, "measure", lambda *a: calls.append(1) or measured(*a))
+    f = LateProblem(lambda z, x: (z + x).cos() / 2, torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3))
+    run = functools.partial(solve, f, torch.zeros(4, 3, dtype=torch.float64), solver=Anderson(history=2))
+    with torch.no_grad():
+        found = run()
+        assert len(calls) == int(found.num_evals.max()) - 2
+        agree(found, by_torch(run), rtol=1e-11, atol=1e-12)

@@ -84,6 +84,53 @@ class Decisions:
         return counts >> 32, counts & 0xFFFFFFFF
 
 
+class Planned:
+    """The measurement and the decisions of one evaluation after the other, by calls that are planned once.
+
+    Args:
+        decisions: the state of every row.
+        z: a state, contiguous, (*lead, n).
+        like: a contiguous tensor (*lead) of that dtype.
+        rtol, atol: tolerances.
+        fixed, descends: as for `Decisions.decide`.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        decisions: Decisions,
+        z: Tensor,
+        like: Tensor,
+        rtol: float,
+        atol: float,
+        *,
+        fixed: bool,
+        descends: bool,
+    ) -> None:
+        self.library, self.decisions = library, decisions
+        #: What the last evaluation was measured to be, and which candidates the method accepted.
+        self.r, self.residual, self.tolerance = torch.empty_like(z), torch.empty_like(like), torch.empty_like(like)
+        self.accepted = torch.ones_like(decisions.better)
+        self.sizes = z.dtype.itemsize, like.numel(), z.shape[-1]
+        self.workers = library.parallel_for, torch.get_num_threads()
+        self._numbers = array("d", (rtol, atol))
+        self._points = array("Q", [0, 0, *(t.data_ptr() for t in (self.r, self.residual, self.tolerance))])
+        last = (self.residual, self.tolerance, self.accepted)
+        self._rows = array("Q", [*decisions._addresses[:-3], *(t.data_ptr() for t in last)])
+        self._measure = (*self.sizes, self._numbers.buffer_info()[0], self._points.buffer_info()[0], *self.workers)
+        self._decide = fixed, descends, self._rows.buffer_info()[0]
+
+    def measure(self, z: Tensor, mapped: Tensor) -> None:
+        """Compare states with their images: contiguous tensors."""
+        self._points[0], self._points[1] = z.data_ptr(), mapped.data_ptr()
+        self.library.measure(*self._measure)
+
+    def decide(self, step: int) -> tuple[int, int]:
+        """Decide about the candidates that are `accepted`: how many rows were improved, and how many are unfinished."""
+        counts: int = self.library.decide(*self.sizes[:2], step, *self._decide)
+        return counts >> 32, counts & 0xFFFFFFFF
+
+
 #: Steps that are mixed at most, as in mixing.h.
 MOST_MIXED = 8
 
@@ -144,6 +191,50 @@ class Mixing(NamedTuple):
         places = integers.buffer_info()[0], ridge, addresses.buffer_info()[0]
         library.mix(z.dtype.itemsize, *places, library.parallel_for, torch.get_num_threads())
         return to
+
+
+class MixedSteps:
+    """Anderson's steps for `Planned` evaluations.
+
+    Args:
+        mixing: the memory.
+        ridge: of the systems.
+        growth: how much |r| may grow in a mixed step.
+        plain_steps: how many steps are plain ones at first.
+    """
+
+    def __init__(self, mixing: Mixing, planned: Planned, *, ridge: float, growth: float, plain_steps: int) -> None:
+        self.mixing, self.planned, self.plain_steps = mixing, planned, plain_steps
+        itemsize, count, n = planned.sizes
+        judged = planned.residual, mixing.residual, mixing.accelerated, planned.accepted
+        self._accept = itemsize, count, growth, *(t.data_ptr() for t in judged)
+        self._integers = array("q", (count, n, mixing.dr.shape[-2], 0, 1))
+        point = planned.r, planned.residual, planned.accepted
+        self._addresses = array("Q", [*(t.data_ptr() for t in mixing), 0, *(t.data_ptr() for t in point), 0])
+        places = self._integers.buffer_info()[0], ridge, self._addresses.buffer_info()[0]
+        self._mix = itemsize, *places, *planned.workers
+
+    def accept(self) -> None:
+        """Say which candidates are accepted, after the first evaluation."""
+        self.planned.library.accept(*self._accept)
+
+    def next(self, z: Tensor, mapped: Tensor, step: int) -> Tensor:
+        """Return the states to evaluate next, of the shape of z."""
+        to = torch.empty_like(z)
+        self._integers[3] = step >= self.plain_steps
+        self._addresses[-5], self._addresses[-1] = z.data_ptr(), to.data_ptr()
+        self.planned.library.mix(*self._mix)
+        return to
+
+
+class PlainSteps:
+    """Plain steps for `Planned` evaluations, all of which are accepted."""
+
+    def accept(self) -> None:
+        """Change nothing."""
+
+    def next(self, z: Tensor, mapped: Tensor, step: int) -> Tensor:
+        return mapped
 
 
 def _accepted(library: Library, residual: Tensor, before: Tensor, accelerated: Tensor, growth: float) -> Tensor:
