@@ -259,7 +259,7 @@ class Equilibrium(Remembering):
         if isinstance(solution, Record):
             self._remember(solution)
         else:
-            eager = steps is None and not torch.compiler.is_exporting()
+            eager = steps is None and not is_exporting()
             self._remember(None if is_batched(solution.status) else solution.report, eager=eager)
         return state, solution
 
