@@ -123,7 +123,7 @@ def _adjoint_kernel(
     logsumexp,
     cotangent,
     search,
-    rest_of,
+    remainder,
     spread,
     keys,
     keys_strides,
@@ -156,7 +156,7 @@ def _adjoint_kernel(
 ):
     """Conjugate gradients per query, in units of the power of two that brings its cotangent to order one.
 
-    The solution `value_out`, the residual `rest_of` and the direction `search` are read a few columns at a time: the
+    The solution `value_out`, the residual `remainder` and the direction `search` are read a few columns at a time: the
     registers are those of the loop over the keys.
     """
     ROWS: tl.constexpr = P.rows
@@ -165,7 +165,7 @@ def _adjoint_kernel(
     begin = batch * N + first
     start, at = begin * D, begin + local
     state, mean, cotangent, value_out = state + start, mean + start, cotangent + start, value_out + start
-    search, rest_of, spread = search + start, rest_of + start, spread + start
+    search, remainder, spread = search + start, remainder + start, spread + start
 
     b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
@@ -193,7 +193,7 @@ def _adjoint_kernel(
         there = real[:, None] & exists
         g = tl.load(cotangent + place, mask=there, other=0.0) * lift[:, None] / unit[:, None]
         square += sums(g * g, P)
-        tl.store(rest_of + place, g, mask=there)
+        tl.store(remainder + place, g, mask=there)
         tl.store(search + place, g, mask=there)
         tl.store(value_out + place, g * 0.0, mask=there)
     square = tl.sum(square, 1)
@@ -226,10 +226,10 @@ def _adjoint_kernel(
             place, there, _, product = _spread_at(column, mean, spread, rest, its, local, real, P)
             p = tl.load(search + place, mask=there, other=0.0)
             value = tl.load(value_out + place, mask=there, other=0.0) + rate[:, None] * p
-            r = tl.load(rest_of + place, mask=there, other=0.0) - rate[:, None] * (p - (1.0 - a) * b * product)
+            r = tl.load(remainder + place, mask=there, other=0.0) - rate[:, None] * (p - (1.0 - a) * b * product)
             reached += sums(r * r, P)
             tl.store(value_out + place, value, mask=there)
-            tl.store(rest_of + place, r, mask=there)
+            tl.store(remainder + place, r, mask=there)
         tl.debug_barrier()  # what one thread has written another may read
         reached = tl.sum(reached, 1)
         again = tl.where(active, reached / square, 0.0)
@@ -237,7 +237,7 @@ def _adjoint_kernel(
             place, exists = columns(column, local, P)
             there = real[:, None] & exists
             p = tl.load(search + place, mask=there, other=0.0)
-            tl.store(search + place, tl.load(rest_of + place, mask=there, other=0.0) + again[:, None] * p, mask=there)
+            tl.store(search + place, tl.load(remainder + place, mask=there, other=0.0) + again[:, None] * p, mask=there)
         square = reached
         active = active & (square > limit) & (num_steps < max_steps)
         running = tl.max(active.to(tl.int32), 0) > 0

@@ -56,7 +56,11 @@ def query_tile(N, P: tl.constexpr):
 
 @triton.jit
 def columns(column, local, P: tl.constexpr):
-    """Some columns of a tile from `column` on: offsets in memory of the rows `local`, and which columns there are."""
+    """Some columns of a tile from `column` on: offsets in memory of the rows `local`, and which columns there are.
+
+    Stores of them may belong to other threads than loads: where one sweep over columns reads or writes what another has
+    written or read, a barrier stands between them.
+    """
     D: tl.constexpr = P.dim
     cols = column + tl.arange(0, P.columns)
     return local[:, None] * D + cols[None, :], (cols < D)[None, :]
