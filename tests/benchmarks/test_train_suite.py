@@ -220,6 +220,26 @@ def test_a_loop_by_hand_takes_steps_back_and_ends_as_the_layer_does(monkeypatch,
         assert not np.allclose(loop().residual[finite], end.residual[finite])
 
 
+class ArcSine(torch.nn.Module):
+    """A map that ends at 1: mixed steps beyond it meet numbers that are not finite, and are taken back."""
+
+    def forward(self, z, x):
+        return 0.9 * torch.asin(z) * x + 0.05
+
+
+def test_a_loop_by_hand_takes_back_steps_that_are_not_finite():
+    x = 1.3 * torch.rand(8, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    layer = Equilibrium(ArcSine(), solver=Anderson(history=2, rtol=1e-3, max_steps=15), on_failure="ignore")
+    with torch.no_grad():
+        state = layer(x)
+        end = by_hand.anderson(lambda z: layer.block(z, x), torch.zeros_like(x), 1e-3, history=2, most=16)
+    report = layer.last_solve
+    assert end.evaluations.tolist() == report.num_evals.tolist()
+    assert end.converged.tolist() == report.converged.tolist()
+    torch.testing.assert_close(end.value, state, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(end.residual, report.residual, rtol=1e-5, atol=1e-6)
+
+
 def test_the_residuals_of_a_block_are_measured(rows):
     data = block_equilibrium.draw(EQUILIBRIUM)
     tight = block_equilibrium.measured(data, block_equilibrium.ours(data, rtol=1e-5))
