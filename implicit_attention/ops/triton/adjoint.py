@@ -108,7 +108,7 @@ def _spread(v, mean, spread, half, by, shift, first, local, dims, real, inside, 
 
 @triton.jit
 def _spread_at(column, mean, spread, rest, unit, local, real, P: tl.constexpr):
-    """Of some columns: offsets in memory, which are there, the mean, the covariance of the keys times the vector."""
+    """Read some columns: offsets, which of them exist, the mean, the covariance of the keys times the vector."""
     place, exists = columns(column, local, P)
     there = real[:, None] & exists
     m = tl.load(mean + place, mask=there, other=0.0)

@@ -150,7 +150,7 @@ def rounded(x, P: tl.constexpr):
 
 @triton.jit
 def scaled_back(x, scale, P: tl.constexpr):
-    """What `rounded` makes of x, which may be some of its columns, as float32."""
+    """The numbers that `rounded` makes of x, which may be some of its columns, as float32."""
     return narrow(x * (1.0 / scale)[:, None], P).to(tl.float32) * scale[:, None]
 
 

@@ -76,7 +76,7 @@ def _length(square, small, big):
 
 @triton.jit
 def _columns_at(column, point, fresh, field, a, local, real, anchored, P: tl.constexpr):
-    """Of some columns: offsets in memory, which are there, z, the mean at z, a x."""
+    """Read some columns: offsets in memory, which of them exist, z, the mean at z, a x."""
     place, exists = columns(column, local, P)
     there = real[:, None] & exists
     z = tl.load(point + place, mask=there, other=0.0)
