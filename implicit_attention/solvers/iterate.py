@@ -261,6 +261,8 @@ def _loop(
         if stretch is not None and measured is not None:
             point, accepted = measured, stretch.planned.accepted
         else:
+            # The plan of a stretch holds addresses of tensors that are replaced here.
+            stretch = None
             energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
             if ordered:
                 # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
