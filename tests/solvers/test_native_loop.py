@@ -336,3 +336,33 @@ def test_a_problem_of_its_own_is_solved_in_stretches(monkeypatch, by_torch):
         found = run()
         assert len(calls) == int(found.num_evals.max()) - 2
         agree(found, by_torch(run), rtol=1e-11, atol=1e-12)
+
+
+class Labelled(torch.Tensor):
+    """A tensor that the library does not read."""
+
+
+@pytest.mark.parametrize("solver", [Picard(rtol=1e-8), Anderson(rtol=1e-8)], ids=lambda s: type(s).__name__)
+def test_images_that_the_library_cannot_read_for_a_while_change_no_end(solver):
+    torch.manual_seed(0)
+    weight, rates = 0.22 * torch.randn(6, 6).double(), torch.linspace(0.2, 1.3, 40).double()
+
+    def solved(*labelled):
+        calls = []
+
+        def f(z, rates):
+            calls.append(len(z))
+            image = torch.tanh(rates * (z.as_subclass(torch.Tensor) @ weight) + 0.3)
+            return image.as_subclass(Labelled) if len(calls) in labelled else image
+
+        problem = FixedPointMap(f, rates[:, None], event_ndim=1)
+        return solve(problem, torch.zeros(40, 6).double(), solver=solver)
+
+    plain = solved()
+    for labelled in ((5, 6), (7, 8), (5, 6, 9, 10)):
+        found = solved(*labelled)
+        assert found.converged.all()
+        torch.testing.assert_close(found.value.as_subclass(torch.Tensor), plain.value, rtol=0, atol=1e-6)
+        assert bool((found.residual.as_subclass(torch.Tensor) <= found.tolerance.as_subclass(torch.Tensor)).all())
+        if isinstance(solver, Picard):
+            assert torch.equal(found.num_evals.as_subclass(torch.Tensor), plain.num_evals)
