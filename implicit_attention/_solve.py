@@ -156,7 +156,10 @@ def by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
         tally.keep(problem, outcome.value)
     energy = problem.energy if problem.has_energy else None
     cause = partial(randomness, problem, outcome.value)
-    return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice)
+    tokens = None if request.by_token is None else request.by_token.record
+    return concluded(
+        outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice, tokens=tokens
+    )
 
 
 def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
@@ -212,11 +215,13 @@ def concluded(
     cause: Callable[[], str] = str,
     advice: Callable[[Remedies], Remedies] = dict,
     failed: bool = True,
+    tokens: Record | None = None,
 ) -> Solution:
     """The solution with its evidence, once failures are reported as `report.on_failure` says, with their `cause`.
 
     advice: adds to the solver's remedies what the problem knows.
     failed: whether a problem may have no answer; False spares a look at all of them.
+    tokens: the record of every token of the problems, which is reported in place of theirs.
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
     on_failure, record, value, course = report.on_failure, outcome.record, outcome.value, outcome.states
@@ -224,7 +229,7 @@ def concluded(
         value = without_gradient(on_failure, record.failed, value)
         course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
     solution = Solution(
-        record,
+        record if tokens is None else tokens,
         report,
         adjoint.advice(advice(solver.remedies)),
         value=value,
@@ -234,9 +239,9 @@ def concluded(
     )
     if value.requires_grad or transforms_active():
         if on_failure != "ignore" and not transforms_active():
-            report.state_residual = solution.residual
+            report.state_residual = record.residual
         if adjoint.needs_solution:
-            report.unsolved = solution.failed
+            report.unsolved = record.failed
 
     def explained() -> str:
         policy = policy_of(on_failure)
@@ -245,7 +250,7 @@ def concluded(
 
     # Checkpointing computes a forward pass again, whose failures were reported before.
     if (failed or policy_of(on_failure).counts) and not backward_running():
-        report_failures(on_failure, type(solver).__name__, record, solution.remedies, explained, site=report.site)
+        report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, explained, site=report.site)
     return solution
 
 

@@ -103,6 +103,17 @@ class TokenOrder:
             return chosen @ self._readers.mT > 0
         return (self._readers @ chosen[..., None])[..., 0] > 0
 
+    def restricted(self, index: Tensor) -> TokenOrder:
+        """The order of the tokens `index`, (K,) or (*lead, K), which follow each other as before."""
+        order = TokenOrder()
+        if self._readers is not None:
+            readers = self._readers.expand(*index.shape[:-1], *self._readers.shape[-2:])
+            lead, count = readers.shape[:-2], readers.shape[-1]
+            rows = index.expand(*lead, -1)[..., None]
+            picked = readers.gather(-2, rows.expand(*lead, -1, count))
+            order._readers = picked.gather(-1, rows.mT.expand(*lead, index.shape[-1], -1))
+        return order
+
 
 class Problem(Declared, general=True):
     """A fixed-point problem z = f(z).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .._types import Impl
 from ..fused import lower
 from ..linear import LinearSolver
 from ..problem import Problem
-from ..solution import AdjointReport, Remedies
+from ..solution import AdjointReport, Record, Remedies
 from ..solvers import Outcome, Solver
 from ..solvers.iterate import Callback, iterate
 
@@ -42,6 +42,23 @@ class AdjointMemory:
         self.value = value.detach().nan_to_num(0.0, 0.0, 0.0)
 
 
+class SolveOfTokens(Protocol):
+    """A solve of the tokens of causal samples, which keeps the record of each, (*lead, N).
+
+    Not for problems without an order of tokens.
+
+    Examples:
+        >>> from implicit_attention.adjoints.base import SolveOfTokens
+        >>> from implicit_attention.layers.causal_block import TokenSolve
+        >>> hasattr(TokenSolve, "run")
+        True
+    """
+
+    record: Record | None
+
+    def run(self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome: ...
+
+
 @dataclasses.dataclass
 class Request:
     """One call of `solve`, as the adjoints see it.
@@ -51,7 +68,7 @@ class Request:
     Examples:
         >>> from implicit_attention.adjoints import Request
         >>> [field for field in Request.__dataclass_fields__]
-        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver', 'memory']
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver', 'memory', 'by_token']
     """
 
     problem: Problem
@@ -65,6 +82,8 @@ class Request:
     linear_solver: LinearSolver[Any] | None = None
     #: Where the backward solve starts, for a layer that is told to remember it.
     memory: AdjointMemory | None = None
+    #: The solve of the tokens of a causal block, in place of that of whole samples.
+    by_token: SolveOfTokens | None = None
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
@@ -80,6 +99,8 @@ class Request:
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
         """The outcome for `problem` by the solver's own steps, after each of which the callback is called."""
+        if self.by_token is not None:
+            return self.by_token.run(self.solver, problem, initial, trace=self.trace, graph=graph)
         if self.callback is None:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         # `solve` has refused a callback for solvers that run otherwise.

@@ -8,6 +8,7 @@ from .block import Equilibrium
 from .cache import KeyValueCache
 from .contractive import contractive
 from .memory import MemoryLookup
+from .past import BlockCache, Past
 from .pooling import AttentionPooling
 from .projections import Rotary
 from .tie import tie
@@ -39,6 +40,8 @@ __all__ = [
     "MemoryLookup",
     "AttentionPooling",
     "KeyValueCache",
+    "BlockCache",
+    "Past",
     "Rotary",
 ]
 

@@ -23,8 +23,10 @@ from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall, BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
+from .causal_block import CausalCall, Reads, TokenSolve, begin_tokens, refusing_gradient, takes_past
 from .compiled_block import check_compiled
 from .compiled_graphs import Graphs
+from .past import BlockCache
 from .remembering import Remembering
 
 Steps: TypeAlias = int | range | None
@@ -90,10 +92,16 @@ class Equilibrium(Remembering):
             trains on the same samples, in the same order, that saves most products while the weights change slowly (1
             instead of 6 at a rate of 1e-4, 4 at 1e-3); for other samples it costs one product more. Not with
             `compiled`.
+        causal: promise that token t of the block's result reads tokens <= t of its arguments, on the first axis of the
+            event; tried at the first call. Each token is then a problem of its own: it has converged when its residual
+            and those of all tokens before it are within the tolerance, and `last_solve` has an entry for each, (B, N).
+            Where the block takes a keyword argument `past` (see `Past`), settled tokens leave the work and later ones
+            read their keys, which `new_cache` keeps for decoding. `Picard` or `Anderson`; not with `compiled`.
+        chunk: of a causal layer: how many tokens are solved at a time, each chunk beside the settled tokens before it.
 
     Attributes:
-        last_solve: the `SolveReport` of the last call, detached, one entry a sample. Not part of the state dict, of
-            copies and of pickles.
+        last_solve: the `SolveReport` of the last call, detached, one entry a sample, or a token of a causal layer. Not
+            part of the state dict, of copies and of pickles.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; a block that changes structure, shape, dtype or device.
@@ -140,6 +148,8 @@ class Equilibrium(Remembering):
         on_failure: OnFailure = "warn",
         compiled: bool = False,
         warm_adjoint: bool = False,
+        causal: bool = False,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         _check_block(block)
@@ -161,6 +171,16 @@ class Equilibrium(Remembering):
         required = "be False with compiled=True, whose backward solves start at 0"
         _validate.require(not (compiled and warm_adjoint), "warm_adjoint", required, True)
         self.warm_adjoint = warm_adjoint
+        _validate.check_instance("causal", causal, bool, "be True or False")
+        self.causal, self.chunk = causal, _checked_chunk(chunk)
+        if causal:
+            required = "number tokens on its first axis, and so be at least 2, with causal=True"
+            _validate.require(self.event_ndim is None or self.event_ndim > 1, "event_ndim", required, event_ndim)
+            _validate.require(not compiled, "compiled", "be False with causal=True, whose tokens leave one by one", True)
+        required = "be None without causal=True"
+        _validate.require(causal or chunk is None, "chunk", required, chunk, "make the layer with causal=True")
+        #: What the caches of this layer know it by.
+        self._identity = object()
         self._memory = AdjointMemory()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
         self._checked: set[tuple[bool, str]] = set()
@@ -175,7 +195,10 @@ class Equilibrium(Remembering):
         adjoint: Adjoint | None = None,
         on_failure: OnFailure | None = None,
         start: Start | None = None,
+        cache: BlockCache | None = None,
+        chunk: int | None = None,
         return_solution: bool = False,
+        reads: Reads | None = None,
     ) -> Any:
         """The state that the block settles in, or the one after some steps.
 
@@ -187,6 +210,10 @@ class Equilibrium(Remembering):
             adjoint: the same.
             on_failure: the same.
             start: replaces the layer's: a word, or a state, as the one that was returned before (a warm start).
+            cache: of a causal layer, from `new_cache`: x are the tokens that follow those of the cache, and become a
+                part of it. The state then has no gradient.
+            chunk: the same as for the layer, for this call.
+            reads: masks beside causality, for layers built on this one.
             return_solution: return (state, `Solution`). With `steps` that costs one evaluation more, at which the
                 residual of the returned state is measured; without it the residual of `last_solve` is NaN.
 
@@ -199,6 +226,7 @@ class Equilibrium(Remembering):
             steps = self.steps
         if isinstance(steps, range) and not self.training:
             steps = None
+        tokens = self._tokens(cache, chunk, reads)
         if is_exporting():
             check_no_evidence(return_solution, "return_solution")
             budget = options.effective_solver
@@ -207,18 +235,36 @@ class Equilibrium(Remembering):
                 steps = budget.max_steps
         if isinstance(steps, int) and not self.training and not return_solution:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
-            return self._answer(x, args, start, steps, options)[0]
-        return self._on_host(x, args, start, steps, options, return_solution)
+            if cache is None:
+                return self._answer(x, args, start, steps, options, False, tokens)[0]
+        return self._on_host(x, args, start, steps, options, return_solution, tokens)
 
     @uncompiled
     def _on_host(
-        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, measured: bool
+        self,
+        x: Any,
+        args: tuple[Any, ...],
+        start: Start | None,
+        steps: Steps,
+        options: SolveOptions,
+        measured: bool,
+        tokens: TokenSolve | None,
     ) -> Any:
         if isinstance(steps, range):
             # By torch's generator, so that a checkpoint draws the same number again.
             steps = steps[int(torch.randint(len(steps), ()))]
-        answer = self._answer(x, args, start, steps, options, measured)
+        answer = self._answer(x, args, start, steps, options, measured, tokens)
         return answer if measured else answer[0]
+
+    def _tokens(self, cache: Any, chunk: Any, reads: Reads | None) -> TokenSolve | None:
+        """The solve of tokens on their own, for a causal layer."""
+        for name, given in (("cache", cache), ("chunk", chunk)):
+            required, remedy = "be None for a layer without causal=True", "make the layer with causal=True"
+            _validate.require(self.causal or given is None, name, required, type(given).__name__, remedy)
+        if not self.causal:
+            return None
+        chunk = self.chunk if chunk is None else _checked_chunk(chunk)
+        return TokenSolve(reads, takes_past(self.block), cache, chunk)
 
     def _answer(
         self,
@@ -228,8 +274,10 @@ class Equilibrium(Remembering):
         steps: int | None,
         options: SolveOptions,
         measured: bool = False,
+        tokens: TokenSolve | None = None,
     ) -> tuple[Any, Solution | Record]:
         """The state and its evidence, which the layer keeps."""
+        given = x
         initial = initial_state(self.start if start is None else start, x, self.event_ndim)
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
@@ -238,16 +286,22 @@ class Equilibrium(Remembering):
             autocast = torch.get_autocast_dtype(kind)
             initial, x, args = (pytree.tree_map(widened, t) for t in (initial, x, args))
             layout = StateLayout.of(initial, self.event_ndim)
+        of_tokens: dict[str, Any] = {}
+        if tokens is not None:
+            x, initial, of_tokens = begin_tokens(tokens, x, initial, layout, self._identity, warm=start is None)
         frame, inputs = Frame.of(x, args, layout)
         mode = self.training
         draws = Draws(layout.device, known=mode in self._drawing)
+        if tokens is not None:
+            layout = StateLayout.of(initial, len(layout.events[0]) - 1)
         function = BlockMap(self.block, layout, frame, autocast, draws)
         graphs = self._graphs if self.compiled and steps is None and not is_exporting() else None
         if graphs is not None:
             check_compiled(options)
         memory = self._memory if self.warm_adjoint else None
         policy = self._on_failure(options)
-        call = BlockCall(function, initial, inputs, options, policy, self._checked, graphs, memory)
+        kind_of_call = BlockCall if tokens is None else CausalCall
+        call = kind_of_call(function, initial, inputs, options, policy, self._checked, graphs, memory, **of_tokens)
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -261,6 +315,8 @@ class Equilibrium(Remembering):
         else:
             eager = steps is None and not is_exporting()
             self._remember(None if is_batched(solution.status) else solution.report, eager=eager)
+        if tokens is not None and tokens.cache is not None:
+            state = refusing_gradient(state, given, self.block)
         return state, solution
 
     def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:
@@ -322,6 +378,23 @@ class Equilibrium(Remembering):
             yield state
             state = pytree.tree_map(lambda z: z.detach() + noise * torch.randn_like(z) if noise else z.detach(), state)
 
+    def new_cache(self, *, warm_start: bool = False) -> BlockCache:
+        """An empty cache for decoding with a causal layer: keys and values of settled tokens, kept once.
+
+        Calls with one token or some at a time answer as one call with all tokens, to the tolerance of the solves.
+
+        Args:
+            warm_start: start every token at the state of the token before.
+
+        Raises:
+            ValueError: for a layer that is not causal, or whose block does not read settled tokens.
+        """
+        _validate.require(self.causal, "causal", "be True for a cache", self.causal, "make the layer with causal=True")
+        required, received = "take a keyword argument `past` for a cache", f"{type(self.block).__name__}, which does not"
+        remedy = "see `implicit_attention.layers.Past`, or call the layer on all tokens"
+        _validate.require(takes_past(self.block), "block", required, received, remedy)
+        return BlockCache(self._identity, warm_start=warm_start)
+
     # Housekeeping.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,6 +404,7 @@ class Equilibrium(Remembering):
             "_drawing": set(),
             "_graphs": Graphs(),
             "_memory": AdjointMemory(),
+            "_identity": object(),
         }
 
     def extra_repr(self) -> str:
@@ -339,7 +413,8 @@ class Equilibrium(Remembering):
         shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
-        shown += [f"{name}=True" for name in ("compiled", "warm_adjoint") if getattr(self, name)]
+        shown += [f"{name}=True" for name in ("compiled", "warm_adjoint", "causal") if getattr(self, name)]
+        shown += [f"chunk={self.chunk}"] if self.chunk is not None else []
         return ", ".join(shown)
 
 
@@ -356,6 +431,10 @@ def _check_block(block: Any) -> None:
         remedy = "wrap it in a module whose forward(z, x) returns the next state, such as torch.tanh(layer(z) + x)"
         received = f"{type(block).__name__}, which takes {taken}"
         raise TypeError(_validate.message("block", "take a state and an input, block(z, x)", received, remedy))
+
+
+def _checked_chunk(chunk: Any) -> int | None:
+    return None if chunk is None else int(_validate.check_integer("chunk", chunk, low=1))
 
 
 def _checked_steps(steps: Any) -> Steps:

@@ -65,9 +65,8 @@ class BlockCall:
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
         """The fixed point by the solver and adjoint of the layer, or by these."""
         layout, options = self.map.layout, self.options
-        problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
+        problem, packed = self._problem(), self._packed()
         problem.graphs = self.graphs
-        packed = layout.pack(self.initial)
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
@@ -79,14 +78,23 @@ class BlockCall:
         else:
             problem.check_axes(packed)
             # The layer has checked its options.
-            report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
-            solution = by_adjoint(Request(problem, packed, solver, "auto", False, report, memory=self.memory), adjoint)
+            solution = by_adjoint(self._request(problem, packed, solver), adjoint)
         state = layout.unpack(solution.value)
         if not layout.single:
             solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
         if layout.dtype in HALF:
             state = pytree.tree_map(lambda t: t.to(layout.dtype), state)
         return state, solution
+
+    def _problem(self) -> BlockProblem:
+        return BlockProblem(self.map, *self.inputs, event_ndim=self.map.layout.event_ndim, checked=self.checked)
+
+    def _packed(self) -> Tensor:
+        return self.map.layout.pack(self.initial)
+
+    def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver) -> Request:
+        report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
+        return Request(problem, packed, solver, "auto", False, report, memory=self.memory)
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         """The state after plain steps, by a bare loop at the cost of a loop written by hand."""

@@ -12,11 +12,13 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import check_causal, mask_and_bias, triangle
+from ..attention.masks import mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
 from .attention import ImplicitAttention
 from .block import Equilibrium
 from .calls import PlainCall, StepKeywords
+from .causal_block import Reads, takes_past
+from .past import BlockCache, Past
 from .projections import Rotary
 from .sharding import check_whole
 
@@ -38,16 +40,19 @@ class SoftmaxAttention(nn.Module):
         self.heads, self.causal, self.rotary = heads, causal, rotary
         self.qkv_proj, self.out_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x (*batch, N, dim); mask boolean or additive, broadcasting to (*batch, heads, N, N)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
+        """x (*batch, N, dim); mask boolean or additive, broadcasting to (*batch, heads, N, N), or that of `past`."""
         packed = check_whole("qkv_proj", self.qkv_proj(x), 3 * x.shape[-1])
         query, key, value = (split_heads(part, self.heads) for part in packed.chunk(3, -1))
         if self.rotary is not None:
-            positions = torch.arange(x.shape[-2], device=x.device)
+            positions = torch.arange(x.shape[-2], device=x.device) if past is None else past.positions
             query, key = self.rotary(query, positions), self.rotary(key, positions)
+        causal = self.causal and mask is None
+        if past is not None:
+            key, value = past.update(key, value)
+            mask, causal = past.mask, past.is_causal
         if mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)
-        causal = self.causal and mask is None
         read = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         return self.out_proj(merge_heads(read))  # type: ignore[no-any-return]
 
@@ -80,11 +85,12 @@ class TransformerLayer(nn.Module):
         self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
+        masks: dict[str, Any] = {"mask": mask} if past is None else {"past": past}
         if self.norm == "post":
-            h = self.attention_norm(h + self.dropout(self.attention(h, mask=mask)))
+            h = self.attention_norm(h + self.dropout(self.attention(h, **masks)))
             return self.mlp_norm(h + self.dropout(self.mlp(h)))  # type: ignore[no-any-return]
-        h = h + self.dropout(self.attention(self.attention_norm(h), mask=mask))
+        h = h + self.dropout(self.attention(self.attention_norm(h), **masks))
         return h + self.dropout(self.mlp(self.mlp_norm(h)))  # type: ignore[no-any-return]
 
 
@@ -97,11 +103,13 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList(layers)
         # A post-norm layer ends with one.
         self.outer_norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
+        #: Whether all attentions read settled tokens by their keys.
+        self.takes_past = all(takes_past(layer.attention) for layer in layers)  # type: ignore[arg-type]
 
-    def forward(self, z: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         h = self.inject(z, x)
         for layer in self.layers:
-            h = layer(h, mask=mask)
+            h = layer(h, mask=mask, past=past)
         return self.outer_norm(h)  # type: ignore[no-any-return]
 
 
@@ -123,15 +131,17 @@ class EquilibriumTransformer(Equilibrium):
             mask is None or broadcasts to (*batch, heads, N, N); a copy of it serves in every layer.
         norm: "post", behind every part, or "pre", before every part and once at the end of a step.
         injection: how a step joins z and x: "add" z + x, "film" z (1 + W x) + W' x, "concat" W [z; x].
-        causal: a token attends to itself and the tokens before it.
+        causal: a token attends to itself and the tokens before it, and is solved on its own: `last_solve` has an entry
+            for each token, settled tokens leave the work, and `new_cache` keeps their keys for decoding.
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
         dropout: of the outputs of attention and feed-forward part; one mask serves for a whole call.
+        chunk: of a causal model: how many tokens are solved at a time, each chunk beside the settled ones before it.
         **options: `start`, `solver`, `adjoint`, `steps` and `on_failure`, as of `Equilibrium`.
 
     Attributes:
         block: the module of one step.
-        last_solve: the `SolveReport` of the last call, one entry a sample.
+        last_solve: the `SolveReport` of the last call, one entry a sample, or a token of a causal model.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
@@ -166,6 +176,7 @@ class EquilibriumTransformer(Equilibrium):
         rotary: Rotary | None = None,
         mlp_ratio: float = 2.0,
         dropout: float = 0.0,
+        chunk: int | None = None,
         **options: Unpack[StepKeywords],
     ) -> None:
         for name, value in (("dim", dim), ("heads", heads), ("depth", depth)):
@@ -180,20 +191,29 @@ class EquilibriumTransformer(Equilibrium):
         attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
         inner = max(int(ratio * dim), 1)
         layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
-        super().__init__(TransformerBlock(dim, layers, norm, injection), event_ndim=2, **options)
-        self.dim, self.heads, self.causal = dim, heads, causal
+        block = TransformerBlock(dim, layers, norm, injection)
+        super().__init__(block, event_ndim=2, causal=causal, chunk=chunk, **options)
+        self.dim, self.heads = dim, heads
         # Torch's kernels know the causal triangle themselves.
         self._draws_triangle = causal and attention != "softmax"
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, mask: Tensor | None = None, key_mask: Tensor | None = None, **options: Any
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cache: BlockCache | None = None,
+        **options: Any,
     ) -> Any:
         """The settled tokens, or those after some steps.
 
         Args:
             x: (*batch, N, dim).
-            mask: boolean (True = attend) or additive: (N, N), (*batch, N, N), or (*batch, heads, N, N).
-            key_mask: which tokens exist, boolean, (*batch, N).
+            mask: boolean (True = attend) or additive: (N, N), (*batch, N, N), or (*batch, heads, N, N). A causal model
+                reads no later token by it: packed documents need no triangle of their own.
+            key_mask: which tokens exist, boolean, (*batch, N); beside a cache those of x, or of all tokens. In a causal
+                model the state of other tokens is 0.
+            cache: of a causal model, from `new_cache`: x are the tokens that follow those of the cache.
             **options: `steps`, `solver`, `adjoint`, `start`, `on_failure` and `return_solution`, as of `Equilibrium`.
 
         Returns:
@@ -202,10 +222,26 @@ class EquilibriumTransformer(Equilibrium):
         _validate.check_float_tensor("x", x, min_ndim=2)
         fits = x.shape[-1] == self.dim
         _validate.require(fits, "x", f"have width {self.dim} on its last axis", f"shape {tuple(x.shape)}")
-        return super().forward(x, self._merged(x, mask, key_mask), **options)
+        if not self.causal:
+            return super().forward(x, self._merged(x, mask, key_mask), cache=cache, **options)
+        if cache is not None:
+            required, remedy = "be None beside a cache", "use key_mask, or call the model on all tokens"
+            _validate.require(mask is None, "mask", required, "a mask", remedy)
+            reads = None if key_mask is None else Reads(exists=key_mask)
+            return super().forward(x, cache=cache, reads=reads, **options)
+        merged = self._merged(x, mask, key_mask)
+        return super().forward(x, merged, reads=self._reads(x, mask, key_mask), **options)
 
     if TYPE_CHECKING:
         __call__: PlainCall[...]
+
+    def _reads(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Reads | None:
+        """The masks beside causality, for tokens that are solved on their own."""
+        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        shape = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
+        pairs, bias = mask_and_bias(mask, shape=shape, like=x)
+        return Reads(pairs, bias, key_mask)
 
     def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
         """All masks as one, computed once for all steps."""
@@ -216,7 +252,6 @@ class EquilibriumTransformer(Equilibrium):
         shape = (*lead, self.heads, count, count)
         pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask)
         if causal:
-            check_causal("mask", mask, "causal")
             lower = triangle(count, count, 0, x.device)
             pairs = lower if pairs is None else pairs & lower
         if bias is not None:

@@ -49,25 +49,21 @@ class Tokens(Problem):
         return self.token_order.behind(tokens.any(parts, keepdim=True) if parts else tokens)
 
     def record(self, record: Record, value: Tensor) -> Record:
-        """Return the record of the whole problems, (*lead): the first failure of a token, the length of all residuals.
+        """Return the record of the whole problems, (*lead)."""
+        return of_problems(self.measured_again(record, value), self.inner.event_ndim - 1)
 
-        A token that was left while those before it still moved is measured again, at the value that is returned.
+    def measured_again(self, record: Record, value: Tensor) -> Record:
+        """Return the record of all tokens, where those that were left while others still moved are measured again.
+
+        Their residual is that at the value which is returned.
         """
-        axes = tuple(range(-(self.inner.event_ndim - 1), 0))
         # The last state of a fixed budget was measured as a whole.
         left = (record.status != Status.CONVERGED) & (record.status != Status.BUDGET)
-        residual = record.residual
-        if is_batched(left) or bool(left.any()):
-            again = norm(self.fixed_point_map(value.detach()) - value.detach())
-            residual = torch.where(left, again, residual)
-        first = (record.status != Status.CONVERGED).flatten(axes[0]).to(torch.int8).argmax(-1, keepdim=True)
-        return Record(
-            status=record.status.flatten(axes[0]).gather(-1, first)[..., 0],
-            residual=norm(residual.flatten(axes[0])),
-            tolerance=norm(record.tolerance.flatten(axes[0])),
-            num_steps=record.num_steps.amax(axes),
-            num_evals=record.num_evals.amax(axes),
-        )
+        if not (is_batched(left) or bool(left.any())):
+            return record
+        change = self.fixed_point_map(value.detach()) - value.detach()
+        again = norm(change.flatten(change.ndim - self.event_ndim) if self.event_ndim > 1 else change)
+        return record._replace(residual=torch.where(left, again, record.residual))
 
     def course(self, trace: Trace | None) -> Trace | None:
         """The course of the whole problems, from that of all tokens."""
@@ -76,3 +72,19 @@ class Tokens(Problem):
         start = 1 - self.inner.event_ndim
         residual, num_evals = norm(trace.residual.flatten(start)), trace.num_evals.flatten(start).amax(-1)
         return trace._replace(residual=residual, num_evals=num_evals)
+
+
+def of_problems(record: Record, axes: int) -> Record:
+    """The record of whole problems from that of their tokens, on the last `axes` axes.
+
+    Its status is the first failure of a token, its residual and tolerance the length of all.
+    """
+    start = record.status.ndim - axes
+    first = (record.status != Status.CONVERGED).flatten(start).to(torch.int8).argmax(-1, keepdim=True)
+    return Record(
+        status=record.status.flatten(start).gather(-1, first)[..., 0],
+        residual=norm(record.residual.flatten(start)),
+        tolerance=norm(record.tolerance.flatten(start)),
+        num_steps=record.num_steps.flatten(start).amax(-1),
+        num_evals=record.num_evals.flatten(start).amax(-1),
+    )

@@ -202,7 +202,7 @@ def iterate(
     Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
     problem with a `token_order` stops on its own.
     """
-    if problem.token_order is None:
+    if problem.token_order is None or isinstance(problem, Tokens):
         return _iterated(solver, problem, initial, trace, graph, callback)
     tokens, start = Tokens(problem), 1 - problem.event_ndim
 
