@@ -250,7 +250,9 @@ def concluded(
 
     # Checkpointing computes a forward pass again, whose failures were reported before.
     if (failed or policy_of(on_failure).counts) and not backward_running():
-        report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, explained, site=report.site)
+        report_failures(
+            on_failure, type(solver).__name__, solution.record, solution.remedies, explained, site=report.site
+        )
     return solution
 
 

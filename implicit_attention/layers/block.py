@@ -176,7 +176,9 @@ class Equilibrium(Remembering):
         if causal:
             required = "number tokens on its first axis, and so be at least 2, with causal=True"
             _validate.require(self.event_ndim is None or self.event_ndim > 1, "event_ndim", required, event_ndim)
-            _validate.require(not compiled, "compiled", "be False with causal=True, whose tokens leave one by one", True)
+            _validate.require(
+                not compiled, "compiled", "be False with causal=True, whose tokens leave one by one", True
+            )
         required = "be None without causal=True"
         _validate.require(causal or chunk is None, "chunk", required, chunk, "make the layer with causal=True")
         #: What the caches of this layer know it by.
@@ -233,10 +235,9 @@ class Equilibrium(Remembering):
             if steps is None and type(budget) is Picard and is_budget(budget):
                 # The same steps, without the copies of modules that a problem makes.
                 steps = budget.max_steps
-        if isinstance(steps, int) and not self.training and not return_solution:
+        if isinstance(steps, int) and not self.training and not return_solution and cache is None:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
-            if cache is None:
-                return self._answer(x, args, start, steps, options, False, tokens)[0]
+            return self._answer(x, args, start, steps, options, False, tokens)[0]
         return self._on_host(x, args, start, steps, options, return_solution, tokens)
 
     @uncompiled
@@ -390,7 +391,10 @@ class Equilibrium(Remembering):
             ValueError: for a layer that is not causal, or whose block does not read settled tokens.
         """
         _validate.require(self.causal, "causal", "be True for a cache", self.causal, "make the layer with causal=True")
-        required, received = "take a keyword argument `past` for a cache", f"{type(self.block).__name__}, which does not"
+        required, received = (
+            "take a keyword argument `past` for a cache",
+            f"{type(self.block).__name__}, which does not",
+        )
         remedy = "see `implicit_attention.layers.Past`, or call the layer on all tokens"
         _validate.require(takes_past(self.block), "block", required, received, remedy)
         return BlockCache(self._identity, warm_start=warm_start)

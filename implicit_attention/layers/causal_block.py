@@ -98,7 +98,7 @@ class CausalProblem(BlockProblem):
         for problem in (others, TokensTogether(again.apart())):
             if not stay_where(problem, last, ~last, z, mapped):
                 required = "let token t read tokens <= t alone with causal=True"
-                received = f"{type(self.function.block).__name__}, in which the last token changes earlier ones"
+                received = f"{self._map_name()}, in which the last token changes earlier ones"
                 raise ValueError(_validate.message("block", required, received, "mask later tokens, or causal=False"))
         self.checked.add(key)
 
@@ -147,7 +147,7 @@ class Window:
     ) -> None:
         self.made_of = (problem, batch, count, reads, memory, before, begin, end)
         self.index, self.shared = index, [] if shared is None else shared
-        self.function: BlockMap = problem.function
+        self.function = cast(BlockMap, problem.function)
         device = self.function.layout.device
         own = torch.arange(begin, end, device=device) if index is None else begin + index
         arguments = [rows_at(t, own, len(batch) - t.ndim) if per_token(t, batch, count) else t for t in problem.inputs]
@@ -249,7 +249,9 @@ class TokenSolve:
     def order(self) -> TokenOrder:
         """The order of the tokens."""
         pairs = None if self.reads is None else self.reads.all_pairs()
-        return TokenOrder(None if pairs is None else pairs & triangle(*pairs.shape[-2:], 0, pairs.device))
+        return TokenOrder(
+            None if pairs is None else pairs & triangle(pairs.shape[-2], pairs.shape[-1], 0, pairs.device)
+        )
 
     def run(self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
         """The outcome for whole samples; the record of each token is kept here."""
@@ -460,7 +462,9 @@ def begin_tokens(
     count = event[0]
     for shape in layout.events:
         fits = shape[:1] == event[:1] and len(shape) > 1
-        _validate.require(fits, "start", f"have tensors with {count} tokens each", f"shape {tuple(shape)} of one sample")
+        _validate.require(
+            fits, "start", f"have tensors with {count} tokens each", f"shape {tuple(shape)} of one sample"
+        )
     reads, cache, exists = tokens.reads or Reads(), tokens.cache, None
     if cache is not None:
         check_block_cache(cache, owner, tuple(lead))
@@ -531,4 +535,4 @@ def refusing_gradient(state: Any, x: Any, block: nn.Module) -> Any:
     anchor = next((t for t in (*tensors, *block.parameters()) if t.requires_grad), None)
     if anchor is None:
         return state
-    return pytree.tree_map(lambda z: NoGradient.apply(z, anchor), state)
+    return pytree.tree_map(lambda z: NoGradient.apply(z, anchor), state)  # type: ignore[no-untyped-call]

@@ -270,4 +270,3 @@ def rows_at(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
     shape = list(tensor.shape)
     shape[: len(lead)], shape[axis] = lead, index.shape[-1]
     return tensor.expand(*lead, *tensor.shape[len(lead) :]).gather(axis, shaped.expand(shape))
-
