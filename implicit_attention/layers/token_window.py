@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import transforms_active
-from ..problem import Problem, TokenOrder, writes_to
+from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers import Iteration
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
@@ -191,6 +191,27 @@ class Window:
         self.shared[:] = z, self.index
         return only_existing(mapped, self.exists)
 
+    def later(self) -> Callable[[Tensor], Tensor] | None:
+        """The same for plain states after the first evaluation, with the tests of `BlockMap.later`; None for others."""
+        function, past, shared, index = self.function, self.past, self.shared, self.index
+        plain = self.exists is None and function.flat and function.autocast is None
+        if not plain or function.draws.repeated or function.draws.watching:
+            return None
+        block, arguments, tensors = self.block, self.arguments, [t for t in self.tensors if not t.is_inference()]
+
+        def mapped(z: Tensor) -> Tensor:
+            past.begin()
+            before = [tensor._version for tensor in tensors]
+            result = block(z, *arguments)
+            if [tensor._version for tensor in tensors] != before:
+                function._refuse_writes([False])
+            if not is_like(result, z):
+                result = function.layout.check_output(function.__name__, result, z, cast=False)
+            shared[:] = z, index
+            return cast(Tensor, result)
+
+        return mapped
+
     def is_at(self, value: Tensor) -> bool:
         """Whether the last evaluation of the solve was at these states of all its tokens, or of those left."""
         z, index = self.shared
@@ -232,6 +253,9 @@ class OneToken(Problem):
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.window(z)
+
+    def later_map(self) -> Callable[[Tensor], Tensor] | None:
+        return self.window.later() or super().later_map()
 
 
 def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:
