@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,13 @@ class Past:
         #: Where the tokens begin, if they follow each other and are the same ones in all samples.
         self._first = int(index[0]) if together else None
         self._called = 0
+        self._once: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the result of the first call of `make` for this key, for numbers that all evaluations share."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]
 
     def begin(self) -> None:
         """Begin an evaluation, in which the first attention is to call `update` first."""
