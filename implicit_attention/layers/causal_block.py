@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, is_batched, transforms_active
+from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
 from .._norm import norm
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request
@@ -90,7 +90,7 @@ class TokenSolve:
         exits = self._exits(solver, problem, initial, problem.event_ndim - 1)
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
-        if is_batched(outcome.record.status) or transforms_active():
+        if is_batched(outcome.record.status) or transforms_active() or not isinstance(problem, CausalProblem):
             record = of_problems(outcome.record, problem.event_ndim - tokens.event_ndim)
             return outcome._replace(record=record)
         with torch.no_grad():
@@ -192,7 +192,9 @@ class TokenSolve:
     def judged(self, record: Record) -> Record:
         """The record in which tokens behind one that failed, in an earlier chunk or call, failed as it did."""
         earlier = None if self.cache is None else self.cache.status
-        held = torch.zeros_like(record.status[..., :1]) if earlier is None else earlier.amax(-1, keepdim=True)
+        held = torch.zeros_like(record.status[..., :1])
+        if earlier is not None and earlier.shape[-1]:
+            held = earlier.amax(-1, keepdim=True)
         codes = record.status
         if not bool(record.failed.any() | (held > Status.UNSTABLE).any()):
             return record
@@ -259,12 +261,18 @@ class CausalCall(BlockCall):
             tokens.cache.commit(tokens.exist(), solution.status, solution.num_evals, packed.reshape(*lead, -1))
         if self.lost is None:
             return state, solution
-        state = self._with_lost(state)
-        return state, dataclasses.replace(solution, value=state)
+        state, record = self._with_lost(state), solution.record
+        if tokens.record is None:
+            # Inside transforms there is a record of whole samples alone.
+            status = record.status.masked_fill(self.lost.any(-1), int(Status.NONFINITE))
+            record = record._replace(status=status)
+        return state, dataclasses.replace(solution, record=record, value=state)
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         if self.tokens.cache is not None:
             return self._looped_behind(steps, self.tokens.cache)
+        if not (torch.compiler.is_compiling() or is_exporting()):
+            self._problem().check_causal(self._packed())
         state, solution = super().looped(steps, measured)
         if self.lost is None:
             return state, solution
