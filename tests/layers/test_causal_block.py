@@ -285,6 +285,39 @@ def test_a_token_that_has_not_settled_is_named_and_can_be_refused():
     assert cache.status.tolist() == [[0] * 5, [0, 0, 0, 4, 4]]
 
 
+class Growing(nn.Module):
+    """Tokens by themselves whose steps shrink or grow by a rate that the input says; their keys are their states."""
+
+    takes_past = True
+
+    def forward(self, z, x, past=None):
+        if past is not None:
+            past.update(z[..., None, :, :], z[..., None, :, :])
+        return 1.0 - x[..., :1] * z
+
+
+@pytest.mark.parametrize("solver", [Picard(rtol=1e-6, max_steps=30), Picard(rtol=0, atol=0, max_steps=5)])
+@pytest.mark.parametrize("parts", [[1] * 6, [6], [2, 4]], ids=str)
+def test_a_cache_holds_the_keys_of_the_states_that_are_returned(parts, solver):
+    block = Counted(Growing())
+    layer = Equilibrium(block, causal=True, solver=solver, on_failure="ignore")
+    x, cache = torch.tensor([[0.5, -0.3, 0.2, 1.1, 0.5, 0.4], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])[..., None], None
+    for chunk in (None, 2):
+        cache, block.rows = layer.new_cache(), 0
+        found, residuals = [], []
+        with torch.no_grad():
+            for part in x.split(parts, 1):
+                found.append(layer(part, cache=cache, chunk=chunk))
+                residuals.append(layer.last_solve.residual)
+        found = torch.cat(found, 1)
+        assert torch.equal(cache.memory.held[0].keys[..., 0, :6, :], found)
+        expected = (block.block(found, x) - found).norm(dim=-1)
+        torch.testing.assert_close(torch.cat(residuals, 1), expected, rtol=1e-5, atol=1e-6)
+        if parts == [1] * 6 and solver.fixed_budget:
+            # Nothing is evaluated again for the keys.
+            assert block.rows == 2 * 6 * 6
+
+
 class Counted(nn.Module):
     """A block that counts the tokens that it is evaluated on."""
 
