@@ -191,13 +191,10 @@ class TokenSolve:
 
     def judged(self, record: Record) -> Record:
         """The record in which tokens behind one that failed, in an earlier chunk or call, failed as it did."""
-        earlier = None if self.cache is None else self.cache.status
-        held = torch.zeros_like(record.status[..., :1])
-        if earlier is not None and earlier.shape[-1]:
-            held = earlier.amax(-1, keepdim=True)
-        codes = record.status
-        if not bool(record.failed.any() | (held > Status.UNSTABLE).any()):
+        held = None if self.cache is None else self.cache.failed
+        if held is None and not bool(record.failed.any()):
             return record
+        held, codes = record.status.new_zeros(()) if held is None else held, record.status
         for code in FAILURES:
             behind = self.order.behind(record.status == code) | (held == code)
             codes = torch.where(behind & ~(codes > code), code, codes)
@@ -292,9 +289,10 @@ class CausalCall(BlockCall):
         layout, solver, problem, z = self.map.layout, self.options.effective_solver, self._problem(), self._packed()
         self._check_windows(problem, z)
         damping = solver.damping if isinstance(solver, Picard) else 0.0
-        window = self.tokens.window(problem, z)
-        for _ in range(steps):
-            mapped = window(z)
+        step: Any = self.tokens.window(problem, z)
+        for index in range(steps):
+            mapped = step(z)
+            step = step.later() or step if index == 0 else step
             z = mapped if damping == 0 else mapped - damping * (mapped - z)
         lead = z.shape[: z.ndim - layout.event_ndim]
         count = torch.full(lead, steps, dtype=torch.int32, device=z.device)

@@ -49,11 +49,16 @@ class Reads(NamedTuple):
 
 def takes_past(module: nn.Module) -> bool:
     """Whether a block, or an attention, reads settled tokens by a keyword argument `past`."""
+    forward = module.forward
+    return _names_past(getattr(forward, "__func__", forward)) and bool(getattr(module, "takes_past", True))
+
+
+@functools.lru_cache(maxsize=256)
+def _names_past(forward: Callable[..., Any]) -> bool:
     try:
-        taken = "past" in inspect.signature(module.forward).parameters
+        return "past" in inspect.signature(forward).parameters
     except (TypeError, ValueError):  # a forward that is not written in Python
         return False
-    return taken and bool(getattr(module, "takes_past", True))
 
 
 class CausalProblem(BlockProblem):
@@ -152,6 +157,7 @@ class Window:
         index: Tensor | None = None,
         shared: list[Any] | None = None,
     ) -> None:
+        self.problem = problem
         self.made_of = (problem, batch, count, reads, memory, before, begin, end)
         self.index, self.shared = index, [] if shared is None else shared
         self.function = cast(BlockMap, problem.function)
@@ -247,6 +253,13 @@ class OneToken(Problem):
     """The next token of every sample."""
 
     separates = False
+
+    @property
+    def tested(self) -> bool:  # type: ignore[override]
+        return self.window.problem.tested
+
+    def pass_tests(self) -> None:
+        self.window.problem.pass_tests()
 
     def __init__(self, window: Window, event_ndim: int) -> None:
         self.window, self.event_ndim = window, event_ndim
