@@ -1,4 +1,4 @@
-"""Decoding with a causal block that settles: a token by e evaluations over e plain steps of the block, and its cache."""
+"""Decoding with a causal block that settles: a token by e evaluations over e plain steps; bytes of its cache."""
 
 from __future__ import annotations
 

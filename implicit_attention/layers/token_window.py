@@ -15,7 +15,6 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import transforms_active
 from ..problem import Problem, TokenOrder, is_like, writes_to
-from ..solvers import Iteration
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
 from .block_call import BlockMap, BlockProblem
@@ -116,7 +115,7 @@ class TokensTogether(Tokens):
         self.token_order = problem.token_order or TokenOrder()
 
     def settled_of(
-        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Iteration
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Any
     ) -> tuple[Tensor | None, Tensor]:
         if self.exits is None:
             return super().settled_of(active, converged, broken, point)
