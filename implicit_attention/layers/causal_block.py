@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any, cast
@@ -87,6 +88,14 @@ class TokenSolve:
                 return self._kept(outcome)
             # For other numbers of tokens the block draws other numbers.
             self.ended.clear()
+        if isinstance(problem, CausalProblem) and self.exit is None and not transforms_active():
+            if initial.shape[initial.ndim - problem.event_ndim] == 1:
+                # A single token has no order.
+                alone = copy.copy(problem)
+                alone.token_order = None
+                outcome = solver.run(alone, initial, trace=trace, graph=graph)
+                record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
+                return self._kept(outcome._replace(record=record))
         exits = self._exits(solver, problem, initial, problem.event_ndim - 1)
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)

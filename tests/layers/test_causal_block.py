@@ -506,3 +506,13 @@ def test_copies_and_pickles_of_the_layer_have_caches_of_their_own():
         torch.testing.assert_close(other(x), model(x))
         with pytest.raises(ValueError, match="another layer"):
             other(x, cache=model.new_cache())
+
+
+def test_one_token_of_a_block_that_gets_all_tokens_at_once():
+    layer = Equilibrium(Gated(reads=False), causal=True, solver=TIGHT, on_failure="raise").double()
+    x = tokens(2, 7, 6).requires_grad_()
+    one = layer(x[:, :1])
+    assert layer.last_solve.status.tolist() == [[0], [0]]
+    torch.testing.assert_close(one, layer(x)[:, :1], rtol=0, atol=1e-6)
+    left, right = (torch.autograd.grad(z.square().sum(), x)[0] for z in (one, layer(x)[:, :1]))
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
