@@ -51,7 +51,7 @@ class Request:
     Examples:
         >>> from implicit_attention.adjoints import Request
         >>> [field for field in Request.__dataclass_fields__]
-        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver', 'memory']
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver', 'memory', 'measured']
     """
 
     problem: Problem
@@ -65,6 +65,8 @@ class Request:
     linear_solver: LinearSolver[Any] | None = None
     #: Where the backward solve starts, for a layer that is told to remember it.
     memory: AdjointMemory | None = None
+    #: Whether the residual of the answer is wanted where it costs an evaluation of its own.
+    measured: bool = True
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
@@ -90,7 +92,8 @@ class Request:
 class Adjoint:
     """Base of adjoints. A subclass defines `run`, which returns an `Outcome` whose value carries the gradient.
 
-    Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `OneStep()` or `Phantom()` to `solve`.
+    Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `Reversible()`, `OneStep()` or
+    `Phantom()` to `solve`.
 
     Examples:
         >>> import torch

@@ -18,8 +18,9 @@ from .. import _validate
 from .._autograd import HALF, at_least_single, is_batched, is_exporting, same, transforms_active
 from .._norm import norm
 from .._solve import by_adjoint, solve
-from ..adjoints import Adjoint, Implicit, Request, Unrolled
+from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from ..adjoints.base import AdjointMemory
+from ..adjoints.reversible_steps import coupled_steps
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..linear import GMRES, LinearSolver
 from ..options import SolveOptions
@@ -62,8 +63,13 @@ class BlockCall:
     graphs: Graphs | None = None
     memory: AdjointMemory | None = None
 
-    def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
-        """The fixed point by the solver and adjoint of the layer, or by these."""
+    def solved(
+        self, solver: Solver | None = None, adjoint: Adjoint | None = None, measured: bool = True
+    ) -> tuple[Any, Solution]:
+        """The fixed point by the solver and adjoint of the layer, or by these.
+
+        measured: whether the residual is measured where that costs an evaluation of its own.
+        """
         layout, options = self.map.layout, self.options
         problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, checked=self.checked)
         problem.graphs = self.graphs
@@ -71,6 +77,9 @@ class BlockCall:
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
+        if isinstance(adjoint, Reversible) and solver is None and not wanted.fixed_budget and not self.map.block.training:
+            # What its steps have trained is solved, too; in training its steps are meant.
+            adjoint = exact
         solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
         if problem.tested:
             self.map.evaluated.append(True)
@@ -80,7 +89,8 @@ class BlockCall:
             problem.check_axes(packed)
             # The layer has checked its options.
             report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
-            solution = by_adjoint(Request(problem, packed, solver, "auto", False, report, memory=self.memory), adjoint)
+            request = Request(problem, packed, solver, "auto", False, report, memory=self.memory, measured=measured)
+            solution = by_adjoint(request, adjoint)
         state = layout.unpack(solution.value)
         if not layout.single:
             solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
@@ -93,8 +103,13 @@ class BlockCall:
         state, layout = self.initial, self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
-        arguments = self._arguments()
-        for _ in range(steps):
+        arguments, adjoint = self._arguments(), self.options.adjoint
+        if isinstance(adjoint, Reversible):
+            adjoint.check_damping(damping)
+            if not (torch.compiler.is_compiling() or is_exporting()):
+                return self.solved(Picard(rtol=0, atol=0, max_steps=steps), adjoint, measured)
+            state = self._coupled(steps, adjoint, arguments)
+        for _ in range(0 if isinstance(adjoint, Reversible) else steps):
             mapped = self.map.step(state, arguments)
             state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
         detached = pytree.tree_map(lambda z: z.detach(), state)
@@ -110,10 +125,19 @@ class BlockCall:
         record = Record(status, residual, torch.zeros_like(residual), count, count + 1 if measured else count)
         if torch.compiler.is_compiling():
             return state, record
-        adjoint = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
+        report = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
         if layout.single:
-            return state, Solution(record, adjoint, solver.remedies, value=state)
-        return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=layout.pack(state))
+            return state, Solution(record, report, solver.remedies, value=state)
+        return state, BlockSolution(record, report, solver.remedies, value=state, packed=layout.pack(state))
+
+    def _coupled(self, steps: int, adjoint: Reversible, arguments: Any) -> Any:
+        """The state after the steps of the adjoint, as operations that a compiler records."""
+        layout = self.map.layout
+
+        def mapped(z: Tensor) -> Tensor:
+            return layout.pack(self.map.step(layout.unpack(z), arguments))
+
+        return layout.unpack(coupled_steps(mapped, layout.pack(self.initial), steps, adjoint.fraction))
 
     def _arguments(self) -> Any:
         return self.map.frame.filled(tuple(wrapped.value for wrapped in self.inputs))
