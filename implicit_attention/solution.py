@@ -159,9 +159,9 @@ class AdjointReport(Deferred):
             it. None with on_failure="ignore", inside torch.func, and in a compiled graph.
         state_residual: (*lead), the residual of the states, from which `gradient_error` is estimated.
         unsolved: (*lead), where the solve itself failed, for an adjoint whose gradient is then wrong; None for others.
-        reconstruction_error: (*lead), of `Reversible()`: the largest difference between an entry of the start and of the
-            state that the steps back arrived at, relative to the larger of the start and f there. 0 where f is the same
-            function at each evaluation; None for other adjoints. The status and residual are then about it.
+        reconstruction_error: (*lead), of `Reversible()`: the largest difference between an entry of the start and of
+            the state that the steps back arrived at, relative to the largest entry of the start and f there. 0 where f
+            is the same function at each evaluation; None for other adjoints. `residual` and `status` are about it.
         lead: the shape of the fields, where heads or sites have axes of their own that the problems solved have not.
         on_failure: how a backward solve that fails is reported: "raise", "warn", "ignore" or a `FailurePolicy`.
         site: the layer that solved, at which failures are reported and counted.

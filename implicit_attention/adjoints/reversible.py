@@ -40,7 +40,7 @@ class Reversible(Adjoint):
     as the start and f there in float64, 2^24 times in float32. A problem beyond that is DIVERGED, and has no gradient.
 
     f has to return the same bits whenever it is evaluated at the same state. `solution.adjoint.reconstruction_error`
-    is then exactly 0 after a backward pass. Where it is not, the gradient is wrong, and reported as a solve that failed.
+    is then exactly 0 after a backward pass. Where it is not the gradient is wrong, and is reported as failed.
 
     Args:
         damping: d, in [0.001, 0.999], taken as the nearest fraction with a denominator of at most 1000. The larger it
@@ -81,7 +81,7 @@ class Reversible(Adjoint):
         counted = isinstance(solver, Picard) and (solver.fixed_budget or solver.max_steps == 0)
         required = "not be Reversible() but for a fixed number of plain steps"
         received = f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}"
-        remedy = "use Picard(rtol=0, atol=0, max_steps=k), or Equilibrium(steps=k); Implicit() for solves to a tolerance"
+        remedy = "use Picard(rtol=0, atol=0, max_steps=k) or Equilibrium(steps=k); Implicit() for a tolerance"
         _validate.require(counted, "adjoint", required, received, remedy)
         self.check_damping(getattr(solver, "damping", 0.0))
         remedy = "use Unrolled()"
@@ -139,8 +139,8 @@ class Reversible(Adjoint):
             value = merged_rows(failed, instead, value)
         residual = torch.full_like(failed, torch.nan, dtype=value.dtype)
         if request.measured:
-            change = problem.fixed_point_map(value) - value
-            residual = norm(change.flatten(value.ndim - problem.event_ndim) if problem.event_ndim else change[..., None])
+            change = (problem.fixed_point_map(value) - value)[..., None]
+            residual = norm(change.flatten(value.ndim - problem.event_ndim))
         evals = 2 * count + int(request.measured)
         return Record(status, residual, torch.zeros_like(residual), count, evals), instead
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .._autograd import check_graph, exact_precision, without_hooks
-from ..problem import Problem, evaluate_pure, isolated, writes_to
+from ..problem import Problem, evaluate_pure, isolated
 from .base import Request
 from .lost_digits import LostDigits
 from .reconstruction import report_reconstruction
@@ -79,7 +79,8 @@ class Units(NamedTuple):
         units = [torch.ldexp(one, power - bits), torch.ldexp(one, bits - power)]
         if left_out is not None:
             units = [unit.masked_fill(left_out, 0.0) for unit in units]
-        return cls(*(unit.reshape(*unit.shape, *(1,) * event_ndim) for unit in units), bits)
+        unit, inverse = (unit.reshape(*unit.shape, *(1,) * event_ndim) for unit in units)
+        return cls(unit, inverse, bits)
 
     def floats(self, x: Tensor) -> Tensor:
         """The states of integers."""
@@ -129,16 +130,16 @@ class BackAndForth:
         fraction: the damping.
         steps: how many; >= 1.
         lost: whether a problem failed on the way there, and is left out.
-        written: the places of the tensors that f writes to, such as running means.
     """
 
     request: Request
     fraction: Fraction
     steps: int
     lost: bool = False
-    written: frozenset[int] = frozenset()
 
-    def problem(self, start: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool], failed: Tensor | None) -> Any:
+    def problem(
+        self, start: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool], failed: Tensor | None
+    ) -> tuple[Problem, Tensor]:
         """Problem and start; the tensors of the problem are leaves, and failed problems read finite numbers only."""
         problem = self.request.problem.replace(*(t.detach() for t in tensors))
         if failed is not None:
@@ -149,16 +150,15 @@ class BackAndForth:
 
     def there(self, start: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]) -> Ends:
         """All steps; once more without the problems that fail in them."""
-        before = [writes_to(t) for t in tensors]
-        ends = self._there(*self.problem(start, tensors, needed, None), None)
+        ends = self._there(*self.problem(start, tensors, needed, None))
         self.lost = bool(ends.failed.any())
         if self.lost:
-            again = self._there(*self.problem(start, tensors, needed, ends.failed), ends.failed)
+            problem, first = self.problem(start, tensors, needed, ends.failed)
+            again = self._there(problem, first, ends.failed)
             ends = again._replace(failed=ends.failed | again.failed)
-        self.written = frozenset(i for i, t in enumerate(tensors) if writes_to(t) != before[i])
         return ends
 
-    def _there(self, problem: Problem, start: Tensor, left_out: Tensor | None) -> Ends:
+    def _there(self, problem: Problem, start: Tensor, left_out: Tensor | None = None) -> Ends:
         evaluate, part = pure(problem), float(1 - self.fraction)
 
         def mapped(z: Tensor) -> Tensor:
@@ -186,11 +186,11 @@ class BackAndForth:
         self, start: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool], ends: Ends, cotangent: Tensor
     ) -> tuple[Tensor, Gradients]:
         """The gradients of the start and of each tensor that is needed."""
-        tensors = [t.clone() if i in self.written else t for i, t in enumerate(tensors)]
         problem, start = self.problem(start, tensors, needed, ends.failed if self.lost else None)
         if self.lost:
             cotangent = merged_rows(ends.failed, torch.zeros_like(cotangent), cotangent)
-        pull, part, rest = Pull(problem), float(1 - self.fraction), float(self.fraction)
+        # Compiled modules stay so, as plain ones would return other bits.
+        pull, part, rest = Pull(problem.unwritten()), float(1 - self.fraction), float(self.fraction)
         y, z, _, units, _ = ends
         digits = LostDigits(self.fraction, 2 * self.steps, ends.words)
         by_y, by_z = torch.zeros_like(cotangent), cotangent
@@ -216,9 +216,7 @@ class BackAndForth:
             cotangent = merged_rows(failed, torch.zeros_like(cotangent), cotangent)
         value = coupled_steps(pure(problem), first, self.steps, self.fraction)
         where = [i for i, n in enumerate((True, *needed)) if n and inputs[i].requires_grad]
-        found = torch.autograd.grad(
-            value, [inputs[i] for i in where], cotangent, create_graph=True, allow_unused=True
-        )
+        found = torch.autograd.grad(value, [inputs[i] for i in where], cotangent, create_graph=True, allow_unused=True)
         gradients = dict(zip(where, found, strict=True))
         return tuple(map(gradients.get, range(len(inputs))))
 

@@ -66,7 +66,8 @@ class ShardedLogSumExp(Potential):
 
     Raises:
         TypeError, ValueError: as `LogSumExp`. LockStepError: the processes differ, or one of them has ended.
-        UnsupportedImplementation: derivatives beyond the first, forward mode, torch.func, `Unrolled`, `Reversible`, and dropout.
+        UnsupportedImplementation: derivatives beyond the first, forward mode, torch.func, dropout, and the adjoints
+            `Unrolled` and `Reversible`.
 
     Gradients: with respect to z, keys, values that are read out, beta and bias, of first order (`Implicit`, `OneStep`
     and `Phantom` in solves). They are those of a loss that every process computes from what it has in common with the

@@ -77,8 +77,9 @@ class BlockCall:
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
-        if isinstance(adjoint, Reversible) and solver is None and not wanted.fixed_budget and not self.map.block.training:
-            # What its steps have trained is solved, too; in training its steps are meant.
+        to_tolerance = solver is None and not wanted.fixed_budget
+        if isinstance(adjoint, Reversible) and to_tolerance and not self.map.block.training:
+            # What its steps have trained can be solved; in training they are meant, and the adjoint says so.
             adjoint = exact
         solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
         if problem.tested:
@@ -100,18 +101,17 @@ class BlockCall:
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         """The state after plain steps, by a bare loop at the cost of a loop written by hand."""
-        state, layout = self.initial, self.map.layout
+        layout = self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
-        arguments, adjoint = self._arguments(), self.options.adjoint
+        adjoint = self.options.adjoint
         if isinstance(adjoint, Reversible):
             adjoint.check_damping(damping)
             if not (torch.compiler.is_compiling() or is_exporting()):
                 return self.solved(Picard(rtol=0, atol=0, max_steps=steps), adjoint, measured)
-            state = self._coupled(steps, adjoint, arguments)
-        for _ in range(0 if isinstance(adjoint, Reversible) else steps):
-            mapped = self.map.step(state, arguments)
-            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
+            state = self._coupled(steps, adjoint)
+        else:
+            state = self._stepped(steps, damping)
         detached = pytree.tree_map(lambda z: z.detach(), state)
         finite = layout.finite(detached)
         if not torch.compiler.is_compiling() and not is_batched(finite) and not bool(finite.all()):
@@ -130,9 +130,16 @@ class BlockCall:
             return state, Solution(record, report, solver.remedies, value=state)
         return state, BlockSolution(record, report, solver.remedies, value=state, packed=layout.pack(state))
 
-    def _coupled(self, steps: int, adjoint: Reversible, arguments: Any) -> Any:
+    def _stepped(self, steps: int, damping: float) -> Any:
+        state, arguments = self.initial, self._arguments()
+        for _ in range(steps):
+            mapped = self.map.step(state, arguments)
+            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
+        return state
+
+    def _coupled(self, steps: int, adjoint: Reversible) -> Any:
         """The state after the steps of the adjoint, as operations that a compiler records."""
-        layout = self.map.layout
+        layout, arguments = self.map.layout, self._arguments()
 
         def mapped(z: Tensor) -> Tensor:
             return layout.pack(self.map.step(layout.unpack(z), arguments))
