@@ -35,7 +35,7 @@ class LostDigits:
         >>> y.tolist(), LostDigits(Fraction(4, 5), 1, store.words).divide(y).tolist()
         ([-97, 366], [-123, 456])
 
-    Reference: Maclaurin et al. (2015).
+    Reference: Maclaurin, Duvenaud and Adams (2015).
     """
 
     def __init__(self, fraction: Fraction, count: int, words: Sequence[Tensor] = ()) -> None:

@@ -60,8 +60,8 @@ class Reversible(Adjoint):
         >>> shift.grad, solution.adjoint.reconstruction_error
         (tensor(2.0000), tensor([0.]))
 
-    References: McCallum, Arora and Foster (2025), reversible deep equilibrium models; Maclaurin et al. (2015), who keep
-    what products drop.
+    References: McCallum, Arora and Foster (2025), reversible deep equilibrium models; Maclaurin, Duvenaud and
+    Adams (2015), who keep what products drop.
     """
 
     damping: float = 0.5
