@@ -33,7 +33,7 @@ class LostDigits:
         >>> store, x = LostDigits(Fraction(4, 5), 1), torch.tensor([-123, 456])
         >>> y = store.multiply(x)
         >>> y.tolist(), LostDigits(Fraction(4, 5), 1, store.words).divide(y).tolist()
-        ([-97, 366], [-123, 456])
+        ([-98, 365], [-123, 456])
 
     Reference: Maclaurin, Duvenaud and Adams (2015).
     """

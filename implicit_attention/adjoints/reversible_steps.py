@@ -59,7 +59,7 @@ def merged_rows(chosen: Tensor, ours: Tensor, others: Tensor) -> Tensor:
     return torch.where(chosen.reshape((*chosen.shape, *(1,) * (others.ndim - chosen.ndim))), ours, others)
 
 
-class Units(NamedTuple):
+class IntegerUnits(NamedTuple):
     """The sizes of the integers 1 of states, one for each problem, (*lead, 1, ...): powers of two, and their inverses.
 
     bits: those of the largest number that the unit was chosen for.
@@ -86,9 +86,9 @@ class Units(NamedTuple):
         """The states of integers."""
         return x.to(self.unit.dtype).mul_(self.unit)
 
-    def integers(self, z: Tensor, factor: float = 1.0) -> Tensor:
-        """The integers of z times a factor, which are any where z has no place."""
-        return (z * (factor * self.inverse)).to(torch.int64)
+    def integers(self, z: Tensor, inverse: Tensor | None = None) -> Tensor:
+        """The integers of z, which are any where z has no place; of a part of it with that part of `inverse`."""
+        return (z * (self.inverse if inverse is None else inverse)).to(torch.int64)
 
     def hold(self, size: Tensor) -> Tensor:
         """Whether the integers have room for states (*lead) of this size; False for NaN."""
@@ -117,7 +117,7 @@ class Ends(NamedTuple):
     y: Tensor
     z: Tensor
     words: list[Tensor]
-    units: Units
+    units: IntegerUnits
     failed: Tensor
 
 
@@ -159,7 +159,7 @@ class BackAndForth:
         return ends
 
     def _there(self, problem: Problem, start: Tensor, left_out: Tensor | None = None) -> Ends:
-        evaluate, part = pure(problem), float(1 - self.fraction)
+        evaluate = pure(problem)
 
         def mapped(z: Tensor) -> Tensor:
             # With the graph of the way back: without one, modules may take other kernels, with other bits.
@@ -167,8 +167,8 @@ class BackAndForth:
                 return evaluate(z.detach().requires_grad_()).detach()
 
         new = mapped(start)
-        units = Units.of(start, new, problem.event_ndim, left_out)
-        digits = LostDigits(self.fraction, 2 * self.steps)
+        units = IntegerUnits.of(start, new, problem.event_ndim, left_out)
+        digits, part = LostDigits(self.fraction, 2 * self.steps), float(1 - self.fraction) * units.inverse
         y = z = units.integers(start)
         size = torch.maximum(largest(start, problem.event_ndim), largest(new, problem.event_ndim))
         for step in range(self.steps):
@@ -192,13 +192,13 @@ class BackAndForth:
         # Compiled modules stay so, as plain ones would return other bits.
         pull, part, rest = Pull(problem.unwritten()), float(1 - self.fraction), float(self.fraction)
         y, z, _, units, _ = ends
-        digits = LostDigits(self.fraction, 2 * self.steps, ends.words)
+        digits, inverse = LostDigits(self.fraction, 2 * self.steps, ends.words), part * units.inverse
         by_y, by_z = torch.zeros_like(cotangent), cotangent
         for step in reversed(range(self.steps)):
             new, product = pull(units.floats(y), part * by_z)
-            z, by_y, by_z = digits.divide(z - units.integers(new, part)), by_y + product, rest * by_z
+            z, by_y, by_z = digits.divide(z - units.integers(new, inverse)), product.add_(by_y), rest * by_z
             new, product = pull(units.floats(z) if step else start, part * by_y)
-            y, by_y, by_z = digits.divide(y - units.integers(new, part)), rest * by_y, by_z + product
+            y, by_y, by_z = digits.divide(y - units.integers(new, inverse)), by_y.mul_(rest), by_z.add_(product)
         first = units.integers(start)
         error = torch.maximum(*(units.apart(x, first, problem.event_ndim) for x in (y, z)))
         report_reconstruction(self.request.report, error, 2 * self.steps, problem.if_random)
@@ -229,10 +229,8 @@ class Pull:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, tensors = problem, problem.tensors()
-        self.where = [i for i, t in enumerate(tensors) if t.requires_grad]
-        self.wanted = [tensors[i] for i in self.where]
-        self.sums: list[Tensor | None] = [None] * len(tensors)
+        self.problem, self.tensors = problem, problem.tensors()
+        self.wanted = [t for t in self.tensors if t.requires_grad]
 
     def __call__(self, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """f(z) and J^T u."""
@@ -242,17 +240,13 @@ class Pull:
             if not mapped.requires_grad:
                 check_graph(self.problem._map_name(), mapped, self.problem.fixed_point_map, z)
                 return mapped, torch.zeros_like(z)
-            by_state, *found = torch.autograd.grad(mapped, [z, *self.wanted], u, allow_unused=True)
-        for i, gradient in zip(self.where, found, strict=True):
-            if gradient is not None:
-                known = self.sums[i]
-                # The first may be the memory of another tensor's.
-                self.sums[i] = gradient.clone() if known is None else known.add_(gradient)
-        return mapped.detach(), torch.zeros_like(z) if by_state is None else by_state
+            # To the leaves, which are nobody else's, and add up what they get.
+            torch.autograd.backward(mapped, u, inputs=[z, *self.wanted])
+        return mapped.detach(), torch.zeros_like(z) if z.grad is None else z.grad
 
     @property
     def gradients(self) -> Gradients:
-        return tuple(self.sums)
+        return tuple(t.grad for t in self.tensors)
 
 
 class ReversibleSteps(torch.autograd.Function):
@@ -283,6 +277,6 @@ class ReversibleSteps(torch.autograd.Function):
         with exact_precision(start):
             if torch.is_grad_enabled():
                 return (None, *run.recorded(start, tensors, needed, failed, cotangent))
-            ends = Ends(y, z, words, Units(unit, inverse, ctx.bits), failed)
+            ends = Ends(y, z, words, IntegerUnits(unit, inverse, ctx.bits), failed)
             by_start, gradients = run.back(start, tensors, needed, ends, cotangent)
         return (None, by_start if ctx.needs_input_grad[1] else None, *gradients)
