@@ -51,8 +51,7 @@ class LostDigits:
         """x n/m, up to n units; what it drops is kept."""
         known = self.words.pop() if self.index and self.index not in self.turns else None
         quotient, rest = _divided(x, self.denominator, self.power)
-        # The word belongs to this store, which may write to it.
-        word = rest if known is None else self._shifted(known, inplace=True).add_(rest)
+        word = rest if known is None else rest.add_(known, alpha=self.denominator)
         if self.numerator > 1:
             word, rest = _divided(word, self.numerator, None, positive=True)
             quotient = quotient.mul_(self.numerator).add_(rest)
@@ -65,17 +64,11 @@ class LostDigits:
         word, self.index = self.words.pop(), self.index - 1
         if self.numerator > 1:
             x, rest = _divided(x, self.numerator, None)
-            word = (word * self.numerator).add_(rest)
+            word = rest.add_(word, alpha=self.numerator)
         word, rest = _divided(word, self.denominator, self.power, positive=True)
         if self.index and self.index not in self.turns:
             self.words.append(word)
-        return self._shifted(x, inplace=False).add_(rest)
-
-    def _shifted(self, x: Tensor, *, inplace: bool) -> Tensor:
-        """x m."""
-        if self.power is not None:
-            return x.bitwise_left_shift_(self.power) if inplace else x << self.power
-        return x.mul_(self.denominator) if inplace else x * self.denominator
+        return rest.add_(x, alpha=self.denominator)
 
 
 def _divided(x: Tensor, by: int, power: int | None, *, positive: bool = False) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ class IntegerUnits(NamedTuple):
         units = [torch.ldexp(one, power - bits), torch.ldexp(one, bits - power)]
         if left_out is not None:
             units = [unit.masked_fill(left_out, 0.0) for unit in units]
-        unit, inverse = (unit.reshape(*unit.shape, *(1,) * event_ndim) for unit in units)
+        unit, inverse = (unit.reshape((*unit.shape, *(1,) * event_ndim)) for unit in units)
         return cls(unit, inverse, bits)
 
     def floats(self, x: Tensor) -> Tensor:

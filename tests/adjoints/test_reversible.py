@@ -423,6 +423,51 @@ def test_compilers_and_programs_record_the_same_steps():
         torch.testing.assert_close(compiled(x), expected)
 
 
+def test_a_nan_in_one_sample_of_a_layer_stays_there():
+    block, x = Block().double(), random(3, 4, 6)
+    x[1, 2, 0] = torch.nan
+    layer = Equilibrium(block, steps=4, adjoint=Reversible(), on_failure="ignore")
+    value = layer(x)
+    assert value.isnan().flatten(1).any(1).tolist() == [False, True, False]
+    expected = by_hand(lambda z: block(z, x[::2]), torch.zeros(2, 4, 6).double(), 4, 0.5)
+    for got, truth in zip(gradients(block, value[::2]), gradients(block, expected), strict=True):
+        assert relative_error(got, truth) < 1e-10
+
+
+def test_compiled_blocks_are_run_back_by_the_compiled_code():
+    block, x = Block(), random(3, 4, 6).float()
+    compiled = torch.compile(block, backend="eager")
+    layer = Equilibrium(compiled, steps=8, adjoint=Reversible(), on_failure="raise")
+    got = gradients(block, layer(x))
+    assert layer.last_solve.adjoint.reconstruction_error.eq(0).all()
+    expected = gradients(block, by_hand(lambda z: block(z, x), torch.zeros_like(x), 8, 0.5))
+    assert all(relative_error(*pair) < 1e-4 for pair in zip(got, expected, strict=True))
+
+
+def test_torch_func_of_a_layer():
+    block, x = Block().double(), random(3, 4, 6)
+    layer, parameters = Equilibrium(block, steps=4, adjoint=Reversible()), dict(block.named_parameters())
+
+    def loss(parameters):
+        given = {f"block.{name}": t for name, t in parameters.items()}
+        return (torch.func.functional_call(layer, given, (x,)) * random(3, 4, 6, seed=7)).sum()
+
+    got = torch.func.grad(loss)({name: t.detach() for name, t in parameters.items()})
+    for pair in zip(got.values(), gradients(block, layer(x)), strict=True):
+        assert relative_error(*pair) < 1e-10
+
+
+@pytest.mark.parametrize(("event_ndim", "shape"), [(0, (4,)), (0, ()), (1, (5,)), (1, (0, 3)), (2, (2, 3, 0))])
+def test_problems_of_one_number_and_of_none(event_ndim, shape):
+    scale, start = torch.rand(shape, dtype=torch.float64, requires_grad=True), torch.zeros(shape).double()
+    problem = FixedPointMap(lambda z, a: a * z.cos(), scale, event_ndim=event_ndim)
+    solution = solve(problem, start, solver=budget(5), adjoint=Reversible())
+    (got,) = torch.autograd.grad(solution.value.sum(), scale)
+    (truth,) = torch.autograd.grad(by_hand(lambda z: scale * z.cos(), start, 5, 0.5).sum(), scale)
+    torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-12)
+    assert solution.status.shape == shape[: len(shape) - event_ndim]
+
+
 # What is refused.
 
 
@@ -464,6 +509,19 @@ def test_what_would_keep_steps_is_refused():
     value = solve(problem, start, solver=budget(3), adjoint=Reversible()).value
     with pytest.raises(RuntimeError, match="steps cannot run backwards with is_grads_batched=True"):
         torch.autograd.grad(value, weight, torch.ones(2, *value.shape), is_grads_batched=True)
+
+
+def test_maps_that_write_to_their_state_or_hide_their_derivatives_are_refused():
+    start, weight, _ = problem_of()
+    problem = FixedPointMap(lambda z: z.mul_(0.5), event_ndim=2)
+    with pytest.raises(ValueError, match="must leave its state as it is"):
+        solve(problem, start, solver=budget(3), adjoint=Reversible())
+    problem = FixedPointMap(lambda z, w: (z @ w).detach(), weight, event_ndim=2)
+    value = solve(problem, start, solver=budget(3), adjoint=Reversible()).value
+    with pytest.raises(ValueError, match="must record the derivatives"):
+        value.sum().backward()
+    with pytest.raises(ValueError, match="reads `weight`, which requires grad but is not declared"):
+        solve(FixedPointMap(lambda z: z @ weight, event_ndim=2), start, solver=budget(3), adjoint=Reversible())
 
 
 def test_no_step_is_no_step():
