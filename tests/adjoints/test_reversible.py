@@ -434,6 +434,7 @@ def test_a_nan_in_one_sample_of_a_layer_stays_there():
         assert relative_error(got, truth) < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_are_run_back_by_the_compiled_code():
     block, x = Block(), random(3, 4, 6).float()
     compiled = torch.compile(block, backend="eager")
