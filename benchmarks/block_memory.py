@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from implicit_attention import Equilibrium, Reversible
+
 from . import guard
 from .block_equilibrium import TESTS, Data, EquilibriumSetting, draw, ours
 from .memory import begin, found_apart, peak
@@ -19,9 +21,12 @@ from .targets import Row
 COUNTS = (5, 20, 80)
 #: Evaluations of the unrolled step, which keeps them all.
 UNROLLED = (5, 20)
+#: Reversible steps, each of two evaluations; the growth is from the first to the last.
+REVERSIBLE = (8, 64)
 #: A step of the same kind on so little loads what is loaded once: threads, kernels, autograd.
 WARM_UP = {"batch": 1, "length": 16}
 GROWTH = "memory growth"
+REVERSIBLE_GROWTH = "memory growth, reversible"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +42,21 @@ class MemorySetting(EquilibriumSetting):
 
 
 def step_of(name: str, data: Data) -> Callable[[], Any]:
-    """The training step `implicit K` or `unrolled K`, with K evaluations of the block for every sample."""
+    """The training step `implicit K` or `unrolled K`, with K evaluations of the block for every sample.
+
+    `reversible K` makes K steps of two evaluations each.
+    """
     kind, _, number = name.partition(" ")
     if kind == "implicit":
         return ours(data, rtol=data.block.setting.rtol, evaluations=int(number))
+    if kind == "reversible":
+        layer = Equilibrium(data.block, steps=int(number), adjoint=Reversible(damping=0.5))
+
+        def reversible() -> None:
+            data.block.zero_grad(set_to_none=True)
+            layer(data.x).backward(data.cotangent)
+
+        return reversible
 
     def unrolled() -> None:
         data.block.zero_grad(set_to_none=True)
@@ -53,14 +69,17 @@ def step_of(name: str, data: Data) -> Callable[[], Any]:
 
 
 def memory_row(setting: MemorySetting, *, repeats: int, max_seconds: float) -> Row:
-    """Peak memory of implicit and unrolled training steps."""
+    """Peak memory of implicit, unrolled and reversible training steps."""
     if (reason := guard.red(TESTS)) is not None:
-        return {"evidence": {"ours": {"error": reason}}, "seconds": {}, "ratios": {GROWTH: None}}
+        missing = {GROWTH: None, REVERSIBLE_GROWTH: None}
+        return {"evidence": {"ours": {"error": reason}}, "seconds": {}, "ratios": missing}
     names = [*(f"implicit {count}" for count in COUNTS), *(f"unrolled {count}" for count in UNROLLED)]
+    names += [f"reversible {count}" for count in REVERSIBLE]
     found = {name: found_apart("benchmarks.block_memory", setting, name, needed) for name in names}
     peaks = {name: part.get("peak_bytes") for name, part in found.items()}
     first, last, same = (f"implicit {COUNTS[0]}", f"implicit {COUNTS[-1]}", UNROLLED[-1])
     wanted = {GROWTH: (last, first), "unrolled / ours": (f"unrolled {same}", f"implicit {same}")}
+    wanted[REVERSIBLE_GROWTH] = (f"reversible {REVERSIBLE[-1]}", f"reversible {REVERSIBLE[0]}")
     made = {label: peaks[a] / peaks[b] if peaks[a] and peaks[b] else None for label, (a, b) in wanted.items()}
     return {"evidence": found, "seconds": {}, "ratios": made}
 

@@ -14,7 +14,7 @@ from . import ops as ops
 
 if TYPE_CHECKING:
     from ._solve import solve
-    from .adjoints import Implicit, OneStep, Phantom, Unrolled
+    from .adjoints import Implicit, OneStep, Phantom, Reversible, Unrolled
     from .attention import equilibrium_attention
     from .comparison import compare_solvers
     from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
@@ -86,13 +86,14 @@ __all__ = [
     "Implicit",
     "OneStep",
     "Phantom",
+    "Reversible",
     "Unrolled",
 ]
 
 #: The public names of each module, which is imported when it or one of its names is first read.
 _NAMES = {
     "_solve": ("solve",),
-    "adjoints": ("Implicit", "OneStep", "Phantom", "Unrolled"),
+    "adjoints": ("Implicit", "OneStep", "Phantom", "Reversible", "Unrolled"),
     "attention": ("equilibrium_attention",),
     "comparison": ("compare_solvers",),
     "diagnostics": (),

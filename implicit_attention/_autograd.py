@@ -358,7 +358,7 @@ def readable(tensor: Tensor, *, wait: bool = False) -> Tensor | None:
 
 def vjp(function: Callable[..., Any], *primals: Tensor, has_aux: bool = False) -> Any:
     """torch.func.vjp: (outputs, pullback), or (outputs, pullback, aux); under hooks on saved tensors, too."""
-    with _without_hooks():
+    with without_hooks():
         return torch.func.vjp(function, *primals, has_aux=has_aux)
 
 
@@ -367,14 +367,14 @@ def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_a
     derivative = torch.func.grad(function, argnums=argnums, has_aux=has_aux)
 
     def call(*arguments: Tensor) -> Any:
-        with _without_hooks():
+        with without_hooks():
             return derivative(*arguments)
 
     return call
 
 
 @contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
+def without_hooks() -> Iterator[None]:
     """A context without hooks on saved tensors, such as those of torch.utils.checkpoint and save_on_cpu.
 
     torch.func refuses to run beneath them. What is saved in the context is kept as it is, with the same gradients.

@@ -106,6 +106,11 @@ def _kept_apart(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
     """For `_tree`: not compiled, and with buffers of its own where it may write to them."""
     state["_compiled_call_impl"] = None
     state["_modules"] = {n: m if m is None else _inside(m) for n, m in state["_modules"].items()}
+    return _own_buffers(module, state)
+
+
+def _own_buffers(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+    """For `_tree`: with buffers of its own where it may write to them."""
     if module.training:
         state["_buffers"] = {n: b if b is None else b.clone() for n, b in state["_buffers"].items()}
     return type(module)
@@ -336,6 +341,13 @@ class Declared:
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(_inside(module), _kept_apart, copies))
+
+    def unwritten(self) -> Self:
+        """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
+        if not any(part.training for module in _modules(self) for part in parts_of(module)):
+            return self
+        copies: dict[int, nn.Module] = {}
+        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _own_buffers, copies))
 
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.

@@ -24,7 +24,7 @@ from ._autograd import (
 )
 from ._reporting import check_on_failure, report_failures, without_gradient
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
-from .adjoints import Adjoint, Implicit, Request, Unrolled
+from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.native import NativeSolve, is_differentiated, is_native, native_rule, problem_of, solve_natively
 from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
@@ -93,7 +93,8 @@ def solve(
         >>> query.grad.shape
         torch.Size([3, 4])
 
-    Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()`.
+    Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()` and
+    `Reversible()`.
     """
     solver = Anderson() if solver is None else solver
     adjoint = Implicit() if adjoint is None else adjoint
@@ -141,7 +142,7 @@ def by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
     solver, impl = request.solver, request.impl
     solver.check_problem(problem)
     problem.check_solver(solver)
-    every_step = request.trace or request.callback is not None or isinstance(adjoint, Unrolled)
+    every_step = request.trace or request.callback is not None or isinstance(adjoint, Unrolled | Reversible)
     if impl == "reference":
         problem = written_out(problem)
     elif impl != "auto":

@@ -159,6 +159,9 @@ class AdjointReport(Deferred):
             it. None with on_failure="ignore", inside torch.func, and in a compiled graph.
         state_residual: (*lead), the residual of the states, from which `gradient_error` is estimated.
         unsolved: (*lead), where the solve itself failed, for an adjoint whose gradient is then wrong; None for others.
+        reconstruction_error: (*lead), of `Reversible()`: the largest difference between an entry of the start and of
+            the state that the steps back arrived at, relative to the largest entry of the start and f there. 0 where f
+            is the same function at each evaluation; None for other adjoints. `residual` and `status` are about it.
         lead: the shape of the fields, where heads or sites have axes of their own that the problems solved have not.
         on_failure: how a backward solve that fails is reported: "raise", "warn", "ignore" or a `FailurePolicy`.
         site: the layer that solved, at which failures are reported and counted.
@@ -186,6 +189,7 @@ class AdjointReport(Deferred):
     gradient_error: Tensor | None = None
     state_residual: Tensor | None = None
     unsolved: Tensor | None = None
+    reconstruction_error: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
     site: FailureSite | None = None
@@ -220,6 +224,8 @@ class AdjointReport(Deferred):
             text += f", beyond {UNSURE:.0%} for {count}"
         if self.unsolved is not None and (count := int(self.unsolved.sum())):
             text += f"; {count} at states that are no solution, where it is wrong"
+        if self.reconstruction_error is not None:
+            text += f"; start reconstructed to {_largest(self.reconstruction_error):.1e}"
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{text})"
 
 

@@ -4,6 +4,7 @@ from .base import Adjoint, Request
 from .implicit import Implicit
 from .one_step import OneStep
 from .phantom import Phantom
+from .reversible import Reversible
 from .unrolled import Unrolled
 
-__all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Request", "Unrolled"]
+__all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Request", "Reversible", "Unrolled"]

@@ -67,8 +67,8 @@ class Request:
 
     Examples:
         >>> from implicit_attention.adjoints import Request
-        >>> [field for field in Request.__dataclass_fields__]
-        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver', 'memory', 'by_token']
+        >>> list(Request.__dataclass_fields__)[:6]
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report']
     """
 
     problem: Problem
@@ -84,6 +84,8 @@ class Request:
     memory: AdjointMemory | None = None
     #: The solve of the tokens of a causal block, in place of that of whole samples.
     by_token: SolveOfTokens | None = None
+    #: Whether the residual of the answer is wanted where it costs an evaluation of its own.
+    measured: bool = True
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
@@ -111,7 +113,8 @@ class Request:
 class Adjoint:
     """Base of adjoints. A subclass defines `run`, which returns an `Outcome` whose value carries the gradient.
 
-    Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `OneStep()` or `Phantom()` to `solve`.
+    Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `Reversible()`, `OneStep()` or
+    `Phantom()` to `solve`.
 
     Examples:
         >>> import torch

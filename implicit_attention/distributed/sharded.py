@@ -24,7 +24,7 @@ from .._autograd import (
     uncompiled,
 )
 from .._declared import pick
-from ..adjoints import Adjoint, Unrolled
+from ..adjoints import Adjoint, Reversible, Unrolled
 from ..errors import UnsupportedImplementation
 from ..potentials import CovarianceMap, LogSumExp, Potential
 from ..potentials.masked_keys import row_block
@@ -66,7 +66,8 @@ class ShardedLogSumExp(Potential):
 
     Raises:
         TypeError, ValueError: as `LogSumExp`. LockStepError: the processes differ, or one of them has ended.
-        UnsupportedImplementation: derivatives beyond the first, forward mode, torch.func, `Unrolled`, and dropout.
+        UnsupportedImplementation: derivatives beyond the first, forward mode, torch.func, dropout, and the adjoints
+            `Unrolled` and `Reversible`.
 
     Gradients: with respect to z, keys, values that are read out, beta and bias, of first order (`Implicit`, `OneStep`
     and `Phantom` in solves). They are those of a loss that every process computes from what it has in common with the
@@ -236,8 +237,8 @@ class ShardedLogSumExp(Potential):
         recorded = is_differentiated(*tensors, *self.tensors())
         arguments = {**given, "solver": solver, "adjoint": adjoint, "requires_grad of any tensor": recorded}
         self._compare({name: described(value) for name, value in arguments.items()})
-        if recorded and isinstance(adjoint, Unrolled):
-            required = "not be Unrolled() where keys are spread over processes"
+        if recorded and isinstance(adjoint, Unrolled | Reversible):
+            required = f"not be {type(adjoint).__name__}() where keys are spread over processes"
             remedy = "use Implicit() with a tolerance, Phantom() or OneStep(), or solve under torch.no_grad()"
             raise UnsupportedImplementation(_validate.message("adjoint", required, repr(adjoint), remedy))
         self._compared = True

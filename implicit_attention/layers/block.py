@@ -59,7 +59,9 @@ class Equilibrium(Remembering):
     `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the trained one: on mazes,
     the longer its history, the fewer answers were right.
 
-    Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it.
+    Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it. With
+    `adjoint=Reversible()` they are its steps, of two evaluations each, whose gradient takes the memory of one; solves
+    in evaluation mode then have the exact gradient of `Implicit()`, and those in training mode are refused.
     `steps=range(a, b)` makes a number of steps that each call draws in training mode, and solves in evaluation mode. A
     gradient through a solve is the adjoint's, exact where the solve has converged.
 

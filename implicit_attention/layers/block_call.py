@@ -18,8 +18,9 @@ from .. import _validate
 from .._autograd import HALF, at_least_single, is_batched, is_exporting, same, transforms_active
 from .._norm import norm
 from .._solve import by_adjoint, solve
-from ..adjoints import Adjoint, Implicit, Request, Unrolled
+from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from ..adjoints.base import AdjointMemory
+from ..adjoints.reversible_steps import coupled_steps
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..linear import GMRES, LinearSolver
 from ..options import SolveOptions
@@ -62,14 +63,23 @@ class BlockCall:
     graphs: Graphs | None = None
     memory: AdjointMemory | None = None
 
-    def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
-        """The fixed point by the solver and adjoint of the layer, or by these."""
+    def solved(
+        self, solver: Solver | None = None, adjoint: Adjoint | None = None, measured: bool = True
+    ) -> tuple[Any, Solution]:
+        """The fixed point by the solver and adjoint of the layer, or by these.
+
+        measured: whether the residual is measured where that costs an evaluation of its own.
+        """
         layout, options = self.map.layout, self.options
         problem, packed = self._problem(), self._packed()
         problem.graphs = self.graphs
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
+        to_tolerance = solver is None and not wanted.fixed_budget
+        if isinstance(adjoint, Reversible) and to_tolerance and not self.map.block.training:
+            # What its steps have trained can be solved; in training they are meant, and the adjoint says so.
+            adjoint = exact
         solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
         if problem.tested:
             self.map.evaluated.append(True)
@@ -78,7 +88,8 @@ class BlockCall:
         else:
             problem.check_axes(packed)
             # The layer has checked its options.
-            solution = by_adjoint(self._request(problem, packed, solver), adjoint)
+            request = dataclasses.replace(self._request(problem, packed, solver), measured=measured)
+            solution = by_adjoint(request, adjoint)
         state = layout.unpack(solution.value)
         if not layout.single:
             solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
@@ -98,13 +109,17 @@ class BlockCall:
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         """The state after plain steps, by a bare loop at the cost of a loop written by hand."""
-        state, layout = self.initial, self.map.layout
+        layout = self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
-        arguments = self._arguments()
-        for _ in range(steps):
-            mapped = self.map.step(state, arguments)
-            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
+        adjoint = self.options.adjoint
+        if isinstance(adjoint, Reversible):
+            adjoint.check_damping(damping)
+            if not (torch.compiler.is_compiling() or is_exporting()):
+                return self.solved(Picard(rtol=0, atol=0, max_steps=steps), adjoint, measured)
+            state = self._coupled(steps, adjoint)
+        else:
+            state = self._stepped(steps, damping)
         detached = pytree.tree_map(lambda z: z.detach(), state)
         finite = layout.finite(detached)
         if not torch.compiler.is_compiling() and not is_batched(finite) and not bool(finite.all()):
@@ -118,10 +133,26 @@ class BlockCall:
         record = Record(status, residual, torch.zeros_like(residual), count, count + 1 if measured else count)
         if torch.compiler.is_compiling():
             return state, record
-        adjoint = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
+        report = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
         if layout.single:
-            return state, Solution(record, adjoint, solver.remedies, value=state)
-        return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=layout.pack(state))
+            return state, Solution(record, report, solver.remedies, value=state)
+        return state, BlockSolution(record, report, solver.remedies, value=state, packed=layout.pack(state))
+
+    def _stepped(self, steps: int, damping: float) -> Any:
+        state, arguments = self.initial, self._arguments()
+        for _ in range(steps):
+            mapped = self.map.step(state, arguments)
+            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
+        return state
+
+    def _coupled(self, steps: int, adjoint: Reversible) -> Any:
+        """The state after the steps of the adjoint, as operations that a compiler records."""
+        layout, arguments = self.map.layout, self._arguments()
+
+        def mapped(z: Tensor) -> Tensor:
+            return layout.pack(self.map.step(layout.unpack(z), arguments))
+
+        return layout.unpack(coupled_steps(mapped, layout.pack(self.initial), steps, adjoint.fraction))
 
     def _arguments(self) -> Any:
         return self.map.frame.filled(tuple(wrapped.value for wrapped in self.inputs))

@@ -88,14 +88,14 @@ class TokenSolve:
                 return self._kept(outcome)
             # For other numbers of tokens the block draws other numbers.
             self.ended.clear()
-        if isinstance(problem, CausalProblem) and self.exit is None and not transforms_active():
-            if initial.shape[initial.ndim - problem.event_ndim] == 1:
-                # A single token has no order.
-                alone = copy.copy(problem)
-                alone.token_order = None
-                outcome = solver.run(alone, initial, trace=trace, graph=graph)
-                record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
-                return self._kept(outcome._replace(record=record))
+        one = self.exit is None and initial.shape[initial.ndim - problem.event_ndim] == 1
+        if one and isinstance(problem, CausalProblem) and not transforms_active():
+            # A single token has no order.
+            alone = copy.copy(problem)
+            alone.token_order = None
+            outcome = solver.run(alone, initial, trace=trace, graph=graph)
+            record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
+            return self._kept(outcome._replace(record=record))
         exits = self._exits(solver, problem, initial, problem.event_ndim - 1)
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
@@ -219,11 +219,13 @@ class CausalCall(BlockCall):
         tokens: how all tokens are solved.
         exists: which tokens of the call exist, (*batch, N), or None for all.
         lost: tokens, (*batch, N), that are not finite, or read such ones; None for none.
+        solves: holds an entry once the call was a solve.
     """
 
     tokens: TokenSolve = dataclasses.field(kw_only=True)
     exists: Tensor | None = None
     lost: Tensor | None = None
+    solves: list[bool] = dataclasses.field(default_factory=list)
 
     def _problem(self) -> CausalProblem:
         layout = self.map.layout
@@ -257,21 +259,26 @@ class CausalCall(BlockCall):
             remedy = "see `implicit_attention.layers.Past`, and give it tensors with an entry for each token alone"
             _validate.require(given is None, name, required, "one", remedy)
 
-    def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
+    def solved(
+        self, solver: Solver | None = None, adjoint: Adjoint | None = None, measured: bool = True
+    ) -> tuple[Any, Solution]:
         tokens = self.tokens
+        self.solves.append(True)
         with torch.set_grad_enabled(torch.is_grad_enabled() and tokens.differentiable):
-            state, solution = super().solved(solver, adjoint)
+            state, solution = super().solved(solver, adjoint, measured)
         if tokens.cache is not None:
             packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
             lead = packed.shape[: packed.ndim - self.map.layout.event_ndim]
             tokens.cache.commit(tokens.exist(), solution.status, solution.num_evals, packed.reshape(*lead, -1))
-        if self.lost is None:
-            return state, solution
-        state, record = self._with_lost(state), solution.record
+        record = solution.record
         if tokens.record is None:
-            # Inside transforms there is a record of whole samples alone.
-            status = record.status.masked_fill(self.lost.any(-1), int(Status.NONFINITE))
-            record = record._replace(status=status)
+            # Transforms, and adjoints with steps of their own, have a record of whole samples.
+            within = is_batched(record.status) or transforms_active()
+            count = self.map.layout.lead[-1]
+            spread = record if within else record.map(lambda t: t.unsqueeze(-1).expand(*t.shape, count))
+            record = self._judged(spread)
+        if self.lost is not None:
+            state = self._with_lost(state)
         return state, dataclasses.replace(solution, record=record, value=state)
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
@@ -280,15 +287,24 @@ class CausalCall(BlockCall):
         if not (torch.compiler.is_compiling() or is_exporting()):
             self._problem().check_causal(self._packed())
         state, solution = super().looped(steps, measured)
-        if self.lost is None:
+        if self.lost is None or self.solves:
             return state, solution
-        state, record = self._with_lost(state), solution if isinstance(solution, Record) else solution.record
-        status = record.status.masked_fill(self.lost, int(Status.NONFINITE))
-        record = record._replace(status=status, residual=record.residual.masked_fill(self.lost, torch.nan))
+        state = self._with_lost(state)
         if isinstance(solution, Record):
-            return state, record
-        report_failures(self.on_failure, type(self.map.block).__name__, record, self.options.effective_solver.remedies)
-        return state, dataclasses.replace(solution, record=record, value=state)
+            return state, self._judged(solution)
+        return state, dataclasses.replace(solution, record=self._judged(solution.record), value=state)
+
+    def _judged(self, record: Record) -> Record:
+        """The record with tokens that are lost, or samples that hold some, after an error or a warning about them."""
+        if self.lost is None:
+            return record
+        lost = self.lost if record.status.ndim == self.lost.ndim else self.lost.any(-1)
+        status = record.status.masked_fill(lost, int(Status.NONFINITE))
+        record = record._replace(status=status, residual=record.residual.masked_fill(lost, torch.nan))
+        if not (torch.compiler.is_compiling() or is_batched(status) or transforms_active()):
+            remedies = self.options.effective_solver.remedies
+            report_failures(self.on_failure, type(self.map.block).__name__, record, remedies)
+        return record
 
     @torch.no_grad()
     def _looped_behind(self, steps: int, cache: BlockCache) -> tuple[Any, Solution]:

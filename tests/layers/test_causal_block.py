@@ -1,5 +1,6 @@
 """Causal layers, solved token by token: windows, chunks and caches answer as one solve of all tokens does."""
 
+import contextlib
 import copy
 import pickle
 
@@ -463,6 +464,19 @@ def test_transforms_solve_samples_as_a_whole():
 def test_unrolled_and_other_adjoints():
     model, x = made(), tokens(2, 5, 8).requires_grad_()
     (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    model.train()
+    for lost in (False, True):
+        y = x.detach().clone()
+        y[0, 3:] = torch.nan if lost else y[0, 3:]
+        y.requires_grad_()
+        with pytest.warns(ia.ConvergenceWarning) if lost else contextlib.nullcontext():
+            z = made(on_failure="warn", adjoint=ia.Reversible(damping=0.5))(y, steps=30)
+        assert z[0, 3:].isnan().all() == lost
+        assert z[0, :3].isfinite().all()
+        if not lost:
+            (found,) = torch.autograd.grad(z.square().sum(), y)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    model.eval()
     for adjoint in (ia.Unrolled(), ia.Phantom(60)):
         z = model(x, adjoint=adjoint)
         assert model.last_solve.status.shape == (2, 5)
