@@ -187,6 +187,9 @@ def check_layer(layer: Any) -> None:
 
 def slots_of(block: nn.Module) -> set[int]:
     """The numbers of the slots that the layers of a block write to."""
+    own = getattr(block, "slots", None)
+    if own is not None:
+        return set(own)
     numbers = (getattr(module, "layer_idx", None) for module in block.modules())
     return {number for number in numbers if isinstance(number, int)}
 

@@ -5,6 +5,7 @@ import transformers as hf
 from torch import nn
 
 import implicit_attention as ia
+from implicit_attention.integrations.transformers import settle
 
 SIZES = {
     "vocab_size": 60,
@@ -65,7 +66,21 @@ def hrm(**changes):
     """A small HRM-Text with two layers per stack."""
     torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 64, "prefix_lm": False}
-    return hf.HrmTextForCausalLM(hf.HrmTextConfig(**sizes | changes)).eval()
+    sizes["initializer_range"] = 0.03
+    model = hf.HrmTextForCausalLM(hf.HrmTextConfig(**sizes | changes)).eval()
+    with torch.no_grad():
+        # The embedding of the padding token is 0 at first: finished sequences go on with it, and settle nowhere.
+        model.model.embed_tokens.weight[0] = model.model.embed_tokens.weight[2:].mean(0) * 4
+    return model
+
+
+def settled(reads=4.0, **options):
+    """An HRM-Text whose streams contract, as they read their input at every step."""
+    changes = {key: options.pop(key) for key in ("L_cycles", "H_cycles", "prefix_lm") if key in options}
+    model = settle(hrm(**changes), **{"solver": TIGHT, "on_failure": "raise", **options})
+    with torch.no_grad():
+        model.model.equilibrium.block.inject.weight.copy_(reads * torch.eye(32))
+    return model, model.model.equilibrium
 
 
 def generated(model, mode, cached, ids=IDS, exist=EXIST, count=8):
