@@ -13,7 +13,7 @@ from .. import _validate
 from .block import Equilibrium
 from .calls import TieKeywords
 from .slots import find_cache
-from .tied_call import EVERY, Call, TokenEquilibrium, Tokens, absent_tokens
+from .tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens
 
 
 class Composed(nn.Module):
@@ -37,7 +37,7 @@ class Composed(nn.Module):
         x: Tensor,
         args: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
-        tokens: Tokens = EVERY,
+        tokens: StepTokens = EVERY,
     ) -> Tensor:
         tokens.enter(z)
         h: Tensor = z + self.inject(x)
@@ -72,7 +72,7 @@ class TiedLayers(nn.Module):
 
             return tuple(map(swapped, args)), {name: swapped(value) for name, value in options.items()}
 
-        state: Tensor = self.equilibrium.settled(hidden, Call(cache, absent), with_slots)
+        state: Tensor = self.equilibrium.settled(hidden, TiedCall(cache, absent), with_slots)
         return state
 
     def __getattr__(self, name: str) -> Any:

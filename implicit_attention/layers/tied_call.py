@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, uncompiled
+from .._autograd import is_fake, transforms_active, uncompiled
 from ..fixed_point_map import PerSample
 from ..solution import Record, SolveReport
 from .block import Equilibrium
@@ -20,8 +20,8 @@ from .causal_tokens import Lost
 from .slots import Slots, check_cache_of, first_column, slots_of, without_gradient
 
 
-class Tokens(NamedTuple):
-    """What an evaluation has to know about its tokens.
+class StepTokens(NamedTuple):
+    """The tokens of an evaluation: which exist, of which samples they are, and where their keys go.
 
     Attributes:
         absent: (B, N), those whose state is 0, and stays 0; None for none.
@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
 
 
 #: All tokens exist, and no cache holds any.
-EVERY = Tokens()
+EVERY = StepTokens()
 
 
 def _at(tokens: Tensor, states: Any, value: float = 0.0) -> Any:
@@ -52,8 +52,15 @@ def _at(tokens: Tensor, states: Any, value: float = 0.0) -> Any:
     return pytree.tree_map(lambda z: z.masked_fill(tokens[..., None], value), states)
 
 
+def _may_hold(tokens: Tensor) -> bool:
+    """Whether any token may be one of these. The host looks, as a solve makes it wait in any case."""
+    if torch.compiler.is_compiling() or transforms_active() or is_fake(tokens):
+        return True
+    return bool(tokens.any())
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TiedCall:
     """A call of tied layers.
 
     Attributes:
@@ -83,7 +90,7 @@ class TokenEquilibrium(Equilibrium):
         self.causal = causal
         self._lost: Tensor | None = None
 
-    def settled(self, x: Any, call: Call, args: Callable[[Any], tuple[Any, ...]]) -> Any:
+    def settled(self, x: Any, call: TiedCall, args: Callable[[Any], tuple[Any, ...]]) -> Any:
         """The state that the block settles in; the cache holds its keys then.
 
         Args:
@@ -96,7 +103,7 @@ class TokenEquilibrium(Equilibrium):
         return self._beside_cache(x, call, args)
 
     @uncompiled
-    def _beside_cache(self, x: Any, call: Call, args: Callable[[Any], tuple[Any, ...]]) -> Any:
+    def _beside_cache(self, x: Any, call: TiedCall, args: Callable[[Any], tuple[Any, ...]]) -> Any:
         cache, of_block = call.cache, slots_of(self.block)
         check_cache_of(cache, of_block)
         first: Tensor = pytree.tree_leaves(x)[0]
@@ -120,7 +127,7 @@ class TokenEquilibrium(Equilibrium):
     def _on_tokens(
         self,
         x: Any,
-        call: Call,
+        call: TiedCall,
         args: Callable[[Any], tuple[Any, ...]],
         slots: Slots | None,
         at_start: bool = False,
@@ -129,12 +136,13 @@ class TokenEquilibrium(Equilibrium):
         if absent is not None:
             x = _at(absent, x)
         own = functools.reduce(torch.logical_or, (~t.detach().isfinite().all(-1) for t in pytree.tree_leaves(x)))
-        if not host_may_look(own) or bool(own.any()):
+        if _may_hold(own):
             # In products with weights 0 such a token would spoil those before it.
             x, lost = _at(own, x), self._behind(own, absent)
             absent = own if absent is None else own | absent
         rows = None if slots is None else torch.arange(own.shape[0], device=own.device)
-        wrapped = Tokens(*(None if t is None else PerSample(t) for t in (absent, rows)), slots)
+        own_of = [None if t is None else PerSample(t) for t in (absent, rows)]
+        wrapped = StepTokens(own_of[0], own_of[1], slots)
         self._lost = lost
         try:
             state = self(x, *args(slots), wrapped)
@@ -143,12 +151,12 @@ class TokenEquilibrium(Equilibrium):
         if slots is not None:
             goal = x if at_start else state
             if not slots.evaluated_at(goal):
-                self._evaluate(goal, x, args(slots), Tokens(absent, rows, slots))
+                self._evaluate(goal, x, args(slots), StepTokens(absent, rows, slots))
             slots.install(lost)
         return state if lost is None else _at(lost, state, torch.nan)
 
     @torch.no_grad()
-    def _evaluate(self, state: Any, x: Any, args: tuple[Any, ...], tokens: Tokens) -> None:
+    def _evaluate(self, state: Any, x: Any, args: tuple[Any, ...], tokens: StepTokens) -> None:
         """Evaluate the block once, for the keys that it writes."""
         # Dropout must not move the generators that the next call draws from.
         device: torch.device = pytree.tree_leaves(x)[0].device

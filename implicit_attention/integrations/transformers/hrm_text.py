@@ -14,7 +14,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from ... import _validate
 from ...layers.slots import slots_of
-from ...layers.tied_call import EVERY, Call, TokenEquilibrium, Tokens, absent_tokens
+from ...layers.tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens
 
 
 class HighCycle(nn.Module):
@@ -40,7 +40,11 @@ class HighCycle(nn.Module):
         self._register_load_state_dict_pre_hook(self._keep_stacks)  # type: ignore[no-untyped-call]
 
     def forward(
-        self, state: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], options: dict[str, Any], tokens: Tokens = EVERY
+        self,
+        state: tuple[Tensor, Tensor],
+        x: tuple[Tensor, Tensor],
+        options: dict[str, Any],
+        tokens: StepTokens = EVERY,
     ) -> tuple[Tensor, Tensor]:
         tokens.enter(state)
         (high, low), injected = state, self.inject(x[0])
@@ -111,7 +115,7 @@ class SettledHrmText(HrmTextModel):  # type: ignore[no-untyped-call]
         block: Any = self.equilibrium.block
         absent = absent_tokens(mask, x, past_key_values, block)
         start = (x, self.z_L_init.to(x.dtype).expand_as(x).contiguous())
-        call = Call(past_key_values, absent, passes=block.low_cycles)
+        call = TiedCall(past_key_values, absent, passes=block.low_cycles)
         state = self.equilibrium.settled(start, call, with_slots)
         if past_key_values is not None:
             _leave_out_unused(past_key_values, max(slots_of(block)) + 1)
