@@ -55,6 +55,20 @@ def test_one_step_with_a_cache_is_the_model_as_it_was(name, mode):
     torch.testing.assert_close(other(IDS, attention_mask=EXIST).logits[exist], logits[exist], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_a_cache_costs_one_evaluation_at_most(damping):
+    model, equilibrium = tied("llama", solver=ia.Picard(rtol=1e-5, max_steps=900, damping=damping))
+    evaluations, counts = counted(equilibrium), []
+    for cached in (False, True):
+        evaluations.clear()
+        with torch.no_grad():
+            model(IDS[:1], use_cache=cached)
+        counts.append(len(evaluations))
+    assert counts[0] <= counts[1] <= counts[0] + 1
+    plainly, _ = tied("llama")
+    assert generated(model, "greedy", cached=True) == generated(plainly, "greedy", cached=False)
+
+
 def counted(equilibrium):
     """A list that grows by an entry at each evaluation of the block."""
     seen = []

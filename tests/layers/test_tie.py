@@ -59,7 +59,7 @@ def test_one_step_is_the_model_as_it_was(name, keep):
     assert sum(p.numel() for p in model.parameters()) == before + 32 * 32
     outside = {0: 0, 1: 2, (0, 2): 2}[keep]
     assert len(equilibrium.block.layers) == 4 - outside
-    assert equilibrium.last_solve.status.tolist() == [ia.Status.BUDGET] * 3
+    assert set(equilibrium.last_solve.status.flatten().tolist()) == {ia.Status.BUDGET}
 
 
 @pytest.mark.parametrize("training", [False, True])
