@@ -77,7 +77,7 @@ class Slots:
             if empty:
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             else:
-                layer.keys, layer.values = self._own(layer, keys.dtype, copy=False)
+                layer.keys, layer.values = self._own(layer, (keys.dtype, values.dtype), copy=False)
             return layer
         # What an evaluation writes is written over by the next, except where a window moves, or a graph needs it.
         again = self._rows is None and not layer.is_sliding and not torch.is_grad_enabled()
@@ -88,17 +88,18 @@ class Slots:
                 written.is_initialized, written.cumulative_length = False, torch.zeros_like(layer.cumulative_length)
                 written.lazy_initialization(keys, values)
             else:
-                written.keys, written.values = self._own(layer, keys.dtype, copy=True)
+                written.keys, written.values = self._own(layer, (keys.dtype, values.dtype), copy=True)
             if again:
                 self._written[index, keys.dtype] = written
         layer = copy.copy(written)
         layer.cumulative_length = written.cumulative_length.clone()
         return layer
 
-    def _own(self, layer: Any, dtype: torch.dtype, *, copy: bool) -> tuple[Tensor, Tensor]:
+    def _own(self, layer: Any, dtypes: tuple[torch.dtype, torch.dtype], *, copy: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, for the samples of this evaluation, without their graph."""
         rows = slice(None) if self._rows is None else self._rows
-        keys, values = (t.detach()[rows].to(dtype, copy=copy) for t in (layer.keys, layer.values))
+        held = zip((layer.keys, layer.values), dtypes, strict=True)
+        keys, values = (t.detach()[rows].to(dtype, copy=copy) for t, dtype in held)
         return keys, values
 
     def evaluated_at(self, state: Any) -> bool:

@@ -114,7 +114,7 @@ class SettledHrmText(HrmTextModel):  # type: ignore[no-untyped-call]
 
         block: Any = self.equilibrium.block
         absent = absent_tokens(mask, x, past_key_values, block)
-        start = (x, self.z_L_init.to(x.dtype).expand_as(x).contiguous())
+        start = (x, self.z_L_init.to(dtype=x.dtype, device=x.device).expand_as(x).contiguous())
         call = TiedCall(past_key_values, absent, passes=block.low_cycles)
         state = self.equilibrium.settled(start, call, with_slots)
         if past_key_values is not None:
