@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from typing_extensions import Unpack
 from .. import _validate
 from .block import Equilibrium
 from .calls import TieKeywords
+from .slots import find_cache
+from .tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens
 
 
 class Composed(nn.Module):
@@ -29,31 +32,48 @@ class Composed(nn.Module):
         nn.init.zeros_(self.inject.weight)
 
     def forward(
-        self, z: Tensor, x: Tensor, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+        self,
+        z: Tensor,
+        x: Tensor,
+        args: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
+        tokens: StepTokens = EVERY,
     ) -> Tensor:
+        tokens.enter(z)
         h: Tensor = z + self.inject(x)
         for layer in self.layers:
             output = layer(h, *args, **(options or {}))
             h = output[0] if isinstance(output, tuple) else output
-        return h
+        left: Tensor = tokens.leave(h)
+        return left
 
 
 class TiedLayers(nn.Module):
     """The module that replaces tied layers in their model, and is called as one of them."""
 
-    def __init__(self, equilibrium: Equilibrium) -> None:
+    def __init__(self, equilibrium: TokenEquilibrium) -> None:
         super().__init__()
         self.equilibrium = equilibrium
+        first: Any = equilibrium.block.layers
+        #: The names of the arguments of a layer behind the hidden states, which some models pass by their places.
+        self.names = tuple(inspect.signature(first[0].forward).parameters)[1:]
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
-        for argument in (*args, *options.values()):
-            required = "be None in a model with tied layers, which would write to it at every step"
-            remedy = "pass use_cache=False: generation then computes all tokens anew, and is right"
-            _validate.require(not _is_cache(argument), "past_key_values", required, type(argument).__name__, remedy)
         for name in ("output_attentions", "output_hidden_states"):
             remedy = "ask the layers that are kept outside"
             _validate.require(not options.get(name), name, "be False in a model with tied layers", True, remedy)
-        return self.equilibrium(hidden, args, options)
+        cache = find_cache(args, options)
+        mask = {**dict(zip(self.names, args, strict=False)), **options}.get("attention_mask")
+        absent = absent_tokens(mask, hidden, cache, self.equilibrium.block)
+
+        def with_slots(slots: Any) -> tuple[Any, ...]:
+            def swapped(value: Any) -> Any:
+                return slots if cache is not None and value is cache else value
+
+            return tuple(map(swapped, args)), {name: swapped(value) for name, value in options.items()}
+
+        state: Tensor = self.equilibrium.settled(hidden, TiedCall(cache, absent), with_slots)
+        return state
 
     def __getattr__(self, name: str) -> Any:
         # Models read settings of their layers, such as the kind of a layer's attention.
@@ -72,6 +92,7 @@ def tie(
     *,
     keep: int | tuple[int, int] = 0,
     dim: int | None = None,
+    causal: bool | None = None,
     **options: Unpack[TieKeywords],
 ) -> Equilibrium:
     """Make consecutive layers of a model the block of an equilibrium, in place and with their weights.
@@ -90,6 +111,8 @@ def tie(
         keep: how many layers at the beginning and at the end stay as they are, outside: one number for both ends, or
             (at the beginning, at the end).
         dim: width of the hidden states; None reads it off models of transformers and of torch.
+        causal: whether no token reads later ones; None reads `is_causal` of the layers' attention. A mask by which
+            tokens read later ones, as in a bidirectional prefix, needs False.
         **options: `solver`, `adjoint`, `steps` and `on_failure`, as of `Equilibrium`.
 
     Returns:
@@ -99,10 +122,17 @@ def tie(
     Raises:
         TypeError, ValueError: a path that leads to no layers, layers of different kinds, too few of them.
 
-    Caches: a cache would be written to at every step, and is refused in a call. `use_cache` of a model's configuration
-    is set to False, with which `generate` computes all tokens anew.
+    Caches: those of transformers hold the keys of the settled states, one slot for each layer of the block, whatever
+    the number of evaluations; a call costs at most one evaluation more. A call that raises leaves them as they were.
+    `generate` gives the tokens of `use_cache=False` as far as the tolerance of the solve decides them, and those of the
+    model as it was for one step. With two steps or more it needs `use_cache=False`. Quantized and offloaded caches and
+    those of encoders with decoders are refused.
 
-    Gradients: to all parameters, by the adjoint or through the steps.
+    Tokens that do not exist (left padding) are 0, take no part and get no gradient. A token that is not finite makes
+    those NaN that may read it: with `causal` those after it, else its sample.
+
+    Gradients: to all parameters, by the adjoint or through the steps. None flows into tokens that a cache holds: the
+    backward pass of a call beside such a cache raises.
 
     Examples:
         >>> import torch
@@ -122,16 +152,16 @@ def tie(
     first, last = _kept(keep, len(listed))
     tied = list(listed)[first : len(listed) - last]
     _check_alike(tied)
-    equilibrium = Equilibrium(Composed(tied, _width(model, tied[0], dim)), event_ndim=2, start="input", **options)
+    if causal is None:
+        causal = all(any(getattr(part, "is_causal", None) is True for part in layer.modules()) for layer in tied)
+    _validate.check_instance("causal", causal, bool, "be True, False or None")
+    equilibrium = TokenEquilibrium(Composed(tied, _width(model, tied[0], dim)), causal=causal, **options)
     equilibrium.train(tied[0].training)
     outside = [*list(listed)[:first], TiedLayers(equilibrium), *list(listed)[len(listed) - last :]]
     setattr(parent, name, nn.ModuleList(outside))
     if isinstance(parent, nn.TransformerEncoder):
         # Its own fast path would hand nested tensors to the layers.
         parent.use_nested_tensor = False
-    for holder in ("config", "generation_config"):
-        if hasattr(getattr(model, holder, None), "use_cache"):
-            getattr(model, holder).use_cache = False
     return equilibrium
 
 
@@ -186,9 +216,3 @@ def _width(model: nn.Module, layer: nn.Module, dim: int | None) -> int:
         _validate.require(isinstance(dim, int), "dim", "be given for a model that does not tell it", "None", remedy)
     width: int = _validate.check_integer("dim", dim, low=1)
     return width
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether the value is a cache of transformers, which is not imported for that."""
-    kinds = type(value).__mro__
-    return any(k.__name__.endswith("Cache") and k.__module__.startswith("transformers.") for k in kinds)

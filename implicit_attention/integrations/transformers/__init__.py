@@ -1,4 +1,4 @@
-"""Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for a saved one."""
+"""Equilibria in Hugging Face models: of attention by `attach(model)`, of the streams of HRM-Text by `settle`."""
 
 from .._hosts import library_of
 
@@ -12,6 +12,7 @@ from .learn import learn_anchors
 from .report import LayerReport, last_solves, report
 from .restore import restore_attention
 from .settings import override
+from .settle import settle
 from .watching import WatchCallback
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "register",
     "report",
     "restore_attention",
+    "settle",
 ]

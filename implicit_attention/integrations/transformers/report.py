@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import starmap
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._reporting import table
 from ...attention.core import report_from_graph
 from ...diagnostics import distinct_fixed_points, effective_keys
+from ...layers.block import Equilibrium
 from ...solution import Record, SolveReport
 from ...status import Status
 from ...training.observed import or_dash
@@ -22,12 +25,12 @@ from .saved import names
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One attention layer's last forward.
+    """One layer's last forward: of attention, or of the block of `tie` or `settle`, which has no queries.
 
     Attributes:
         name: the name of the module in the model.
-        anchor: how much of the queries stays (the mean over heads).
-        num_evals: evaluations of the map per query (the mean).
+        anchor: how much of the queries stays (the mean over heads); NaN for a block.
+        num_evals: evaluations of the map per query, or per problem of a block (the mean).
         max_evals: the largest number of evaluations that a query took.
         residual: the largest |f(z) - z|; NaN where nothing was solved.
         converged: share of the queries that reached their tolerance; NaN if none had a tolerance to reach.
@@ -35,6 +38,7 @@ class LayerReport:
         effective_keys: exp(entropy) of the attention weights, the mean over heads and a sample of queries.
         distinct: number of different fixed points among the queries of the sample (the mean over heads).
         queries: the number of queries in that sample, which is of the first sequence. Masked queries count.
+        statuses: how many problems ended with each status, by its name.
 
     Examples:
         >>> from implicit_attention.integrations.transformers import LayerReport
@@ -55,10 +59,11 @@ class LayerReport:
     effective_keys: float
     distinct: float
     queries: int
+    statuses: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def last_solves(model: nn.Module) -> dict[str, SolveReport]:
-    """The `SolveReport` of every attention layer's last call, by the layer's name in the model.
+    """The `SolveReport` of the last call of every attention layer, and of every block of `tie` and `settle`, by name.
 
     Args:
         model: a model, after a forward. Layers with another attention are left out.
@@ -75,7 +80,7 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
 
     Not for looking at in a terminal: `report` prints a table, with effective keys and distinct fixed points.
     """
-    return {name: report_of(last) for name, last in _calls(model)}
+    return {name: report_of(last) for name, last in _calls(model)} | _solves_of_blocks(model)
 
 
 class LayerReports(list[LayerReport]):
@@ -94,17 +99,18 @@ class LayerReports(list[LayerReport]):
 
 
 def report(model: nn.Module) -> LayerReports:
-    """Print and return a row for every attention layer, about the last forward of the model.
+    """Print and return a row for every attention layer and block, about the last forward of the model.
 
-    Of a model with many layers the table has the first and the last ones, and those where a solve failed. Attention
-    that took no part in that forward is named below it.
+    Of a model with many layers the table has the first and the last ones, and those where a solve failed. Below it are
+    the statuses of blocks (of `tie` and `settle`), and, where attention was replaced, the names of attention that took
+    no part in that forward.
 
     Args:
-        model: a model with equilibrium attention, after a forward. A module that is called several times reports its
+        model: a model with equilibria, after a forward. A module that is called several times reports its
             last call.
 
     Raises:
-        ValueError: if no layer of the model has called equilibrium attention.
+        ValueError: if no layer of the model has called equilibrium attention, and no block was solved.
 
     Examples:
         >>> import torch
@@ -121,14 +127,19 @@ def report(model: nn.Module) -> LayerReports:
 
     Not for every step of a training loop, as it reads all numbers on the host: `last_solves` leaves them on the device.
     """
-    rows = LayerReports(_row(name, last) for name, last in last_calls(model))
+    blocks = _solves_of_blocks(model)
+    calls = _calls(model) if blocks else last_calls(model)
+    rows = LayerReports([*(_row(name, last) for name, last in calls), *starmap(_row_of_block, blocks.items())])
     failed = [row.converged < 1 or row.gradient < 1 for row in rows]
     shown = [row for i, row in enumerate(rows) if min(i, len(rows) - 1 - i) < SHOWN or failed[i]][:MOST]
     print(table([_HEAD, *map(_cells, shown)]))
     if left := len(rows) - len(shown):
         print(f"and {left} layers more, which are in the list that is returned")
+    for row in rows:
+        if row.name in blocks:
+            print(f"{row.name}: {', '.join(f'{count} {status}' for status, count in row.statuses.items())}")
     reported = {row.name for row in rows}
-    if others := {name: kind for name, kind in attention_names(model).items() if name not in reported}:
+    if calls and (others := {name: kind for name, kind in attention_names(model).items() if name not in reported}):
         print(f"not in this forward, or with attention of their own: {listed(others)}")
     return rows
 
@@ -166,25 +177,56 @@ def report_of(last: Last) -> SolveReport:
 def _row(name: str, last: Last) -> LayerReport:
     solve, sample = report_of(last), last.sample
     assert sample is not None
+    statuses = _statuses(solve)
     anchor = last.anchor.mean() if isinstance(last.anchor, Tensor) else last.anchor
-    states, evals, backward = sample.state, solve.num_evals, solve.adjoint.status
+    states, evals = sample.state, solve.num_evals
     if evals.numel() == 0 or states.numel() == 0:
         nan = math.nan
-        return LayerReport(name, float(anchor), 0.0, 0, nan, nan, nan, nan, nan, 0)
+        return LayerReport(name, float(anchor), 0.0, 0, nan, nan, nan, nan, nan, 0, statuses)
     potential: Any = sample.problem(last.anchor).potential
-    aims = (solve.status != Status.EXPLICIT) & (solve.status != Status.BUDGET)
     return LayerReport(
         name=name,
         anchor=float(anchor),
         num_evals=float(evals.double().mean()),
         max_evals=int(evals.max()),
         residual=float(solve.residual.max()),
-        converged=float(solve.converged[aims].double().mean()),
-        gradient=math.nan if backward is None else float((backward <= Status.UNSTABLE).double().mean()),
+        converged=_converged(solve),
+        gradient=_share(solve.adjoint.status),
         effective_keys=float(effective_keys(potential, states).mean()),
         distinct=float(distinct_fixed_points(states).double().mean()),
         queries=states.shape[-2],
+        statuses=statuses,
     )
+
+
+def _solves_of_blocks(model: nn.Module) -> dict[str, SolveReport]:
+    """The last solves of blocks of `tie` and `settle`, by name."""
+    blocks = {name: part for name, part in model.named_modules() if isinstance(part, Equilibrium)}
+    return {name: block.last_solve for name, block in blocks.items() if block.last_solve is not None}
+
+
+def _row_of_block(name: str, solve: SolveReport) -> LayerReport:
+    nan, evals = math.nan, solve.num_evals
+    mean, most = (float(evals.double().mean()), int(evals.max())) if evals.numel() else (0.0, 0)
+    residual = float(solve.residual.max()) if evals.numel() else nan
+    gradient = _share(solve.adjoint.status)
+    return LayerReport(name, nan, mean, most, residual, _converged(solve), gradient, nan, nan, 0, _statuses(solve))
+
+
+def _converged(solve: SolveReport) -> float:
+    """The share of problems that converged among those that had a tolerance to reach."""
+    aims = (solve.status != Status.EXPLICIT) & (solve.status != Status.BUDGET)
+    return float(solve.converged[aims].double().mean())
+
+
+def _share(backward: Tensor | None) -> float:
+    """The share of backward solves that converged."""
+    return math.nan if backward is None else float((backward <= Status.UNSTABLE).double().mean())
+
+
+def _statuses(solve: SolveReport) -> dict[str, int]:
+    found, counts = torch.unique(solve.status, return_counts=True)
+    return {Status(status).name: count for status, count in zip(found.tolist(), counts.tolist(), strict=True)}
 
 
 #: How many layers a table has from either end, and in all where many failed.
@@ -193,9 +235,10 @@ _HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient",
 
 
 def _cells(row: LayerReport) -> tuple[str, ...]:
-    numbers = (f"{row.anchor:.3g}", f"{row.num_evals:.3g}", f"{row.max_evals}", or_dash(row.residual, ".1e"))
+    numbers = (or_dash(row.anchor, ".3g"), f"{row.num_evals:.3g}", f"{row.max_evals}", or_dash(row.residual, ".1e"))
     shares = (percent(row.converged), percent(row.gradient))
-    sample = (or_dash(row.effective_keys, ".1f"), f"{or_dash(row.distinct, '.1f')} of {row.queries}")
+    distinct = f"{or_dash(row.distinct, '.1f')} of {row.queries}" if row.queries else "-"
+    sample = (or_dash(row.effective_keys, ".1f"), distinct)
     return (row.name, *numbers, *shares, *sample)
 
 
