@@ -84,10 +84,7 @@ class TokenEquilibrium(Equilibrium):
     """
 
     def __init__(self, block: Any, *, causal: bool, **options: Any) -> None:
-        # For a solver that knows of tokens: {"causal": causal}.
-        by_token: dict[str, Any] = {}
-        super().__init__(block, event_ndim=2, start="input", **options, **by_token)
-        self.causal = causal
+        super().__init__(block, event_ndim=2, start="input", causal=causal, **options)
         self._lost: Tensor | None = None
 
     def settled(self, x: Any, call: TiedCall, args: Callable[[Any], tuple[Any, ...]]) -> Any:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import transforms_active
+from .._declared import picked
 from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
@@ -64,6 +65,15 @@ class CausalProblem(BlockProblem):
     """The fixed points of a causal block on all tokens at once; the state of a token that does not exist is 0."""
 
     exists: Tensor | None = None
+
+    # Those of the base, which hold for this map too.
+    row_block = 1
+
+    def select(self, index: Tensor) -> Self | None:
+        part = BlockProblem.select(self, index)
+        if part is not None and self.exists is not None:
+            part.exists = picked(self.exists, index, index.ndim - 1)
+        return part
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return only_existing(super().fixed_point_map(z), self.exists)
