@@ -53,7 +53,9 @@ Out = Annotated[
 
 Keep = Annotated[
     Path | None,
-    typer.Option(file_okay=False, help="Folder that keeps trainings on puzzles; what it has is not trained again."),
+    typer.Option(
+        file_okay=False, help="Folder that keeps trainings on puzzles and of LOOPED; what it has is not trained again."
+    ),
 ]
 
 
@@ -118,6 +120,7 @@ def usefulness(
     """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
 
     DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays. INPAINT: blocks that descend an energy.
+    LOOPED: a language model of two layers that are repeated.
     """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out, keep=keep)
 

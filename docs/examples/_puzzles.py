@@ -22,8 +22,8 @@ Examples = tuple[tuple[Tensor, ...], Tensor]
 
 def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few seconds: hardly any training, few puzzles")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the puzzles to learn from (default 0)")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: hardly any training, few tests")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and what is learnt from (default 0)")
     return parser.parse_args(argv)
 
 
