@@ -107,11 +107,11 @@ class TokenOrder:
         """The order of the tokens `index`, (K,) or (*lead, K), which follow each other as before."""
         order = TokenOrder()
         if self._readers is not None:
-            readers = self._readers.expand(*index.shape[:-1], *self._readers.shape[-2:])
-            lead, count = readers.shape[:-2], readers.shape[-1]
-            rows = index.expand(*lead, -1)[..., None]
-            picked = readers.gather(-2, rows.expand(*lead, -1, count))
-            order._readers = picked.gather(-1, rows.mT.expand(*lead, index.shape[-1], -1))
+            lead, count = torch.broadcast_shapes(index.shape[:-1], self._readers.shape[:-2]), index.shape[-1]
+            readers = self._readers.expand(*lead, *self._readers.shape[-2:])
+            rows = index.expand(*lead, count)[..., None].expand(*lead, count, readers.shape[-1])
+            picked = readers.gather(-2, rows)
+            order._readers = picked.gather(-1, rows[..., :1].mT.expand(*lead, count, count))
         return order
 
 

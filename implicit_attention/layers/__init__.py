@@ -7,6 +7,7 @@ from .attention import ImplicitAttention
 from .block import Equilibrium
 from .cache import KeyValueCache
 from .contractive import contractive
+from .exits import Exit, ExitReport
 from .memory import MemoryLookup
 from .past import BlockCache, Past
 from .pooling import AttentionPooling
@@ -41,6 +42,8 @@ __all__ = [
     "AttentionPooling",
     "KeyValueCache",
     "BlockCache",
+    "Exit",
+    "ExitReport",
     "Past",
     "Rotary",
 ]

@@ -23,11 +23,13 @@ from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall, BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
-from .causal_block import CausalCall, Reads, TokenSolve, begin_tokens, refusing_gradient, takes_past
+from .causal_block import CausalCall, TokenSolve, begin_tokens, refusing_gradient
 from .compiled_block import check_compiled
 from .compiled_graphs import Graphs
+from .exits import Exit, checked_exit
 from .past import BlockCache
 from .remembering import Remembering
+from .token_window import Reads, takes_past
 
 Steps: TypeAlias = int | range | None
 
@@ -199,6 +201,7 @@ class Equilibrium(Remembering):
         start: Start | None = None,
         cache: BlockCache | None = None,
         chunk: int | None = None,
+        exit: Exit | float | None = None,
         return_solution: bool = False,
         reads: Reads | None = None,
     ) -> Any:
@@ -215,6 +218,8 @@ class Equilibrium(Remembering):
             cache: of a causal layer, from `new_cache`: x are the tokens that follow those of the cache, and become a
                 part of it. The state then has no gradient.
             chunk: the same as for the layer, for this call.
+            exit: of a causal layer: rules that end tokens before they settle, or a relative tolerance. The state then
+                has no gradient, and `last_solve` says which rule ended each token.
             reads: masks beside causality, for layers built on this one.
             return_solution: return (state, `Solution`). With `steps` that costs one evaluation more, at which the
                 residual of the returned state is measured; without it the residual of `last_solve` is NaN.
@@ -224,11 +229,13 @@ class Equilibrium(Remembering):
         """
         options = self.options.override(solver=solver, adjoint=adjoint, on_failure=on_failure)
         steps = _checked_steps(steps)
-        if steps is None and solver is None:
+        required, remedy = "be None beside `exit`, which ends a solve", "pass Exit(evaluations=steps)"
+        _validate.require(steps is None or exit is None, "steps", required, steps, remedy)
+        if steps is None and solver is None and exit is None:
             steps = self.steps
         if isinstance(steps, range) and not self.training:
             steps = None
-        tokens = self._tokens(cache, chunk, reads)
+        tokens = self._tokens(cache, chunk, exit, reads)
         if is_exporting():
             check_no_evidence(return_solution, "return_solution")
             budget = options.effective_solver
@@ -257,15 +264,15 @@ class Equilibrium(Remembering):
         answer = self._answer(x, args, start, steps, options, measured, tokens)
         return answer if measured else answer[0]
 
-    def _tokens(self, cache: Any, chunk: Any, reads: Reads | None) -> TokenSolve | None:
+    def _tokens(self, cache: Any, chunk: Any, exit: Any, reads: Reads | None) -> TokenSolve | None:
         """The solve of tokens on their own, for a causal layer."""
-        for name, given in (("cache", cache), ("chunk", chunk)):
+        for name, given in (("cache", cache), ("chunk", chunk), ("exit", exit)):
             required, remedy = "be None for a layer without causal=True", "make the layer with causal=True"
             _validate.require(self.causal or given is None, name, required, type(given).__name__, remedy)
         if not self.causal:
             return None
         chunk = self.chunk if chunk is None else _checked_chunk(chunk)
-        return TokenSolve(reads, takes_past(self.block), cache, chunk)
+        return TokenSolve(reads, takes_past(self.block), cache, chunk, checked_exit(exit))
 
     def _answer(
         self,
@@ -315,8 +322,10 @@ class Equilibrium(Remembering):
             self._remember(solution)
         else:
             eager = steps is None and not is_exporting()
-            self._remember(None if is_batched(solution.status) else solution.report, eager=eager)
-        if tokens is not None and tokens.cache is not None:
+            report = None if is_batched(solution.status) else solution.report
+            report = report if tokens is None or report is None else tokens.report(report)
+            self._remember(report, eager=eager)
+        if tokens is not None and not tokens.differentiable:
             state = refusing_gradient(state, given, self.block)
         return state, solution
 

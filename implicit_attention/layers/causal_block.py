@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look, is_batched, transforms_active
@@ -19,210 +16,28 @@ from .._norm import norm
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request, Unrolled
 from ..attention.masks import triangle
-from ..problem import Problem, TokenOrder, writes_to
-from ..solution import Record, Solution
+from ..problem import Problem, TokenOrder
+from ..solution import Record, Solution, SolveReport
 from ..solvers import Outcome, Picard, Solver
-from ..solvers._rows import stay_where
-from ..solvers.in_order import Tokens, of_problems
+from ..solvers.in_order import of_problems
 from ..status import Status
 from .block_call import BlockCall, BlockMap, BlockProblem, BlockSolution
 from .block_state import StateLayout
-from .past import BlockCache, Memory, Past, check_block_cache, rows_at
+from .exits import RULES, Exit, ExitReport, Exits
+from .past import BlockCache, Memory, check_block_cache
+from .token_window import (
+    CausalProblem,
+    OneToken,
+    Reads,
+    TokensInWindow,
+    TokensTogether,
+    Window,
+    only_existing,
+    per_token,
+)
 
 #: Codes of failures, the worst last.
 FAILURES = tuple(int(status) for status in Status if status.failed)
-
-
-class Reads(NamedTuple):
-    """Which tokens read which, beside causality: masks broadcast to (*batch, heads, N, N).
-
-    Attributes:
-        pairs: boolean, True = read; None for all before.
-        bias: added to scores.
-        exists: which tokens exist, (*batch, N) of a call, or (*batch, M + N) behind M tokens of a cache.
-    """
-
-    pairs: Tensor | None = None
-    bias: Tensor | None = None
-    exists: Tensor | None = None
-
-    def all_pairs(self) -> Tensor | None:
-        """Which tokens read which in any head, (*#batch, N, N); None for all before."""
-        pairs = self.pairs
-        if self.bias is not None:
-            finite = self.bias.detach() > -torch.inf
-            pairs = finite if pairs is None else pairs & finite
-        if pairs is None or pairs.ndim < 2 or pairs.shape[-2] == 1:
-            return None
-        return pairs.any(-3) if pairs.ndim > 2 else pairs
-
-
-def takes_past(module: nn.Module) -> bool:
-    """Whether a block, or an attention, reads settled tokens by a keyword argument `past`."""
-    try:
-        taken = "past" in inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # a forward that is not written in Python
-        return False
-    return taken and bool(getattr(module, "takes_past", True))
-
-
-class CausalProblem(BlockProblem):
-    """The fixed points of a causal block on all tokens at once; the state of a token that does not exist is 0."""
-
-    exists: Tensor | None = None
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return only_existing(super().fixed_point_map(z), self.exists)
-
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        return super().later_map() if self.exists is None else None
-
-    @torch.no_grad()
-    def check_causal(self, z: Tensor) -> None:
-        """Raise where an earlier token reads the last one: its state changes, or its part of the input."""
-        event = z.ndim - (self.event_ndim - 1)
-        count = z.shape[event - 1]
-        key = (self.mode, "causal")
-        if key in self.checked or transforms_active() or count < 2 or z.numel() == 0:
-            return
-        last = (torch.arange(count, device=z.device) == count - 1).expand(z.shape[:event])
-        others = TokensTogether(self.apart())
-        mapped = others.fixed_point_map(z)
-        changed = [per_token(t, self.lead_of(z), count) and t.is_floating_point() for t in self.inputs]
-        again = object.__new__(type(self))
-        again.__dict__ |= vars(self)
-        again.inputs = tuple(
-            torch.cat([t[..., :-1, :], t[..., -1:, :] + 1.0], -2) if own and t.ndim == event + 1 else t
-            for t, own in zip(self.inputs, changed, strict=True)
-        )
-        for problem in (others, TokensTogether(again.apart())):
-            if not stay_where(problem, last, ~last, z, mapped):
-                required = "let token t read tokens <= t alone with causal=True"
-                received = f"{self._map_name()}, in which the last token changes earlier ones"
-                raise ValueError(_validate.message("block", required, received, "mask later tokens, or causal=False"))
-        self.checked.add(key)
-
-    def lead_of(self, z: Tensor) -> torch.Size:
-        """The axes of a state that number samples."""
-        return z.shape[: z.ndim - self.event_ndim]
-
-
-class TokensTogether(Tokens):
-    """The tokens of a causal problem, all of which stay in the work."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.inner = problem
-        self.event_ndim = problem.event_ndim - 1
-        self.token_order = problem.token_order or TokenOrder()
-
-    def _behind(self, tokens: Tensor) -> Tensor:
-        return self.token_order.behind(tokens)
-
-
-class Window:
-    """Some tokens of a call, evaluated beside the keys and values of all tokens before them.
-
-    Args:
-        problem: of all tokens of the call.
-        reads: which tokens read which.
-        memory: for keys and values.
-        before: the number of tokens before those of the call.
-        begin, end: the tokens of the call.
-        index: some of them, (*batch, K), counted from `begin`; None for all.
-        shared: what the windows of one solve share: the last state that was evaluated, and its index.
-    """
-
-    def __init__(
-        self,
-        problem: CausalProblem,
-        batch: torch.Size,
-        count: int,
-        reads: Reads | None,
-        memory: Memory,
-        before: int,
-        begin: int,
-        end: int,
-        index: Tensor | None = None,
-        shared: list[Any] | None = None,
-    ) -> None:
-        self.made_of = (problem, batch, count, reads, memory, before, begin, end)
-        self.index, self.shared = index, [] if shared is None else shared
-        self.function = cast(BlockMap, problem.function)
-        device = self.function.layout.device
-        own = torch.arange(begin, end, device=device) if index is None else begin + index
-        arguments = [rows_at(t, own, len(batch) - t.ndim) if per_token(t, batch, count) else t for t in problem.inputs]
-        filled = self.function.frame.filled(tuple(arguments))
-        # The masks of `reads` are those of the past.
-        self.arguments = filled if reads is None else filled[:1]
-        self.tensors = [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
-        self.exists = None if problem.exists is None else rows_at(problem.exists, own, -1)
-        positions, mask, is_causal = own + before, None, False
-        plain = index is None and (reads is None or reads == Reads())
-        if plain and before + begin == 0 and end > 1:
-            is_causal = True
-        elif not (plain and end - begin == 1):
-            mask = additive_mask(reads or Reads(), own, positions, before + end, self.function.layout.dtype)
-        self.past = Past(memory, positions, before + end, mask, is_causal=is_causal, together=index is None)
-        self.block = functools.partial(self.function.block, past=self.past)
-
-    def at(self, index: Tensor) -> Window:
-        """The window of some of its tokens, (*batch, K)."""
-        return Window(*self.made_of, index, self.shared)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        """f of the states (*batch, K, *event) of these tokens."""
-        function = self.function
-        state = function.layout.unpack(z)
-        self.past.begin()
-        written = [writes_to(tensor) for tensor in self.tensors]
-        with function.precision():
-            result = function.draws.evaluate(self.block, state, *self.arguments)
-        if written != [writes_to(tensor) for tensor in self.tensors]:
-            function._refuse_writes([False])
-        cast = function.autocast is not None
-        mapped = function.layout.pack(function.layout.check_output(function.__name__, result, state, cast=cast))
-        self.shared[:] = z, self.index
-        return only_existing(mapped, self.exists)
-
-    def is_at(self, value: Tensor) -> bool:
-        """Whether the last evaluation of the solve was at these states of all its tokens, or of those left."""
-        z, index = self.shared
-        rows = value if index is None else rows_at(value, index, index.ndim - 1 - value.ndim)
-        return bool(torch.equal(rows, z))
-
-
-class TokensInWindow(TokensTogether):
-    """The tokens of a window; those that have ended leave the work, and others read their keys."""
-
-    row_block = 1
-
-    def __init__(self, window: Window, order: TokenOrder, event_ndim: int) -> None:
-        self.window, self.token_order, self.event_ndim = window, order, event_ndim
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self.window(z)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        """Nothing is differentiated here."""
-
-    def leaves_others(self, test: Callable[[], bool]) -> bool:
-        # Tokens that have left are read by their keys.
-        return True
-
-    def select(self, index: Tensor) -> Self:
-        return type(self)(self.window.at(index), self.token_order.restricted(index), self.event_ndim)
-
-
-class OneToken(Problem):
-    """The next token of every sample."""
-
-    separates = False
-
-    def __init__(self, window: Window, event_ndim: int) -> None:
-        self.window, self.event_ndim = window, event_ndim
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self.window(z)
 
 
 @dataclasses.dataclass(eq=False)
@@ -234,16 +49,25 @@ class TokenSolve:
         past: whether the block reads the past.
         cache: the tokens before.
         chunk: the number of tokens that are solved at once, each chunk behind those before it.
+        exit: rules that end tokens.
         record: how it went for every token, (*batch, N), once it was solved.
         lost: tokens, (*batch, N), that are not finite, or read such ones; None for none.
+        ended: the tokens of each chunk that rules have ended.
     """
 
     reads: Reads | None
     past: bool
     cache: BlockCache | None = None
     chunk: int | None = None
+    exit: Exit | None = None
     record: Record | None = None
     lost: Tensor | None = None
+    ended: list[Exits] = dataclasses.field(default_factory=list)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the states can have a gradient."""
+        return self.cache is None and self.exit is None
 
     @functools.cached_property
     def order(self) -> TokenOrder:
@@ -257,21 +81,52 @@ class TokenSolve:
         """The outcome for whole samples; the record of each token is kept here."""
         graph = graph and (torch.is_grad_enabled() or transforms_active())
         if self.past and isinstance(problem, CausalProblem) and not (trace or graph or transforms_active()):
-            before = None if self.cache is None else self.cache.length
             outcome = self._in_windows(solver, problem, initial)
             drawn = self.cache is None and problem.draws.repeated
             if not drawn:
                 return self._kept(outcome)
             # For other numbers of tokens the block draws other numbers.
-            assert before is None
-        tokens = TokensTogether(problem)
+            self.ended.clear()
+        exits = self._exits(solver, problem, initial, problem.event_ndim - 1)
+        tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
         if is_batched(outcome.record.status) or transforms_active():
             record = of_problems(outcome.record, problem.event_ndim - tokens.event_ndim)
             return outcome._replace(record=record)
         with torch.no_grad():
             record = tokens.measured_again(outcome.record, outcome.value)
-        return self._kept(outcome._replace(record=record, trace=tokens.course(outcome.trace)))
+        value, record = self._with_exits(outcome.value, record, exits)
+        return self._kept(outcome._replace(value=value, record=record, trace=tokens.course(outcome.trace)))
+
+    def _exits(self, solver: Solver, problem: Problem, initial: Tensor, event_ndim: int) -> Exits | None:
+        if self.exit is None:
+            return None
+        exists = problem.exists if isinstance(problem, CausalProblem) else None
+        count = initial.shape[: initial.ndim - event_ndim].numel() if exists is None else int(exists.sum())
+        unpack = cast(BlockMap, cast(CausalProblem, problem).function).layout.unpack
+        exits = Exits(self.exit, initial, event_ndim, count, unpack, getattr(solver, "damping", 0.0))
+        self.ended.append(exits)
+        return exits
+
+    @staticmethod
+    def _with_exits(value: Tensor, record: Record, exits: Exits | None) -> tuple[Tensor, Record]:
+        """Value and record with the images of tokens that a rule ended; their residual is not known."""
+        if exits is None:
+            return value, record
+        ended = exits.code > 0
+        image = ended & (exits.code != RULES.index("past"))
+        wide = image.reshape(*image.shape, *(1,) * (value.ndim - image.ndim))
+        status = record.status.masked_fill(ended & ~record.failed, int(Status.BUDGET))
+        steps = record.num_steps + image.to(record.num_steps.dtype)
+        record = record._replace(status=status, residual=record.residual.masked_fill(image, torch.nan), num_steps=steps)
+        return torch.where(wide, exits.value.view_as(value), value), record
+
+    def report(self, report: SolveReport) -> SolveReport:
+        """The report of a call, with the rules that ended tokens."""
+        if not self.ended:
+            return report
+        rule, step = (torch.cat([getattr(exits, name) for exits in self.ended], -1) for name in ("code", "step"))
+        return ExitReport(report.record, report.adjoint, report.remedies, rule=rule, step=step)
 
     def _kept(self, outcome: Outcome) -> Outcome:
         record = outcome.record
@@ -294,9 +149,11 @@ class TokenSolve:
             end = min(begin + chunk, count)
             window = Window(problem, batch, count, self.reads, memory, before, begin, end)
             order = self.order.restricted(torch.arange(begin, end, device=initial.device))
-            one = end - begin == 1 and count == 1
-            tokens = OneToken(window, event_ndim) if one else TokensInWindow(window, order, event_ndim)
-            outcome = solver.run(tokens, initial.narrow(axis, begin, end - begin))
+            start = initial.narrow(axis, begin, end - begin)
+            exits = self._exits(solver, problem, start, event_ndim)
+            one = end - begin == 1 and exits is None
+            tokens = OneToken(window, event_ndim) if one else TokensInWindow(window, order, event_ndim, exits)
+            outcome = solver.run(tokens, start)
             record, value = outcome.record, outcome.value
             if not window.is_at(value):
                 # The best state of a token that failed, or states that later tokens did not see last.
@@ -304,6 +161,7 @@ class TokenSolve:
                 left = record.status != Status.CONVERGED
                 residual = torch.where(left, norm(again.flatten(axis + 1)), record.residual)
                 record = record._replace(residual=residual)
+            value, record = self._with_exits(value, record, exits)
             values.append(value)
             records.append(record)
         value = torch.cat(values, dim=axis) if len(values) > 1 else values[0]
@@ -370,15 +228,14 @@ class CausalCall(BlockCall):
             _validate.require(given is None, name, required, "one", remedy)
 
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
-        if self.tokens.cache is None:
+        tokens = self.tokens
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tokens.differentiable):
             state, solution = super().solved(solver, adjoint)
-        else:
-            with torch.no_grad():
-                state, solution = super().solved(solver, adjoint)
+        if tokens.cache is not None:
             packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
             lead = packed.shape[: packed.ndim - self.map.layout.event_ndim]
-            exists = None if self.tokens.reads is None else self.tokens.reads.exists
-            self.tokens.cache.commit(exists, solution.status, solution.num_evals, packed.reshape(*lead, -1))
+            exists = None if tokens.reads is None else tokens.reads.exists
+            tokens.cache.commit(exists, solution.status, solution.num_evals, packed.reshape(*lead, -1))
         if self.lost is None:
             return state, solution
         state = self._with_lost(state)
@@ -387,6 +244,9 @@ class CausalCall(BlockCall):
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         wanted = self.options.effective_solver
         if self.tokens.cache is not None:
+            required = "be at least 1 with a cache, which keeps the keys of the last evaluation"
+            _validate.require(steps > 0, "steps", required, steps)
+            self.tokens.exit = Exit(evaluations=steps)
             damping = wanted.damping if isinstance(wanted, Picard) else 0.0
             return self.solved(Picard(rtol=0, atol=0, max_steps=steps, damping=damping), Unrolled())
         state, solution = super().looped(steps, measured)
@@ -409,44 +269,6 @@ class CausalCall(BlockCall):
             return torch.where(lost.reshape(*lost.shape, *(1,) * (tensor.ndim - lost.ndim)), torch.nan, tensor)
 
         return pytree.tree_map(filled, state)
-
-
-def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:
-    """States (*batch, N, *event), 0 for tokens that do not exist."""
-    if exists is None:
-        return z
-    return torch.where(exists.reshape(*exists.shape, *(1,) * (z.ndim - exists.ndim)), z, 0.0)
-
-
-def per_token(tensor: Tensor, batch: torch.Size, count: int) -> bool:
-    """Whether a tensor has an entry for each token, (*batch, N, ...)."""
-    return tensor.ndim > len(batch) and tensor.shape[: len(batch) + 1] == (*batch, count)
-
-
-def additive_mask(reads: Reads, own: Tensor, positions: Tensor, total: int, dtype: torch.dtype) -> Tensor:
-    """The mask of tokens at `positions`, the numbers `own` of a call, for all keys up to `total`: 0 or -inf.
-
-    Every token reads itself, so that one that does not exist gives numbers that nobody reads, and no NaN.
-    """
-    keys = torch.arange(total, device=own.device)
-    before, itself = keys <= positions[..., None], keys == positions[..., None]
-    if own.ndim > 1:
-        before, itself = before.unsqueeze(-3), itself.unsqueeze(-3)
-    if reads.exists is not None:
-        before = before & reads.exists[..., None, None, :total]
-    if reads.pairs is not None:
-        before = before & rows_of_pairs(reads.pairs, own)[..., :total]
-    mask = torch.zeros(before.shape, dtype=dtype, device=own.device).masked_fill(~(before | itself), -torch.inf)
-    return mask if reads.bias is None else mask + rows_of_pairs(reads.bias, own)[..., :total].to(dtype)
-
-
-def rows_of_pairs(pairs: Tensor, own: Tensor) -> Tensor:
-    """The rows `own` of masks that broadcast to (*batch, heads, N, N)."""
-    if pairs.ndim < 2 or pairs.shape[-2] == 1:
-        return pairs
-    if own.ndim == 1:
-        return pairs.index_select(-2, own)
-    return rows_at(pairs if pairs.ndim > 2 else pairs[None], own, -2)
 
 
 def begin_tokens(
@@ -513,7 +335,7 @@ def _from_last(state: Tensor, initial: Any, layout: StateLayout) -> Any:
 
 
 class NoGradient(torch.autograd.Function):
-    """States whose backward pass raises: those of a call with a cache."""
+    """States whose backward pass raises: those of a call with a cache, or with rules that end tokens."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -523,7 +345,8 @@ class NoGradient(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         raise RuntimeError(
             "the states of a call with a cache have no gradient, as keys of earlier tokens are kept without their "
-            "graph; train by one call on all tokens without a cache, or decode inside torch.no_grad()"
+            "graph, nor have those of a call with `exit`; train by calls on all tokens without both, or decode inside "
+            "torch.no_grad()"
         )
 
 

@@ -17,10 +17,10 @@ from ..fixed_point_map import PerSample, Shared
 from .attention import ImplicitAttention
 from .block import Equilibrium
 from .calls import PlainCall, StepKeywords
-from .causal_block import Reads, takes_past
 from .past import BlockCache, Past
 from .projections import Rotary
 from .sharding import check_whole
+from .token_window import Reads, takes_past
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -11,6 +13,9 @@ from .._norm import norm
 from ..problem import Problem, TokenOrder
 from ..solution import Record, Trace
 from ..status import Status
+
+if TYPE_CHECKING:
+    from .progress import Iteration
 
 
 class Tokens(Problem):
@@ -34,9 +39,12 @@ class Tokens(Problem):
         self.inner.check_undeclared(z)
 
     def settled_of(
-        self, active: Tensor, converged: Tensor | None, broken: Tensor
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Iteration
     ) -> tuple[Bool[Tensor, "*lead"] | None, Bool[Tensor, "*lead"]]:
-        """The tokens that have converged, and those that are given up, by the state of all tokens that they read."""
+        """The tokens that have converged, and those that are given up, by the state of all tokens that they read.
+
+        point: the evaluation, for subclasses with rules of their own.
+        """
         broken = active & self._behind(broken)
         if converged is None:
             return None, broken

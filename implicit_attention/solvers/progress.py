@@ -115,7 +115,7 @@ class LoopState:
             fallen = self.active & fallen
             broken = broken | (fallen if converged is None else fallen & ~converged)
         if isinstance(self.rows.problem, Tokens):
-            converged, broken = self.rows.problem.settled_of(self.active, converged, broken)
+            converged, broken = self.rows.problem.settled_of(self.active, converged, broken, point)
         settled = broken if converged is None else converged | broken
         self._improve(point, tolerance, candidates, converged)
         if not (host_may_look(settled) and not bool(settled.any())):

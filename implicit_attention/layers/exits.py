@@ -1,0 +1,207 @@
+"""Rules that end tokens of a causal layer before they settle, in evaluation: adaptive depth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._declared import pick, put
+from .._norm import norm
+from ..solution import SolveReport, summarize
+from ..solvers import Iteration
+
+#: The names of the rules, by their code; tokens behind one that a rule ended have settled beside that past alone.
+RULES = ("", "tolerance", "evaluations", "mean", "readout", "past")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exit:
+    """When the tokens of a causal layer may stop before they have settled; the first rule that holds ends a token.
+
+    A token that a rule ended has the status BUDGET. Its state is the image f(z) of the state z that was evaluated last,
+    whose keys later tokens read: e evaluations apply the block e times, as a loop of e steps does.
+
+    Args:
+        rtol: end where the last step |f(z) - z| is at most rtol |f(z)|.
+        evaluations: end after so many evaluations.
+        mean: end so that a token of the call gets so many evaluations in the mean. After each evaluation half of what
+            is left of the budget goes to the tokens with the largest relative steps.
+        readout: a function of states (*batch, n, D), or a module, that returns logits: end where the predicted
+            distribution p(f(z)) differs from p(z) by at most `nats`.
+        nats: the Kullback-Leibler divergence of the two for `readout`.
+
+    Raises:
+        TypeError, ValueError: numbers that are out of range; no rule at all.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import EquilibriumTransformer
+        >>> from implicit_attention.layers import Exit
+        >>> model, x = EquilibriumTransformer(16, heads=2, causal=True).eval(), torch.randn(2, 6, 16)
+        >>> with torch.no_grad():
+        ...     z = model(x, exit=Exit(rtol=0.3, evaluations=4))
+        >>> bool((model.last_solve.num_evals <= 4).all()), model.last_solve.rules[2]
+        (True, 'evaluations')
+
+    Not for training, nor where states must be right: a token that a rule ended is no fixed point.
+    """
+
+    rtol: float | None = None
+    evaluations: int | None = None
+    mean: float | None = None
+    readout: Callable[[Any], Tensor] | None = None
+    nats: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "nats"):
+            if getattr(self, name) is not None:
+                _validate.check_number(name, getattr(self, name), low=0.0)
+        if self.evaluations is not None:
+            _validate.check_integer("evaluations", self.evaluations, low=1)
+        if self.mean is not None:
+            _validate.check_number("mean", self.mean, low=1.0)
+        readout: Any = self.readout
+        if readout is not None and not callable(readout):
+            received = type(readout).__name__
+            raise TypeError(_validate.message("readout", "be a function of states, or a module", received))
+        given = (self.rtol, self.evaluations, self.mean, self.readout)
+        required, remedy = "name a rule", "for example Exit(rtol=0.3)"
+        _validate.require(any(rule is not None for rule in given), "Exit", required, "none", remedy)
+
+
+def checked_exit(given: Any) -> Exit | None:
+    """The rules of an argument `exit`: a number is a tolerance."""
+    if given is None or isinstance(given, Exit):
+        return given
+    if isinstance(given, bool) or not isinstance(given, float | int):
+        remedy = "for example exit=0.3, or Exit(evaluations=4)"
+        raise TypeError(_validate.message("exit", "be an Exit, or a tolerance", type(given).__name__, remedy))
+    return Exit(rtol=float(given))
+
+
+class Exits:
+    """The tokens of one solve that rules have ended.
+
+    Args:
+        rules: when tokens end.
+        start: the states, (*batch, n, *event).
+        event_ndim: the number of axes of one token's state.
+        exists: the number of tokens that exist.
+        unpack: from the tensor of a solver to the state that a read-out takes.
+        damping: of a plain step.
+    """
+
+    def __init__(
+        self,
+        rules: Exit,
+        start: Tensor,
+        event_ndim: int,
+        exists: int,
+        unpack: Callable[[Tensor], Any],
+        damping: float,
+    ) -> None:
+        self.rules, self.unpack, self.damping = rules, unpack, damping
+        self.value = start.flatten(start.ndim - event_ndim)
+        self.code = torch.zeros(start.shape[: start.ndim - event_ndim], dtype=torch.int8, device=start.device)
+        self.step = torch.full_like(self.value[..., 0], torch.nan)
+        self.left = math.inf if rules.mean is None else rules.mean * exists
+
+    def end(
+        self, active: Tensor, converged: Tensor | None, point: Iteration, index: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens that a rule ends now, and those whose own residual is within the tolerance, (*lead).
+
+        index: the places of the working tokens, (*batch, K); None for all.
+        """
+        small = torch.zeros_like(active) if converged is None else converged
+        going, code = active & ~small, torch.zeros_like(active, dtype=torch.int8)
+        relative = point.residual / norm(point.mapped)
+        rules = self.rules
+        if rules.rtol is not None:
+            code = self._marked(code, going & (relative <= rules.rtol), 1)
+        if rules.evaluations is not None and point.step + 1 >= rules.evaluations:
+            code = self._marked(code, going, 2)
+        if rules.readout is not None:
+            code = self._marked(code, going & (self._change(point) <= rules.nats), 4)
+        if rules.mean is not None:
+            self.left -= int(active.sum())
+            rest = going & (code == 0)
+            count = int(rest.sum())
+            keep = int(max(self.left // 2, min(self.left, 1)))
+            if keep < count:
+                size = relative.masked_fill(~rest, -1.0).flatten()
+                chosen = torch.zeros_like(size, dtype=torch.bool)
+                chosen[size.topk(max(keep, 0)).indices] = True
+                code = self._marked(code, rest & ~chosen.view_as(rest), 3)
+        ended = code > 0
+        image = point.mapped - self.damping * (point.mapped - point.z) if self.damping else point.mapped
+        self._store(ended, code, relative, image, index)
+        return ended, small
+
+    def mark_behind(self, settled: Tensor, behind: Tensor, index: Tensor | None) -> None:
+        """Note tokens that have settled behind others that a rule ended."""
+        code = self.code if index is None else pick(self.code, index)
+        code = self._marked(code, settled & behind & (code == 0), 5)
+        self.code = code if index is None else put(self.code, index, code)
+
+    def ended_at(self, index: Tensor | None) -> Tensor:
+        """The working tokens that a rule has ended so far."""
+        return (self.code if index is None else pick(self.code, index)) > 0
+
+    @staticmethod
+    def _marked(code: Tensor, which: Tensor, number: int) -> Tensor:
+        return code.masked_fill(which & (code == 0), number)
+
+    def _change(self, point: Iteration) -> Tensor:
+        """The divergence of the distributions that are read out of f(z) and of z, (*lead)."""
+        assert self.rules.readout is not None
+        shape = (*point.z.shape[:-1], *point.event_shape)
+        new, old = (self.rules.readout(self.unpack(t.reshape(shape))).log_softmax(-1) for t in (point.mapped, point.z))
+        return (new.exp() * (new - old)).sum(-1)
+
+    def _store(self, ended: Tensor, code: Tensor, relative: Tensor, image: Tensor, index: Tensor | None) -> None:
+        parts = []
+        for kept, new in ((self.code, code), (self.step, relative), (self.value, image)):
+            where = ended if new.ndim == ended.ndim else ended[..., None]
+            old = kept if index is None else pick(kept, index)
+            joined = torch.where(where, new, old)
+            parts.append(joined if index is None else put(kept, index, joined))
+        self.code, self.step, self.value = parts
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class ExitReport(SolveReport):
+    """The report of a solve with rules that end tokens.
+
+    Attributes:
+        rule: the code of the rule that ended each token, (*batch, N); 0 where it was solved, or has failed.
+        rules: the names of the rules by their code.
+        step: the last relative step |f(z) - z|/|f(z)| of tokens that a rule ended, (*batch, N); NaN for others.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import EquilibriumTransformer
+        >>> model, x = EquilibriumTransformer(16, heads=2, causal=True).eval(), torch.randn(1, 3, 16)
+        >>> with torch.no_grad():
+        ...     z = model(x, exit=0.9)
+        >>> [model.last_solve.rules[code] for code in model.last_solve.rule[0].tolist()]
+        ['tolerance', 'tolerance', 'tolerance']
+
+    Not for solves without rules, whose `SolveReport` says all.
+    """
+
+    rule: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int8))
+    step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    rules: tuple[str, ...] = RULES
+
+    def __repr__(self) -> str:
+        counts = torch.bincount(self.rule.flatten().long(), minlength=len(RULES)).tolist()
+        ended = ", ".join(f"{count} by {name}" for name, count in zip(RULES, counts, strict=True) if name and count)
+        text = summarize(self.status, self.residual.nan_to_num(0.0), self.num_evals)
+        return f"{type(self).__name__}({text}; ended: {ended or 'none by a rule'})"

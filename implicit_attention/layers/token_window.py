@@ -1,0 +1,272 @@
+"""The tokens of a causal block as problems of a solve: all of a call, or those of a window beside settled ones."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import Self
+
+from .. import _validate
+from .._autograd import transforms_active
+from ..problem import Problem, TokenOrder, writes_to
+from ..solvers import Iteration
+from ..solvers._rows import stay_where
+from ..solvers.in_order import Tokens
+from .block_call import BlockMap, BlockProblem
+from .exits import Exits
+from .past import Memory, Past, rows_at
+
+
+class Reads(NamedTuple):
+    """Which tokens read which, beside causality: masks broadcast to (*batch, heads, N, N).
+
+    Attributes:
+        pairs: boolean, True = read; None for all before.
+        bias: added to scores.
+        exists: which tokens exist, (*batch, N) of a call, or (*batch, M + N) behind M tokens of a cache.
+    """
+
+    pairs: Tensor | None = None
+    bias: Tensor | None = None
+    exists: Tensor | None = None
+
+    def all_pairs(self) -> Tensor | None:
+        """Which tokens read which in any head, (*#batch, N, N); None for all before."""
+        pairs = self.pairs
+        if self.bias is not None:
+            finite = self.bias.detach() > -torch.inf
+            pairs = finite if pairs is None else pairs & finite
+        if pairs is None or pairs.ndim < 2 or pairs.shape[-2] == 1:
+            return None
+        return pairs.any(-3) if pairs.ndim > 2 else pairs
+
+
+def takes_past(module: nn.Module) -> bool:
+    """Whether a block, or an attention, reads settled tokens by a keyword argument `past`."""
+    try:
+        taken = "past" in inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # a forward that is not written in Python
+        return False
+    return taken and bool(getattr(module, "takes_past", True))
+
+
+class CausalProblem(BlockProblem):
+    """The fixed points of a causal block on all tokens at once; the state of a token that does not exist is 0."""
+
+    exists: Tensor | None = None
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return only_existing(super().fixed_point_map(z), self.exists)
+
+    def later_map(self) -> Callable[[Tensor], Tensor] | None:
+        return super().later_map() if self.exists is None else None
+
+    @torch.no_grad()
+    def check_causal(self, z: Tensor) -> None:
+        """Raise where an earlier token reads the last one: its state changes, or its part of the input."""
+        event = z.ndim - (self.event_ndim - 1)
+        count = z.shape[event - 1]
+        key = (self.mode, "causal")
+        if key in self.checked or transforms_active() or count < 2 or z.numel() == 0:
+            return
+        last = (torch.arange(count, device=z.device) == count - 1).expand(z.shape[:event])
+        others = TokensTogether(self.apart())
+        mapped = others.fixed_point_map(z)
+        changed = [per_token(t, self.lead_of(z), count) and t.is_floating_point() for t in self.inputs]
+        again = object.__new__(type(self))
+        again.__dict__ |= vars(self)
+        again.inputs = tuple(
+            torch.cat([t[..., :-1, :], t[..., -1:, :] + 1.0], -2) if own and t.ndim == event + 1 else t
+            for t, own in zip(self.inputs, changed, strict=True)
+        )
+        for problem in (others, TokensTogether(again.apart())):
+            if not stay_where(problem, last, ~last, z, mapped):
+                required = "let token t read tokens <= t alone with causal=True"
+                received = f"{self._map_name()}, in which the last token changes earlier ones"
+                raise ValueError(_validate.message("block", required, received, "mask later tokens, or causal=False"))
+        self.checked.add(key)
+
+    def lead_of(self, z: Tensor) -> torch.Size:
+        """The axes of a state that number samples."""
+        return z.shape[: z.ndim - self.event_ndim]
+
+
+class TokensTogether(Tokens):
+    """The tokens of a causal problem, all of which stay in the work."""
+
+    #: Which of them rules have ended.
+    exits: Exits | None = None
+    #: The places of the tokens that are left, (*batch, K); None for all.
+    index: Tensor | None = None
+
+    def __init__(self, problem: Problem, exits: Exits | None = None) -> None:
+        self.inner, self.exits = problem, exits
+        self.event_ndim = problem.event_ndim - 1
+        self.token_order = problem.token_order or TokenOrder()
+
+    def settled_of(
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Iteration
+    ) -> tuple[Tensor | None, Tensor]:
+        if self.exits is None:
+            return super().settled_of(active, converged, broken, point)
+        broken = active & self._behind(broken)
+        # A rule ends a token whatever its past does.
+        ended, small = self.exits.end(active & ~broken, converged, point, self.index)
+        settled = small & ~self._behind(active & ~(small | ended))
+        self.exits.mark_behind(settled, self._behind(self.exits.ended_at(self.index)), self.index)
+        return (ended | settled) & ~broken, broken
+
+    def _behind(self, tokens: Tensor) -> Tensor:
+        return self.token_order.behind(tokens)
+
+
+class Window:
+    """Some tokens of a call, evaluated beside the keys and values of all tokens before them.
+
+    Args:
+        problem: of all tokens of the call.
+        reads: which tokens read which.
+        memory: for keys and values.
+        before: the number of tokens before those of the call.
+        begin, end: the tokens of the call.
+        index: some of them, (*batch, K), counted from `begin`; None for all.
+        shared: what the windows of one solve share: the last state that was evaluated, and its index.
+    """
+
+    def __init__(
+        self,
+        problem: CausalProblem,
+        batch: torch.Size,
+        count: int,
+        reads: Reads | None,
+        memory: Memory,
+        before: int,
+        begin: int,
+        end: int,
+        index: Tensor | None = None,
+        shared: list[Any] | None = None,
+    ) -> None:
+        self.made_of = (problem, batch, count, reads, memory, before, begin, end)
+        self.index, self.shared = index, [] if shared is None else shared
+        self.function = cast(BlockMap, problem.function)
+        device = self.function.layout.device
+        own = torch.arange(begin, end, device=device) if index is None else begin + index
+        arguments = [rows_at(t, own, len(batch) - t.ndim) if per_token(t, batch, count) else t for t in problem.inputs]
+        filled = self.function.frame.filled(tuple(arguments))
+        # The masks of `reads` are those of the past.
+        self.arguments = filled if reads is None else filled[:1]
+        self.tensors = [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
+        self.exists = None if problem.exists is None else rows_at(problem.exists, own, -1)
+        positions, mask, is_causal = own + before, None, False
+        plain = index is None and (reads is None or all(part is None for part in reads))
+        if plain and before + begin == 0 and end > 1:
+            is_causal = True
+        elif not (plain and end - begin == 1):
+            mask = additive_mask(reads or Reads(), own, positions, before + end, self.function.layout.dtype)
+        self.past = Past(memory, positions, before + end, mask, is_causal=is_causal, together=index is None)
+        self.block = functools.partial(self.function.block, past=self.past)
+
+    def at(self, index: Tensor) -> Window:
+        """The window of some of its tokens, (*batch, K)."""
+        return Window(*self.made_of, index, self.shared)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """f of the states (*batch, K, *event) of these tokens."""
+        function = self.function
+        state = function.layout.unpack(z)
+        self.past.begin()
+        written = [writes_to(tensor) for tensor in self.tensors]
+        with function.precision():
+            result = function.draws.evaluate(self.block, state, *self.arguments)
+        if written != [writes_to(tensor) for tensor in self.tensors]:
+            function._refuse_writes([False])
+        cast = function.autocast is not None
+        mapped = function.layout.pack(function.layout.check_output(function.__name__, result, state, cast=cast))
+        self.shared[:] = z, self.index
+        return only_existing(mapped, self.exists)
+
+    def is_at(self, value: Tensor) -> bool:
+        """Whether the last evaluation of the solve was at these states of all its tokens, or of those left."""
+        z, index = self.shared
+        rows = value if index is None else rows_at(value, index, index.ndim - 1 - value.ndim)
+        return bool(torch.equal(rows, z))
+
+
+class TokensInWindow(TokensTogether):
+    """The tokens of a window; those that have ended leave the work, and others read their keys."""
+
+    row_block = 1
+
+    def __init__(self, window: Window, order: TokenOrder, event_ndim: int, exits: Exits | None = None) -> None:
+        self.window, self.token_order, self.event_ndim = window, order, event_ndim
+        self.exits, self.index = exits, window.index
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self.window(z)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        """Nothing is differentiated here."""
+
+    def leaves_others(self, test: Callable[[], bool]) -> bool:
+        # Tokens that have left are read by their keys.
+        return True
+
+    def select(self, index: Tensor) -> Self:
+        order = self.token_order.restricted(index)
+        return type(self)(self.window.at(index), order, self.event_ndim, self.exits)
+
+
+class OneToken(Problem):
+    """The next token of every sample."""
+
+    separates = False
+
+    def __init__(self, window: Window, event_ndim: int) -> None:
+        self.window, self.event_ndim = window, event_ndim
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self.window(z)
+
+
+def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:
+    """States (*batch, N, *event), 0 for tokens that do not exist."""
+    if exists is None:
+        return z
+    return torch.where(exists.reshape(*exists.shape, *(1,) * (z.ndim - exists.ndim)), z, 0.0)
+
+
+def per_token(tensor: Tensor, batch: torch.Size, count: int) -> bool:
+    """Whether a tensor has an entry for each token, (*batch, N, ...)."""
+    return tensor.ndim > len(batch) and tensor.shape[: len(batch) + 1] == (*batch, count)
+
+
+def additive_mask(reads: Reads, own: Tensor, positions: Tensor, total: int, dtype: torch.dtype) -> Tensor:
+    """The mask of tokens at `positions`, the numbers `own` of a call, for all keys up to `total`: 0 or -inf.
+
+    Every token reads itself, so that one that does not exist gives numbers that nobody reads, and no NaN.
+    """
+    keys = torch.arange(total, device=own.device)
+    before, itself = keys <= positions[..., None], keys == positions[..., None]
+    if own.ndim > 1:
+        before, itself = before.unsqueeze(-3), itself.unsqueeze(-3)
+    if reads.exists is not None:
+        before = before & reads.exists[..., None, None, :total]
+    if reads.pairs is not None:
+        before = before & rows_of_pairs(reads.pairs, own)[..., :total]
+    mask = torch.zeros(before.shape, dtype=dtype, device=own.device).masked_fill(~(before | itself), -torch.inf)
+    return mask if reads.bias is None else mask + rows_of_pairs(reads.bias, own)[..., :total].to(dtype)
+
+
+def rows_of_pairs(pairs: Tensor, own: Tensor) -> Tensor:
+    """The rows `own` of masks that broadcast to (*batch, heads, N, N)."""
+    if pairs.ndim < 2 or pairs.shape[-2] == 1:
+        return pairs
+    if own.ndim == 1:
+        return pairs.index_select(-2, own)
+    return rows_at(pairs.reshape((1,) * (own.ndim + 2 - pairs.ndim) + pairs.shape), own, -2)
