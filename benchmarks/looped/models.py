@@ -1,4 +1,4 @@
-"""The models of LOOPED: two layers that are repeated, stacks of layers with weights of their own, and their decoding."""
+"""The models of LOOPED: two layers that are repeated, stacks with weights of their own, and how they decode."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ RTOL, CAP = 1e-3, 64
 Kind = Literal["tied", "stack"]
 #: Post-norm layers, in which a state is bounded after every step, or pre-norm ones.
 Norm = Literal["post", "pre"]
+#: Norms and rates of which the best one is taken: those that came near the best in trials of each kind.
+SETTINGS: dict[Kind, tuple[tuple[Norm, float], ...]] = {
+    "tied": (("post", 2e-3), ("post", 4e-3)),
+    "stack": (("post", 2e-3), ("post", 4e-3), ("pre", 4e-3)),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from implicit_attention import Picard
+from implicit_attention.layers import Exit
+
 from ..measure import interleaved
 from ..targets import Row
 from .data import CONTEXTS, LENGTH, counted, described, text
-from .models import CAP, HEADS, RATIO, RTOL, WIDTH, Contender, OneSlot, Reader, Slots
+from .models import CAP, HEADS, RATIO, RTOL, SETTINGS, WIDTH, Contender, OneSlot, Reader, Slots
 from .training import DRAWN, REST, Plan, asked, bits, flops, held_out, kept
 
 METRIC = "LOOPED"
@@ -33,7 +36,7 @@ NOTES = (
     f"{REST:g} on the last step's relative change from the middle of the training on. Stacks have layers of their own.",
     f"All see the same {Plan().updates} batches of {Plan().batch} windows: AdamW (weight decay .01, clipped at norm "
     "1), one cycle; norm (post, pre) and rate are the best of "
-    + ", ".join(f"{norm} {rate:g}" for norm, rate in Plan().settings)
+    + "; ".join(f"{kind} {', '.join(f'{norm} {rate:g}' for norm, rate in tried)}" for kind, tried in SETTINGS.items())
     + f" on {Plan().held} windows of the validation part with the first seed. Test: {Plan().held} windows at equal "
     "distances. Means +- standard deviations over three seeds.",
     f"`solved`: each token to the relative residual {RTOL:g}, at most {CAP} evaluations. `settled`: the part of the "
@@ -42,8 +45,8 @@ NOTES = (
     "`counts`: the characters after a context, interpolated with shorter contexts (Witten and Bell); the context "
     f"is the best one of {CONTEXTS[0]} to {CONTEXTS[-1]} characters on the validation part.",
     f"Decoding: {TOKENS} tokens of one text, contenders in turns in one process, one thread. `one slot`: "
-    "`model.new_cache()`; `a slot for every step`: written by hand, token t at step j reads the keys of step j, as in "
-    "the loop; both with the same weights.",
+    "`model.new_cache()` and `Exit(evaluations=...)`; `a slot for every step`: written by hand, token t at step j "
+    "reads the keys of step j, as in the loop; both with the same weights.",
 )
 
 
@@ -87,7 +90,7 @@ def settings_of(quick: bool) -> tuple[Setting, ...]:
 
 
 def updates_of(settings: list[Trained]) -> int:
-    return sum(s.plan.updates * (len(s.plan.settings) + len(s.plan.seeds) - 1) for s in settings)
+    return sum(s.plan.updates * (len(s.plan.settings(s.contender)) + len(s.plan.seeds) - 1) for s in settings)
 
 
 def trained_row(setting: Trained, keep: Path | None = None) -> Row:
@@ -95,15 +98,14 @@ def trained_row(setting: Trained, keep: Path | None = None) -> Row:
     begin, plan, contender = time.perf_counter(), setting.plan, setting.contender
     validation, test = held_out(plan)
     tried, loop = {}, {"steps": 4} if contender.kind == "tied" else {}
-    for norm, rate in plan.settings:
+    for norm, rate in plan.settings(contender):
         reader, seconds = kept(keep, contender, plan, plan.seeds[0], norm, rate)
         tried[norm, rate] = bits(reader, validation, **loop)["bits"], reader, seconds
     norm, rate = min(tried, key=lambda key: tried[key][0])
     runs = []
     for seed in plan.seeds:
-        reader, seconds = (
-            tried[norm, rate][1:] if seed == plan.seeds[0] else kept(keep, contender, plan, seed, norm, rate)
-        )
+        known = seed == plan.seeds[0]
+        reader, seconds = tried[norm, rate][1:] if known else kept(keep, contender, plan, seed, norm, rate)
         runs.append({"seed": seed, "seconds": seconds, "ways": asked(reader, test)})
     evidence = {way: averaged([run["ways"][way] for run in runs]) for way in runs[0]["ways"]}
     shown = ("loop, 4", "solved, Picard", "stack")
@@ -148,7 +150,10 @@ def decoding_row(setting: Decoding, repeats: int, max_seconds: float) -> Row:
     written = given.test[None, :tokens]
     makers: dict[str, Callable[[], Any]] = {"stack of 8 layers": functools.partial(Slots, stack, tokens)}
     for count in EVALUATIONS:
-        makers[f"one slot, {count}"] = functools.partial(OneSlot, tied, steps=count)
+        # No token settles earlier.
+        endless = Picard(rtol=0, atol=0, max_steps=count + 1)
+        fixed = functools.partial(OneSlot, tied, solver=endless, exit=Exit(evaluations=count))
+        makers[f"one slot, {count}"] = fixed
         makers[f"every step, {count}"] = functools.partial(Slots, tied, tokens, count)
     functions = {name: functools.partial(read, make, written) for name, make in makers.items()}
     first, held = {}, {}
@@ -166,7 +171,7 @@ def decoding_row(setting: Decoding, repeats: int, max_seconds: float) -> Row:
         "evidence": {},
         "seconds": {name: dataclasses.asdict(timing) for name, timing in times.items()},
         "bytes": held,
-        "ratios": {f"one slot / every step, {count}": ours / theirs for count, (ours, theirs) in pairs.items()},
+        "ratios": {f"time of one slot / every step, {count}": ours / theirs for count, (ours, theirs) in pairs.items()},
         "wall_seconds": time.perf_counter() - begin,
     }
 

@@ -39,11 +39,9 @@ def contenders(rows: list[Row], verdict: Verdict) -> Table:
         for way, found in row["evidence"].items():
             if way != "stack" and way not in SHOWN:
                 continue
-            against = (
-                "-"
-                if tied is None or row is tied
-                else verdict(*(_scores(*pair) for pair in ((row, way), (tied, BESIDE))))
-            )
+            against = "-"
+            if tied is not None and row is not tied:
+                against = verdict(_scores(row, way), _scores(tied, BESIDE))
             lines.append([*label(row, way), spread(found), against])
     for row in rows:
         lines += counts(row)
@@ -88,9 +86,8 @@ def exits(rows: list[Row]) -> Table:
             equal = [loop_of(run["ways"], run["ways"][way]["bits"]) for run in tied["runs"]]
             numbers = [each for each in equal if each is not None]
             loop = f"{statistics.mean(numbers):.1f}" if len(numbers) == len(equal) else "-"
-            lines.append(
-                [way.removeprefix("exit, "), spread(found), f"{found['evaluations']:.2f}", f"{found['most']:g}", loop]
-            )
+            cells = [spread(found), f"{found['evaluations']:.2f}", f"{found['most']:g}", loop]
+            lines.append([way.removeprefix("exit, "), *cells])
     header = ["tokens end by", "bits per character", "evaluations", "at most", "loop of equal bits"]
     return Table("looped exits", "Exits by rule, of the tied layers:", header, lines)
 
@@ -126,7 +123,7 @@ def decoding(row: Row) -> Table:
     lines, base = [], row["bytes"]["one slot, 1"]
     for name, held in row["bytes"].items():
         kind, _, count = name.partition(", ")
-        same = row["seconds"].get(f"every step, {count}" if count else "stack of 8 layers")
+        same = row["seconds"].get(f"every step, {count}")
         seconds = row["seconds"][name]["median"]
         shown = {"one slot": "one slot", "every step": "a slot for every step"}.get(kind, kind)
         shown += f", {count} step" + "s" * (count != "1") if count else ", a slot for every layer"
@@ -136,7 +133,7 @@ def decoding(row: Row) -> Table:
                 str(held),
                 f"{held / base:.3g}",
                 f"{1000 * seconds / row['tokens']:.2f}",
-                f"{seconds / same['median']:.2f}",
+                "-" if same is None else f"{seconds / same['median']:.2f}",
             ]
         )
     header = ["decoding", "bytes", "bytes / one slot", "ms a token", "time / a slot for every step"]

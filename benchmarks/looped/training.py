@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from implicit_attention import Anderson
+from implicit_attention.layers import Exit
 
 from ..useful_tasks import Examples
-from .data import draw, text, windows
-from .models import CAP, RTOL, Contender, Norm, OneSlot, Reader, evaluation_flops
+from .data import LENGTH, draw, text, windows
+from .models import CAP, RTOL, SETTINGS, Contender, Norm, OneSlot, Reader, evaluation_flops
 
 #: A training draws 2 to 8 steps; a loss of this weight on the last step's change grows from the middle of it on.
 DRAWN, REST = range(2, 9), 0.3
@@ -32,16 +33,22 @@ AT_ONCE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The training of every contender; `held` is the number of windows to validate, and to test."""
+    """The training of every contender; `held` windows, of `length` characters each, to validate and to test."""
 
     updates: int = 700
     batch: int = 12
-    settings: tuple[tuple[Norm, float], ...] = (("post", 2e-3), ("post", 4e-3), ("pre", 4e-3))
+    #: How many norms and rates are tried; None for all.
+    tries: int | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
     held: int = 128
+    length: int = LENGTH
 
     def quick(self) -> Plan:
-        return dataclasses.replace(self, updates=3, batch=4, settings=self.settings[:1], seeds=self.seeds[:1], held=4)
+        return dataclasses.replace(self, updates=3, batch=4, tries=1, seeds=self.seeds[:1], held=4, length=12)
+
+    def settings(self, contender: Contender) -> tuple[tuple[Norm, float], ...]:
+        """Norms and rates to try."""
+        return SETTINGS[contender.kind][: self.tries]
 
 
 def loss(reader: Reader, examples: Examples, done: float) -> Tensor:
@@ -152,17 +159,14 @@ def ways(reader: Reader) -> Iterator[tuple[str, Callable[[Examples], dict[str, f
     for name, options in exits(reader):
         yield name, by(bits, **options)
     for steps in DECODED:
-        yield f"decoded, {steps}", by(decoded, steps=steps)
+        yield f"decoded, {steps}", by(decoded, exit=Exit(evaluations=steps))
+    yield "decoded, exit at a change of 0.3", by(decoded, exit=Exit(rtol=0.3))
     yield "decoded, solved", by(decoded)
     yield "decoded, solved, warm start", by(decoded, warm_start=True)
 
 
 def exits(reader: Reader) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rules by which single tokens end before they have settled, as options of a call."""
-    try:
-        from implicit_attention.layers import Exit
-    except ImportError:
-        return
     for rtol in (0.5, 0.3, 0.2, 0.1, 0.05):
         yield f"exit, change {rtol:g}", {"exit": Exit(rtol=rtol)}
     for count in (2, 4):
@@ -187,5 +191,7 @@ def flops(contender: Contender, evaluations: float) -> float:
 
 def held_out(plan: Plan) -> tuple[Examples, Examples]:
     """Windows to validate and to test."""
-    given = text()
-    return windows(given.validation, plan.held), windows(given.test, plan.held)
+    given, count = text(), plan.length
+    parts = (windows(part, plan.held) for part in (given.validation, given.test))
+    validation, test = (Examples(*(t[:, :count] for t in part)) for part in parts)
+    return validation, test

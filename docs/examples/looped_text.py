@@ -1,31 +1,29 @@
 """Text by a looped model: two layers learn to predict characters in loops, are solved, and decode with one cache.
 
 python docs/examples/looped_text.py
+python docs/examples/looped_text.py --picture text.png  # and text that it has not seen, coloured by evaluations
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _puzzles import arguments, train
-from pydoc_data.topics import topics
 from torch import Tensor, nn
 
 from implicit_attention import EquilibriumTransformer, Picard
-from implicit_attention.layers import Rotary
-
-try:
-    from implicit_attention.layers import Exit
-except ImportError:
-    Exit = None
+from implicit_attention.layers import Exit, Rotary
 
 WIDTH, HEADS, LENGTH = 96, 4, 128
 #: A training draws a loop of 2 to 8 steps for every batch.
 DRAWN, LOOPS = range(2, 9), (1, 2, 4, 8, 16, 64)
+#: Windows of a picture.
+PICTURED = 8
 
 
 class Reader(nn.Module):
@@ -64,7 +62,7 @@ class Reader(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    given = arguments(__doc__, argv)
+    given = arguments(__doc__, argv, picture="draw text that was not learnt, coloured by evaluations, to this file")
     torch.manual_seed(given.seed)
     written = "\n".join(topics[name] for name in sorted(topics))
     alphabet = sorted(set(written))
@@ -85,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     windows = held[: count * LENGTH + 1]
     test = tuple(part.view(count, LENGTH) for part in (windows[:-1], windows[1:]))
     found |= {"loops": loops(reader, *test), "solved": solved(reader, *test), "exits": exits(reader, *test)}
+    if given.picture is not None:
+        picture(reader, test[0][:PICTURED], alphabet, given.picture)
     prompt = held[:LENGTH]
     return found | {"decoded": decode(reader, prompt, 8 if given.quick else 200, alphabet)}
 
@@ -114,14 +114,14 @@ def solved(reader: Reader, tokens: Tensor, targets: Tensor) -> dict[str, float]:
 def exits(reader: Reader, tokens: Tensor, targets: Tensor) -> dict[str, dict[str, float]]:
     """Tokens that end before they have settled, each by a rule."""
     found = {}
-    rules = {} if Exit is None else {
-        "a step changes it by less than .3": {"rtol": 0.3},
-        "4 evaluations": {"evaluations": 4},
-        "3 evaluations in the mean": {"mean": 3.0},
-        "a step changes the prediction by less than .01 nats": {"readout": reader.head, "nats": 0.01},
-    }  # fmt: skip
+    rules = {
+        "a step changes it by .3 at most": Exit(rtol=0.3),
+        "4 evaluations are made": Exit(evaluations=4),
+        "3 are in the mean, and others change more": Exit(mean=3.0),
+        "a step changes its prediction by .01 nats at most": Exit(readout=reader.head, nats=0.01),
+    }
     for name, rule in rules.items():
-        value = bits(reader, tokens, targets, exit=Exit(**rule))
+        value = bits(reader, tokens, targets, exit=rule)
         evaluations = reader.layer.last_solve.num_evals.double().mean().item()
         print(f"a token ends when {name}: {value:.3f} bits, {evaluations:.2f} evaluations a token")
         found[name] = {"bits": value, "evaluations": evaluations}
@@ -145,6 +145,18 @@ def decode(reader: Reader, prompt: Tensor, count: int, alphabet: list[str]) -> d
         f"{steps} steps that keeps the keys of every step: {steps * cache.num_bytes}"
     )
     return {"text": text, "bytes": cache.num_bytes, "evaluations": evaluations}
+
+
+@torch.no_grad()
+def picture(reader: Reader, tokens: Tensor, alphabet: list[str], path: Path) -> None:
+    """Draw windows below each other, every character with the evaluations after which its prediction rests."""
+    from implicit_attention.plotting import text_figure
+
+    reader(tokens, exit=Exit(readout=reader.head, nats=0.01))
+    evaluations = reader.layer.last_solve.num_evals.flatten()
+    text = "".join(alphabet[code] for code in tokens.flatten().tolist())
+    title = f"Evaluations until the prediction behind a character changes by .01 nats at most, {len(tokens)} windows"
+    text_figure(text, evaluations, title=title).savefig(path)
 
 
 if __name__ == "__main__":
