@@ -23,6 +23,7 @@ from . import spins as spins_suite
 from . import train as train_suite
 from . import usefulness as usefulness_suite
 from .environment import environment
+from .looped import guide as looped_guide
 from .puzzles import guide
 from .targets import Row
 
@@ -148,14 +149,14 @@ def kernels(
 @app.command()
 def report() -> None:
     """Rewrite, from the newest runs, tables and figures of the README beside this, five lines of the top one, and the
-    tables of the guides (equilibrium blocks, costs, energy minimization) and of the pages of potentials, the Energy
+    tables of the guides (equilibrium blocks, recurrent depth, costs, energy minimization) and of the pages of potentials, the Energy
     Transformer and scale."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **options_of(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     guide.rewrite()
     guides.rewrite()
-    pages = (guide, potentials_suite, energy_transformer_suite, scale_suite)
+    pages = (guide, looped_guide, potentials_suite, energy_transformer_suite, scale_suite)
     for page in pages[1:]:
         page.rewrite()
     names = ", ".join(page.name for page in (*(page.PAGE for page in pages), guides.COSTS, guides.STEPS))

@@ -89,10 +89,10 @@ class Counts:
         """Bits per character; the first ones of a window have shorter contexts."""
         inputs, targets = examples
         likely = torch.full(targets.shape, 1 / self.size, dtype=torch.float64)
-        for length, (grams, seen, contexts, totals, kinds) in enumerate(self.tables):
-            # The context of place t ends with the input at t.
-            held = torch.cat([inputs, targets[:, -1:]], dim=1)
-            asked = held.unfold(1, length + 1, 1) if length else targets[..., None]
+        # The context of place t ends with the input at t, and the target follows it.
+        written = torch.cat([inputs, targets[:, -1:]], dim=1)
+        for length, (grams, seen, contexts, totals, kinds) in enumerate(self.tables[: written.shape[1]]):
+            asked = written.unfold(1, length + 1, 1) if length else targets[..., None]
             numbers = self._numbers(asked)
             count = _found(grams, seen, numbers)
             total, kind = (_found(contexts, values, numbers // self.size) for values in (totals, kinds))

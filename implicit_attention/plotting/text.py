@@ -11,7 +11,7 @@ from .. import _validate
 from .style import Figure, add_bar, hide_ticks, new_figure
 
 #: Inches of a character, and the size of its letters in points.
-WIDE, HIGH, LETTERS = 0.105, 0.2, 8.5
+WIDE, HIGH, LETTERS = 0.085, 0.18, 8.5
 #: The largest number of colours; more numbers of evaluations share them.
 COLORS = 16
 
