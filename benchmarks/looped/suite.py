@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..measure import interleaved
 from ..targets import Row
 from .data import CONTEXTS, LENGTH, counted, described, text
 from .models import CAP, HEADS, RATIO, RTOL, SETTINGS, WIDTH, Contender, OneSlot, Reader, Slots
-from .training import DRAWN, REST, Plan, asked, bits, flops, held_out, kept
+from .training import DRAWN, REST, Plan, answers, bits, flops, held_out, kept
 
 METRIC = "LOOPED"
 TIED, SAME_PARAMETERS, SAME_FLOPS = Contender("tied", 2), Contender("stack", 2), Contender("stack", 8)
@@ -95,18 +96,17 @@ def updates_of(settings: list[Trained]) -> int:
 
 def trained_row(setting: Trained, keep: Path | None = None) -> Row:
     """The row of a contender: its best setting, and what is asked of the weights of every seed."""
+    if keep is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return trained_row(setting, Path(folder))
     begin, plan, contender = time.perf_counter(), setting.plan, setting.contender
-    validation, test = held_out(plan)
+    validation, _ = held_out(plan)
     tried, loop = {}, {"steps": 4} if contender.kind == "tied" else {}
     for norm, rate in plan.settings(contender):
-        reader, seconds = kept(keep, contender, plan, plan.seeds[0], norm, rate)
-        tried[norm, rate] = bits(reader, validation, **loop)["bits"], reader, seconds
-    norm, rate = min(tried, key=lambda key: tried[key][0])
-    runs = []
-    for seed in plan.seeds:
-        known = seed == plan.seeds[0]
-        reader, seconds = tried[norm, rate][1:] if known else kept(keep, contender, plan, seed, norm, rate)
-        runs.append({"seed": seed, "seconds": seconds, "ways": asked(reader, test)})
+        reader, _ = kept(keep, contender, plan, plan.seeds[0], norm, rate)
+        tried[norm, rate] = bits(reader, validation, **loop)["bits"]
+    norm, rate = min(tried, key=lambda key: tried[key])
+    runs = [answers(keep, contender, plan, seed, norm, rate) for seed in plan.seeds]
     evidence = {way: averaged([run["ways"][way] for run in runs]) for way in runs[0]["ways"]}
     shown = ("loop, 4", "solved, Picard", "stack")
     return {
@@ -117,7 +117,7 @@ def trained_row(setting: Trained, keep: Path | None = None) -> Row:
         "data": described(plan.held),
         "plan": dataclasses.asdict(plan),
         "setting": {"norm": norm, "rate": rate},
-        "validation": {f"{norm} {rate:g}": found[0] for (norm, rate), found in tried.items()},
+        "validation": {f"{norm} {rate:g}": found for (norm, rate), found in tried.items()},
         "parameters": sum(p.numel() for p in reader.parameters()),
         "flops_of_one_evaluation": flops(contender, 1),
         "runs": runs,

@@ -108,9 +108,8 @@ def one_slot(rows: list[Row]) -> Table:
     for way, found in {} if tied is None else tied["evidence"].items():
         if way.startswith("decoded, "):
             name = way.removeprefix("decoded, ")
-            loop = tied["evidence"].get(f"loop, {name}")
-            settled = "-" if loop is not None or name.isdigit() else f"{100 * found['settled']:.1f}"
-            beside = "-" if loop is None else spread(loop)
+            settled = "-" if "every step" in found else f"{100 * found['settled']:.1f}"
+            beside = f"{found['every step']:.3f}" if "every step" in found else "-"
             shown = f"{name} step" + "s" * (name != "1") if name.isdigit() else name
             lines.append([shown, f"{found['evaluations']:.3g}", settled, spread(found), beside])
     header = ["each token", "evaluations", "settled %", "bits, one slot", "bits, a slot for every step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import time
@@ -27,8 +28,8 @@ DRAWN, REST = range(2, 9), 0.3
 LOOPS = (1, 2, 3, 4, 5, 6, 8, 16, 64)
 #: Numbers of evaluations of a token that is decoded with one slot.
 DECODED = (1, 2, 4, 8, 16)
-#: Windows that are read at once.
-AT_ONCE = 64
+#: Windows that are read at once, and every so many of them are decoded.
+AT_ONCE, EACH = 64, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +87,9 @@ def trained(contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float
     return reader.eval(), time.perf_counter() - begin
 
 
-def kept(
-    keep: Path | None, contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float
-) -> tuple[Reader, float]:
+def kept(keep: Path, contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float) -> tuple[Reader, float]:
     """The same, or what the folder `keep` has of such a training."""
-    if keep is None:
-        return trained(contender, plan, seed, norm, rate)
-    what = f"looped {contender.name} {norm} {rate:g} {seed} {plan.updates} {plan.batch}"
-    path = keep / f"{re.sub(r'[^a-z0-9]+', '-', what)}.pt"
+    path = keep / f"{_name(contender, plan, seed, norm, rate)}.pt"
     if not path.exists():
         reader, seconds = trained(contender, plan, seed, norm, rate)
         keep.mkdir(parents=True, exist_ok=True)
@@ -102,6 +98,11 @@ def kept(
     reader = Reader(contender, len(text().alphabet), norm)
     reader.load_state_dict(held["weights"])
     return reader.eval(), float(held["seconds"])
+
+
+def _name(contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float) -> str:
+    what = f"looped {contender.name} {norm} {rate:g} {seed} {plan.updates} {plan.batch}"
+    return re.sub(r"[^a-z0-9]+", "-", what)
 
 
 # What is asked.
@@ -133,7 +134,7 @@ def _evidence(evaluations: Tensor, converged: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def decoded(reader: Reader, examples: Examples, *, warm_start: bool = False, **options: Any) -> dict[str, float]:
     """Bits per character of text that is read one token at a time, with one slot for every attention."""
-    inputs, targets = examples
+    inputs, targets = (part[::EACH] for part in examples)
     decoder, surprise = OneSlot(reader, warm_start=warm_start, **options), 0.0
     for place in range(inputs.shape[1]):
         scores = decoder(inputs[:, place : place + 1])
@@ -144,6 +145,12 @@ def decoded(reader: Reader, examples: Examples, *, warm_start: bool = False, **o
         "evaluations": float(cache.num_evals.double().mean()),
         "settled": float((cache.status == 0).double().mean()),
     }
+
+
+def counted_decoding(reader: Reader, examples: Examples, steps: int) -> dict[str, float]:
+    """The same with a number of evaluations for every token, and the bits of as many steps with a slot for each."""
+    every = bits(reader, Examples(*(part[::EACH] for part in examples)), steps=steps)["bits"]
+    return decoded(reader, examples, exit=Exit(evaluations=steps)) | {"every step": every}
 
 
 def ways(reader: Reader) -> Iterator[tuple[str, Callable[[Examples], dict[str, float]]]]:
@@ -159,7 +166,7 @@ def ways(reader: Reader) -> Iterator[tuple[str, Callable[[Examples], dict[str, f
     for name, options in exits(reader):
         yield name, by(bits, **options)
     for steps in DECODED:
-        yield f"decoded, {steps}", by(decoded, exit=Exit(evaluations=steps))
+        yield f"decoded, {steps}", by(counted_decoding, steps=steps)
     yield "decoded, exit at a change of 0.3", by(decoded, exit=Exit(rtol=0.3))
     yield "decoded, solved", by(decoded)
     yield "decoded, solved, warm start", by(decoded, warm_start=True)
@@ -182,6 +189,18 @@ def asked(reader: Reader, examples: Examples) -> dict[str, dict[str, float]]:
     if not reader.loops:
         return {"stack": bits(reader, examples)}
     return {name: ask(examples) for name, ask in ways(reader)}
+
+
+def answers(keep: Path, contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float) -> dict[str, Any]:
+    """The same of a training on the windows to test, or what the folder `keep` has of it; with its seconds."""
+    reader, seconds = kept(keep, contender, plan, seed, norm, rate)
+    given = [plan.held, plan.length, [name for name, _ in ways(reader)] if reader.loops else []]
+    path = keep / f"{_name(contender, plan, seed, norm, rate)}.json"
+    if path.exists() and (known := json.loads(path.read_text()))["asked"] == given:
+        return dict(known["found"])
+    found = {"seed": seed, "seconds": seconds, "ways": asked(reader, held_out(plan)[1])}
+    path.write_text(json.dumps({"asked": given, "found": found}) + "\n")
+    return found
 
 
 def flops(contender: Contender, evaluations: float) -> float:
