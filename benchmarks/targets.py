@@ -314,6 +314,18 @@ TRAIN = (
         1.2,
         _metric("MEMORY"),
     ),
+    Target(
+        "DECODING",
+        "a token of a causal block by 16 evaluations / 16 plain one-token steps of the block",
+        "solve / plain",
+        "worst",
+        "<=",
+        1.3,
+        _metric("DECODING"),
+    ),
+    Target(
+        "DECODING", "bytes of its cache, 16 evaluations / 1", "cache bytes", "worst", "<=", 1.0, _metric("DECODING")
+    ),
     Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "worst", "<=", 1.0, _metric("EQUILIBRIUM"), device="cuda"),
     Target(
         "G4",

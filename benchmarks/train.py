@@ -15,6 +15,8 @@ from .block_forward import SETTINGS as FORWARDS
 from .block_forward import ForwardSetting, forward_row
 from .block_memory import MemorySetting, memory_row
 from .compare import compared, ratios
+from .decoding import SETTINGS as DECODINGS
+from .decoding import DecodingSetting, decoding_row
 from .environment import default_device
 from .figures import train_figures as figures
 from .llama import SMALL, LlamaSetting, llama_row
@@ -26,7 +28,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "COMPILED", "MEMORY", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "COMPILED", "MEMORY", "DECODING", "G4")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -62,6 +64,10 @@ NOTES = (
     "COMPILED: forward pass and training step of a pre-norm block as a fixed point by Picard, with `compiled=True` / "
     "without, and with a block that torch.compile compiled alone; graphs are made before any call is timed.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",
+    "DECODING: one token of a causal block with a cache, without autograd, on one thread, by process time, over as "
+    "many plain one-token steps of the block, each of which appends its keys to those of the past: `solve` measures "
+    "all residuals but has no tolerance, `steps` are the layer's plain steps; bytes of caches are those after 8 "
+    "tokens.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
 
@@ -71,7 +77,7 @@ class Case:
     """The metric of one row, and its problem."""
 
     metric: str
-    problem: Setting | BlockSetting | CompiledSetting | EquilibriumSetting | LlamaSetting
+    problem: Setting | BlockSetting | CompiledSetting | DecodingSetting | EquilibriumSetting | LlamaSetting
 
     @property
     def name(self) -> str:
@@ -109,6 +115,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         *(Case("FORWARD", setting) for setting in (FORWARDS[:1] if quick else FORWARDS) if device == "cpu"),
         Case("COMPILED", compiled),
         Case("MEMORY", memory),
+        *(Case("DECODING", setting) for setting in (DECODINGS[:1] if quick else DECODINGS) if device == "cpu"),
     ]
     if device != "cpu":
         half = {"dtype": "bfloat16", "rtol": 1e-3, **where}
@@ -139,6 +146,7 @@ def run(
 MEASURES: dict[type, Callable[..., Row]] = {
     BlockSetting: block_row,
     CompiledSetting: compiled_row,
+    DecodingSetting: decoding_row,
     LlamaSetting: llama_row,
     MemorySetting: memory_row,
     EquilibriumSetting: equilibrium_row,

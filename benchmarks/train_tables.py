@@ -6,6 +6,8 @@ from typing import Any
 
 from .attention_tables import evaluations, problem
 from .block_forward import RATIOS as RATIOS_OF_FORWARD
+from .decoding import BYTES
+from .decoding import RATIOS as RATIOS_OF_DECODING
 from .llama import RATIOS
 from .report import Table, number, spread
 from .targets import Row
@@ -26,6 +28,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
         "FORWARD": _forwards,
         "COMPILED": _compiled,
         "MEMORY": _memory,
+        "DECODING": _decoding,
     }
     for metric, table in per_metric.items():
         rows = [row for row in run["rows"] if row["metric"] == metric]
@@ -121,6 +124,24 @@ def _equilibria(rows: list[Row]) -> Table:
                 ]
             )
     return Table("blocks as fixed points", "EQUILIBRIUM: training steps of a block as a fixed point:", header, lines)
+
+
+def _decoding(rows: list[Row]) -> Table:
+    names = (*RATIOS_OF_DECODING, BYTES)
+    header = ["token", "evaluations", *names, "spread"]
+    lines = [
+        [
+            row["name"].removeprefix("DECODING: decoding a token, "),
+            str(row["evaluations"]),
+            *(number(row["ratios"].get(name)) for name in names),
+            spread(row["seconds"]),
+        ]
+        for row in rows
+    ]
+    title = (
+        "DECODING: a token of a causal block over as many plain one-token steps; bytes of caches, 16 evaluations / 1:"
+    )
+    return Table("decoding", title, header, lines)
 
 
 def _forwards(rows: list[Row]) -> Table:

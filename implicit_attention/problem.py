@@ -107,7 +107,8 @@ class TokenOrder:
         """The order of the tokens `index`, (K,) or (*lead, K), which follow each other as before."""
         order = TokenOrder()
         if self._readers is not None:
-            lead, count = torch.broadcast_shapes(index.shape[:-1], self._readers.shape[:-2]), index.shape[-1]
+            # One of the two has no leading axes, or both have the same.
+            lead, count = index.shape[:-1] or self._readers.shape[:-2], index.shape[-1]
             readers = self._readers.expand(*lead, *self._readers.shape[-2:])
             rows = index.expand(*lead, count)[..., None].expand(*lead, count, readers.shape[-1])
             picked = readers.gather(-2, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any, cast
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, is_batched, transforms_active
+from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
 from .._norm import norm
 from .._reporting import report_failures
-from ..adjoints import Adjoint, Request, Unrolled
+from ..adjoints import Adjoint, Request
 from ..attention.masks import triangle
 from ..problem import Problem, TokenOrder
-from ..solution import Record, Solution, SolveReport
+from ..solution import AdjointReport, Record, Solution, SolveReport
 from ..solvers import Outcome, Picard, Solver
 from ..solvers.in_order import of_problems
 from ..status import Status
@@ -87,10 +88,18 @@ class TokenSolve:
                 return self._kept(outcome)
             # For other numbers of tokens the block draws other numbers.
             self.ended.clear()
+        if isinstance(problem, CausalProblem) and self.exit is None and not transforms_active():
+            if initial.shape[initial.ndim - problem.event_ndim] == 1:
+                # A single token has no order.
+                alone = copy.copy(problem)
+                alone.token_order = None
+                outcome = solver.run(alone, initial, trace=trace, graph=graph)
+                record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
+                return self._kept(outcome._replace(record=record))
         exits = self._exits(solver, problem, initial, problem.event_ndim - 1)
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
-        if is_batched(outcome.record.status) or transforms_active():
+        if is_batched(outcome.record.status) or transforms_active() or not isinstance(problem, CausalProblem):
             record = of_problems(outcome.record, problem.event_ndim - tokens.event_ndim)
             return outcome._replace(record=record)
         with torch.no_grad():
@@ -137,17 +146,37 @@ class TokenSolve:
         # Tokens that are lost take no part in the solve, and spoil no gradient.
         return outcome._replace(record=of_problems(outcome.record, 1))
 
+    def exist(self) -> Tensor | None:
+        """Which tokens of cache and call exist, (*batch, M + N); None for all."""
+        return None if self.reads is None else self.reads.exists
+
+    def window(
+        self, problem: CausalProblem, initial: Tensor, memory: Memory | None = None, chunk: slice | None = None
+    ) -> Window:
+        """All tokens of a call, or those of a chunk, beside the tokens before them."""
+        axis = initial.ndim - problem.event_ndim
+        count = initial.shape[axis]
+        before = 0 if self.cache is None else self.cache.length
+        memory = self.memory(count) if memory is None else memory
+        begin, end = (0, count) if chunk is None else (chunk.start, chunk.stop)
+        return Window(problem, initial.shape[:axis], count, self.reads, memory, before, begin, end)
+
+    def memory(self, count: int) -> Memory:
+        """Memory with room for the keys and values of the call."""
+        if self.cache is None:
+            return Memory(count)
+        self.cache.memory.grow(self.cache.length + count)
+        return self.cache.memory
+
     def _in_windows(self, solver: Solver, problem: CausalProblem, initial: Tensor) -> Outcome:
         event_ndim = problem.event_ndim - 1
         axis = initial.ndim - event_ndim - 1
-        batch, count = initial.shape[:axis], initial.shape[axis]
-        before, memory = (0, Memory(count)) if self.cache is None else (self.cache.length, self.cache.memory)
-        memory.grow(before + count)
-        chunk = count if self.chunk is None else self.chunk
+        count = initial.shape[axis]
+        memory, chunk = self.memory(count), self.chunk or max(count, 1)
         values, records = [], []
-        for begin in range(0, count, max(chunk, 1)):
+        for begin in range(0, count, chunk):
             end = min(begin + chunk, count)
-            window = Window(problem, batch, count, self.reads, memory, before, begin, end)
+            window = self.window(problem, initial, memory, slice(begin, end))
             order = self.order.restricted(torch.arange(begin, end, device=initial.device))
             start = initial.narrow(axis, begin, end - begin)
             exits = self._exits(solver, problem, start, event_ndim)
@@ -167,15 +196,14 @@ class TokenSolve:
         value = torch.cat(values, dim=axis) if len(values) > 1 else values[0]
         parts = zip(*records, strict=True)
         record = Record(*(torch.cat(fields, dim=-1) for fields in parts)) if len(records) > 1 else records[0]
-        return Outcome(value, self._behind_failures(record))
+        return Outcome(value, self.judged(record))
 
-    def _behind_failures(self, record: Record) -> Record:
+    def judged(self, record: Record) -> Record:
         """The record in which tokens behind one that failed, in an earlier chunk or call, failed as it did."""
-        earlier = None if self.cache is None else self.cache.status
-        held = torch.zeros_like(record.status[..., :1]) if earlier is None else earlier.amax(-1, keepdim=True)
-        codes = record.status
-        if not bool(record.failed.any() | (held > Status.UNSTABLE).any()):
+        held = None if self.cache is None else self.cache.failed
+        if held is None and not bool(record.failed.any()):
             return record
+        held, codes = record.status.new_zeros(()) if held is None else held, record.status
         for code in FAILURES:
             behind = self.order.behind(record.status == code) | (held == code)
             codes = torch.where(behind & ~(codes > code), code, codes)
@@ -208,19 +236,21 @@ class CausalCall(BlockCall):
 
     def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver) -> Request:
         assert isinstance(problem, CausalProblem)
+        self._check_windows(problem, packed)
+        if self.tokens.cache is None:
+            problem.check_causal(packed)
+        return dataclasses.replace(super()._request(problem, packed, solver), by_token=self.tokens)
+
+    def _check_windows(self, problem: CausalProblem, packed: Tensor) -> None:
+        """Raise where the call asks for what a block that gets all tokens at once cannot do."""
         lead = problem.lead_of(packed)
         count = packed.shape[len(lead)]
         if self.tokens.past and self.tokens.reads is None:
             # A block of its own may take tensors that cannot be had for some of the tokens.
             whole = [t for t in problem.inputs if not per_token(t, lead, count) and count in t.shape and count > 1]
             self.tokens.past = not whole
-        if not self.tokens.past:
-            self._check_no_past()
-        if self.tokens.cache is None:
-            problem.check_causal(packed)
-        return dataclasses.replace(super()._request(problem, packed, solver), by_token=self.tokens)
-
-    def _check_no_past(self) -> None:
+        if self.tokens.past:
+            return
         block = type(self.map.block).__name__
         for name, given in (("cache", self.tokens.cache), ("chunk", self.tokens.chunk)):
             required = f"be None for {block}, which does not read settled tokens by a keyword argument `past`"
@@ -234,21 +264,21 @@ class CausalCall(BlockCall):
         if tokens.cache is not None:
             packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
             lead = packed.shape[: packed.ndim - self.map.layout.event_ndim]
-            exists = None if tokens.reads is None else tokens.reads.exists
-            tokens.cache.commit(exists, solution.status, solution.num_evals, packed.reshape(*lead, -1))
+            tokens.cache.commit(tokens.exist(), solution.status, solution.num_evals, packed.reshape(*lead, -1))
         if self.lost is None:
             return state, solution
-        state = self._with_lost(state)
-        return state, dataclasses.replace(solution, value=state)
+        state, record = self._with_lost(state), solution.record
+        if tokens.record is None:
+            # Inside transforms there is a record of whole samples alone.
+            status = record.status.masked_fill(self.lost.any(-1), int(Status.NONFINITE))
+            record = record._replace(status=status)
+        return state, dataclasses.replace(solution, record=record, value=state)
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
-        wanted = self.options.effective_solver
         if self.tokens.cache is not None:
-            required = "be at least 1 with a cache, which keeps the keys of the last evaluation"
-            _validate.require(steps > 0, "steps", required, steps)
-            self.tokens.exit = Exit(evaluations=steps)
-            damping = wanted.damping if isinstance(wanted, Picard) else 0.0
-            return self.solved(Picard(rtol=0, atol=0, max_steps=steps, damping=damping), Unrolled())
+            return self._looped_behind(steps, self.tokens.cache)
+        if not (torch.compiler.is_compiling() or is_exporting()):
+            self._problem().check_causal(self._packed())
         state, solution = super().looped(steps, measured)
         if self.lost is None:
             return state, solution
@@ -257,8 +287,37 @@ class CausalCall(BlockCall):
         record = record._replace(status=status, residual=record.residual.masked_fill(self.lost, torch.nan))
         if isinstance(solution, Record):
             return state, record
-        report_failures(self.on_failure, type(self.map.block).__name__, record, wanted.remedies)
+        report_failures(self.on_failure, type(self.map.block).__name__, record, self.options.effective_solver.remedies)
         return state, dataclasses.replace(solution, record=record, value=state)
+
+    @torch.no_grad()
+    def _looped_behind(self, steps: int, cache: BlockCache) -> tuple[Any, Solution]:
+        """The state after plain steps beside the tokens of a cache, which keeps the keys of the last step."""
+        required = "be at least 1 with a cache, which keeps the keys of the last step"
+        _validate.require(steps > 0, "steps", required, steps)
+        layout, solver, problem, z = self.map.layout, self.options.effective_solver, self._problem(), self._packed()
+        self._check_windows(problem, z)
+        damping = solver.damping if isinstance(solver, Picard) else 0.0
+        step: Any = self.tokens.window(problem, z)
+        for index in range(steps):
+            mapped = step(z)
+            step = step.later() or step if index == 0 else step
+            z = mapped if damping == 0 else mapped - damping * (mapped - z)
+        lead = z.shape[: z.ndim - layout.event_ndim]
+        count = torch.full(lead, steps, dtype=torch.int32, device=z.device)
+        finite = z.reshape(*lead, -1).isfinite().all(-1)
+        status = torch.full_like(count, int(Status.BUDGET), dtype=torch.int8)
+        status = status.masked_fill(~finite, int(Status.DIVERGED))
+        unknown = torch.full(lead, torch.nan, device=z.device)
+        record = self.tokens.judged(Record(status, unknown, torch.zeros_like(unknown), count, count))
+        if bool(record.failed.any()):
+            report_failures(self.on_failure, type(self.map.block).__name__, record, solver.remedies)
+        cache.commit(self.tokens.exist(), record.status, count, z.reshape(*lead, -1))
+        adjoint = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
+        state = layout.unpack(z) if self.lost is None else self._with_lost(layout.unpack(z))
+        if layout.single:
+            return state, Solution(record, adjoint, solver.remedies, value=state)
+        return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=z)
 
     def _with_lost(self, state: Any) -> Any:
         """The state with NaN where tokens are lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..attention.masks import check_key_mask
+from ..status import Status
 
 #: A cache that is full grows by this factor.
 GROWTH = 2
@@ -67,6 +69,15 @@ class Past:
         #: Where the tokens begin, if they follow each other and are the same ones in all samples.
         self._first = int(index[0]) if together else None
         self._called = 0
+        #: For each attention the memory that is written, and that which is read.
+        self._places: list[tuple[KeysAndValues, KeysAndValues]] = []
+        self._once: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the result of the first call of `make` for this key, for numbers that all evaluations share."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]
 
     def begin(self) -> None:
         """Begin an evaluation, in which the first attention is to call `update` first."""
@@ -82,15 +93,28 @@ class Past:
         Returns:
             (*batch, heads, M, D) and (*batch, heads, M, E).
         """
-        held = self._memory.of(self._called, keys, values)
+        number = self._called
         self._called += 1
-        for memory, new in zip(held, (keys, values), strict=True):
-            if self._first is not None:
-                memory.narrow(-2, self._first, new.shape[-2]).copy_(new)
-            else:
-                index = self.positions[..., None, :, None].expand(new.shape)
-                memory.scatter_(-2, index, new)
-        return held.keys.narrow(-2, 0, self._end), held.values.narrow(-2, 0, self._end)
+        if number == len(self._places):
+            self._places.append(self._place(self._memory.of(number, keys, values), keys, values))
+        places, every = self._places[number]
+        if self._first is not None and places.keys.shape == keys.shape and places.values.shape == values.shape:
+            places.keys.copy_(keys)
+            places.values.copy_(values)
+            return every
+        self._memory.of(number, keys, values)
+        for name, place, new in zip(("keys", "values"), places, (keys, values), strict=True):
+            count, required = self.positions.shape[-1], "have an entry for each token of the evaluation"
+            _validate.require(new.shape[-2] == count, name, f"{required}, {count}", f"shape {tuple(new.shape)}")
+            place.scatter_(-2, self.positions[..., None, :, None].expand(new.shape), new)
+        return every
+
+    def _place(self, held: KeysAndValues, keys: Tensor, values: Tensor) -> tuple[KeysAndValues, KeysAndValues]:
+        """The memory that these tokens write to, and that of all tokens up to the last of them."""
+        every = KeysAndValues(*(memory.narrow(-2, 0, self._end) for memory in held))
+        if self._first is None:
+            return held, every
+        return KeysAndValues(*(memory.narrow(-2, self._first, keys.shape[-2]) for memory in held)), every
 
 
 class Memory:
@@ -178,6 +202,8 @@ class BlockCache:
         self.exists: Tensor | None = None
         self.status: Tensor | None = None
         self.num_evals: Tensor | None = None
+        #: Whether no token is known to have failed.
+        self._all_well = True
         #: The state of the last token, (*batch, 1, n), as one tensor.
         self.state: Tensor | None = None
 
@@ -186,6 +212,13 @@ class BlockCache:
         """The bytes of keys and values of the tokens in the cache."""
         held = (t for pair in self.memory.held for t in pair)
         return sum(t.narrow(-2, 0, self.length).numel() * t.element_size() for t in held)
+
+    @property
+    def failed(self) -> Tensor | None:
+        """The worst status of the tokens so far, (*batch, 1), where one has failed; None where none has."""
+        if self._all_well or self.status is None or self.length == 0:
+            return None
+        return self.status.amax(-1, keepdim=True)
 
     def all_exist(self, key_mask: Tensor | None, batch: tuple[int, ...], count: int) -> Tensor | None:
         """Which tokens exist, (*batch, length + count), with `key_mask` of the new ones, or of all; None for all."""
@@ -206,6 +239,7 @@ class BlockCache:
     def commit(self, exists: Tensor | None, status: Tensor, num_evals: Tensor, value: Tensor) -> None:
         """Keep new tokens, whose keys and values are in the memory, with their evidence (*batch, n) and states."""
         self.length += status.shape[-1]
+        self._all_well = self._all_well and not bool((status > Status.UNSTABLE).any())
         self.exists = exists
         self.status = status if self.status is None else torch.cat([self.status, status], dim=-1)
         self.num_evals = num_evals if self.num_evals is None else torch.cat([self.num_evals, num_evals], dim=-1)

@@ -265,6 +265,11 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         """x (*batch, H, N, D) turned to its `positions`, (N,) or (*batch, N); with `inverse` turned back."""
+        cos, sin = self.turns(x, positions)
+        return self.turned(x, cos, -sin if inverse else sin)
+
+    def turns(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles of tokens, for heads of the width of x."""
         half = x.shape[-1] // 2
         _validate.require(
             x.shape[-1] % 2 == 0, "head_dim", "be even for rotary positions", x.shape[-1], "pass another head_dim"
@@ -274,8 +279,13 @@ class Rotary(nn.Module):
         angle = positions.to(wide)[..., None] * self.base ** -exponent.to(wide)
         if positions.ndim > 1:
             angle = angle.unsqueeze(-3)
-        cos, sin = angle.cos(), -angle.sin() if inverse else angle.sin()
-        first, second = x[..., :half].to(wide), x[..., half:].to(wide)
+        return angle.cos(), angle.sin()
+
+    @staticmethod
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (*batch, H, N, D) turned by angles of this cosine and sine."""
+        half = x.shape[-1] // 2
+        first, second = x[..., :half].to(cos.dtype), x[..., half:].to(cos.dtype)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
     def extra_repr(self) -> str:

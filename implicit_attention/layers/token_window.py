@@ -14,8 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import transforms_active
-from ..problem import Problem, TokenOrder, writes_to
-from ..solvers import Iteration
+from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
 from .block_call import BlockMap, BlockProblem
@@ -49,11 +48,16 @@ class Reads(NamedTuple):
 
 def takes_past(module: nn.Module) -> bool:
     """Whether a block, or an attention, reads settled tokens by a keyword argument `past`."""
+    forward = module.forward
+    return _names_past(getattr(forward, "__func__", forward)) and bool(getattr(module, "takes_past", True))
+
+
+@functools.lru_cache(maxsize=256)
+def _names_past(forward: Callable[..., Any]) -> bool:
     try:
-        taken = "past" in inspect.signature(module.forward).parameters
+        return "past" in inspect.signature(forward).parameters
     except (TypeError, ValueError):  # a forward that is not written in Python
         return False
-    return taken and bool(getattr(module, "takes_past", True))
 
 
 class CausalProblem(BlockProblem):
@@ -111,7 +115,7 @@ class TokensTogether(Tokens):
         self.token_order = problem.token_order or TokenOrder()
 
     def settled_of(
-        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Iteration
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Any
     ) -> tuple[Tensor | None, Tensor]:
         if self.exits is None:
             return super().settled_of(active, converged, broken, point)
@@ -152,6 +156,7 @@ class Window:
         index: Tensor | None = None,
         shared: list[Any] | None = None,
     ) -> None:
+        self.problem = problem
         self.made_of = (problem, batch, count, reads, memory, before, begin, end)
         self.index, self.shared = index, [] if shared is None else shared
         self.function = cast(BlockMap, problem.function)
@@ -191,6 +196,27 @@ class Window:
         self.shared[:] = z, self.index
         return only_existing(mapped, self.exists)
 
+    def later(self) -> Callable[[Tensor], Tensor] | None:
+        """The same for plain states after the first evaluation, with the tests of `BlockMap.later`; None for others."""
+        function, past, shared, index = self.function, self.past, self.shared, self.index
+        plain = self.exists is None and function.flat and function.autocast is None
+        if not plain or function.draws.repeated or function.draws.watching:
+            return None
+        block, arguments, tensors = self.block, self.arguments, [t for t in self.tensors if not t.is_inference()]
+
+        def mapped(z: Tensor) -> Tensor:
+            past.begin()
+            before = [tensor._version for tensor in tensors]
+            result = block(z, *arguments)
+            if [tensor._version for tensor in tensors] != before:
+                function._refuse_writes([False])
+            if not is_like(result, z):
+                result = function.layout.check_output(function.__name__, result, z, cast=False)
+            shared[:] = z, index
+            return cast(Tensor, result)
+
+        return mapped
+
     def is_at(self, value: Tensor) -> bool:
         """Whether the last evaluation of the solve was at these states of all its tokens, or of those left."""
         z, index = self.shared
@@ -227,11 +253,21 @@ class OneToken(Problem):
 
     separates = False
 
+    @property
+    def tested(self) -> bool:  # type: ignore[override]
+        return self.window.problem.tested
+
+    def pass_tests(self) -> None:
+        self.window.problem.pass_tests()
+
     def __init__(self, window: Window, event_ndim: int) -> None:
         self.window, self.event_ndim = window, event_ndim
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.window(z)
+
+    def later_map(self) -> Callable[[Tensor], Tensor] | None:
+        return self.window.later() or super().later_map()
 
 
 def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:

@@ -44,9 +44,12 @@ class SoftmaxAttention(nn.Module):
         """x (*batch, N, dim); mask boolean or additive, broadcasting to (*batch, heads, N, N), or that of `past`."""
         packed = check_whole("qkv_proj", self.qkv_proj(x), 3 * x.shape[-1])
         query, key, value = (split_heads(part, self.heads) for part in packed.chunk(3, -1))
-        if self.rotary is not None:
-            positions = torch.arange(x.shape[-2], device=x.device) if past is None else past.positions
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        if (rotary := self.rotary) is not None:
+            if past is None:
+                turns = rotary.turns(query, torch.arange(x.shape[-2], device=x.device))
+            else:
+                turns = past.once(self, lambda: rotary.turns(query, past.positions))
+            query, key = rotary.turned(query, *turns), rotary.turned(key, *turns)
         causal = self.causal and mask is None
         if past is not None:
             key, value = past.update(key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -13,9 +13,6 @@ from .._norm import norm
 from ..problem import Problem, TokenOrder
 from ..solution import Record, Trace
 from ..status import Status
-
-if TYPE_CHECKING:
-    from .progress import Iteration
 
 
 class Tokens(Problem):
@@ -39,11 +36,11 @@ class Tokens(Problem):
         self.inner.check_undeclared(z)
 
     def settled_of(
-        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Iteration
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Any
     ) -> tuple[Bool[Tensor, "*lead"] | None, Bool[Tensor, "*lead"]]:
         """The tokens that have converged, and those that are given up, by the state of all tokens that they read.
 
-        point: the evaluation, for subclasses with rules of their own.
+        point: the `Iteration`, for subclasses with rules of their own.
         """
         broken = active & self._behind(broken)
         if converged is None:
@@ -88,6 +85,8 @@ def of_problems(record: Record, axes: int) -> Record:
     Its status is the first failure of a token, its residual and tolerance the length of all.
     """
     start = record.status.ndim - axes
+    if record.status.shape[start:].numel() == 1:
+        return record.map(lambda field: field.reshape(field.shape[:start]))
     first = (record.status != Status.CONVERGED).flatten(start).to(torch.int8).argmax(-1, keepdim=True)
     return Record(
         status=record.status.flatten(start).gather(-1, first)[..., 0],

@@ -29,6 +29,7 @@ from benchmarks.block_compiled import CompiledSetting
 from benchmarks.block_equilibrium import EquilibriumSetting
 from benchmarks.block_forward import ForwardSetting
 from benchmarks.block_memory import MemorySetting
+from benchmarks.decoding import DecodingSetting
 from benchmarks.environment import environment
 from benchmarks.llama import NAMES, SMALL, LlamaSetting
 from benchmarks.problems import Setting, Shape
@@ -51,6 +52,7 @@ CASES = [
     train.Case("FORWARD", ForwardSetting(batch=3, length=6, dim=16, heads=2)),
     train.Case("COMPILED", COMPILED),
     train.Case("MEMORY", MemorySetting(batch=2, length=128, dim=32)),
+    train.Case("DECODING", DecodingSetting(past=6, dim=8, heads=2, depth=1, evaluations=4)),
     train.Case("LLAMA", LlamaSetting(1024, **SMALL)),
     train.Case("LLAMA", LlamaSetting(**SMALL, memory=(512, 1024))),
 ]
@@ -186,6 +188,17 @@ def test_a_forward_pass_is_held_against_as_many_evaluations(rows, name):
     seconds = {name: timing["median"] for name, timing in row["process_seconds"].items()}
     for one in (name, hand):
         assert row["ratios"][f"{one} / bare"] == pytest.approx(seconds[one] / seconds[f"bare {name}"])
+
+
+def test_decoding_is_held_against_as_many_plain_steps(rows):
+    (row,) = [row for row in rows if row["metric"] == "DECODING"]
+    seconds = {name: timing["median"] for name, timing in row["process_seconds"].items()}
+    for name in ("solve", "steps"):
+        assert row["evidence"][name]["off"] < 1e-5
+        assert row["ratios"][f"{name} / plain"] == pytest.approx(seconds[name] / seconds["plain"])
+    # Keys and values of 8 tokens in float32.
+    assert row["evidence"]["cache"]["bytes"] == [2 * 8 * 8 * 4] * 2
+    assert row["ratios"]["cache bytes"] == 1
 
 
 class Kinks(torch.nn.Module):
