@@ -23,6 +23,7 @@ from . import spins as spins_suite
 from . import train as train_suite
 from . import usefulness as usefulness_suite
 from .environment import environment
+from .looped import guide as looped_guide
 from .puzzles import guide
 from .targets import Row
 
@@ -53,7 +54,9 @@ Out = Annotated[
 
 Keep = Annotated[
     Path | None,
-    typer.Option(file_okay=False, help="Folder that keeps trainings on puzzles; what it has is not trained again."),
+    typer.Option(
+        file_okay=False, help="Folder that keeps trainings on puzzles and of LOOPED; what it has is not trained again."
+    ),
 ]
 
 
@@ -118,6 +121,7 @@ def usefulness(
     """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
 
     DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays. INPAINT: blocks that descend an energy.
+    LOOPED: a language model of two layers that are repeated.
     """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out, keep=keep)
 
@@ -145,14 +149,14 @@ def kernels(
 @app.command()
 def report() -> None:
     """Rewrite, from the newest runs, tables and figures of the README beside this, five lines of the top one, and the
-    tables of the guides (equilibrium blocks, costs, energy minimization) and of the pages of potentials, the Energy
-    Transformer and scale."""
+    tables of the guides (equilibrium blocks, recurrent depth, costs, energy minimization) and of the pages of
+    potentials, the Energy Transformer and scale."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **options_of(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     guide.rewrite()
     guides.rewrite()
-    pages = (guide, potentials_suite, energy_transformer_suite, scale_suite)
+    pages = (guide, looped_guide, potentials_suite, energy_transformer_suite, scale_suite)
     for page in pages[1:]:
         page.rewrite()
     names = ", ".join(page.name for page in (*(page.PAGE for page in pages), guides.COSTS, guides.STEPS))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import inpainting_tables
+from .looped import tables as looped_tables
 from .puzzles import suite as puzzles
 from .puzzles import tables as puzzle_tables
 from .report import Table
@@ -22,7 +23,7 @@ def figures(run: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
 def tables(run: dict[str, Any]) -> list[Table]:
     """The puzzles; then the comparison at equal FLOPs, and all models of every other task."""
     models = [row for row in run["rows"] if "model" in row]
-    costs = {row["metric"]: row for row in run["rows"] if "seconds" in row}
+    costs = {row["metric"]: row for row in run["rows"] if "seconds" in row and row["metric"] != "LOOPED"}
     made = []
     for plan in puzzles.PLANS:
         made += puzzle_tables.tables(plan, [row for row in run["rows"] if row["metric"] == plan.metric])
@@ -32,6 +33,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
     for metric in dict.fromkeys(row["metric"] for row in models):
         made.append(_task([row for row in models if row["metric"] == metric], costs.get(metric)))
     made += inpainting_tables.tables([row for row in run["rows"] if row["metric"] == "INPAINT"], verdict)
+    made += looped_tables.tables([row for row in run["rows"] if row["metric"] == "LOOPED"], verdict)
     return made
 
 

@@ -1,7 +1,7 @@
 """The suite `usefulness`: puzzles for a block that is repeated until it settles, and tasks where nothing is gained.
 
-The puzzles are in `puzzles`. Digits, retrieval and text are here: explicit attention repeated k times against one
-equilibrium of the same cost.
+The puzzles are in `puzzles`, and a language model in `looped`. Digits, retrieval and text are here: explicit attention
+repeated k times against one equilibrium of the same cost.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from implicit_attention.studies.measure import peak_memory
 
 from . import guard, inpainting
+from .looped import suite as looped
 from .measure import interleaved
 from .puzzles import suite as puzzles
 from .targets import Row
@@ -32,7 +33,7 @@ from .useful_training import Plan, first_batch, learned, loss, restored
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT", inpainting.METRIC)
+METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT", inpainting.METRIC, looped.METRIC)
 #: The targets of the puzzles; the other tasks have none.
 TARGETS = puzzles.TARGETS
 #: The metrics take long: each is run, and its newest run reported, on its own.
@@ -89,6 +90,7 @@ NOTES = (
     "of a batch of 32, all models in turns in one process. One thread each. `peak MB`: of a training step, beyond "
     "weights and batch.",
     *inpainting.NOTES,
+    *looped.NOTES,
 )
 
 
@@ -125,7 +127,7 @@ class Costs:
         return f"{self.task}: costs"
 
 
-Setting = Learned | Costs | puzzles.Setting | inpainting.Setting
+Setting = Learned | Costs | puzzles.Setting | inpainting.Setting | looped.Setting
 
 
 def settings_of(quick: bool) -> tuple[Setting, ...]:
@@ -137,7 +139,7 @@ def settings_of(quick: bool) -> tuple[Setting, ...]:
         for model in models(load(task, None).shape, groups, spins=task in SPINS)
     ]
     costs = (Costs(task, plans[task]) for task in TASKS)
-    return (*puzzles.settings_of(quick), *compared, *costs, *inpainting.settings_of(quick))
+    return (*puzzles.settings_of(quick), *compared, *costs, *inpainting.settings_of(quick), *looped.settings_of(quick))
 
 
 def run(
@@ -151,7 +153,7 @@ def run(
 ) -> list[Row]:
     """Train every model of these metrics, then time those of a task in turns; `progress` gets each finished row.
 
-    Trainings on puzzles are kept in the folder `keep`.
+    Trainings on puzzles and of looped models are kept in the folder `keep`.
     """
     settings = [setting for setting in settings if setting.metric in set(metrics)]
     if settings and (reason := guard.red(TESTS)) is not None:
@@ -171,7 +173,27 @@ def run(
                 rows.append(costs(setting, trained[setting.task], repeats, max_seconds))
                 progress(rows[-1])
         rows += _inpainted(settings, repeats, max_seconds, progress)
+        rows += _looped(settings, repeats, max_seconds, progress, keep)
     return rows
+
+
+def _looped(
+    settings: list[Setting], repeats: int, max_seconds: float, progress: Callable[[Row], None], keep: Path | None
+) -> Iterator[Row]:
+    """The rows of LOOPED, each told as soon as it is there."""
+    learning = [setting for setting in settings if isinstance(setting, looped.Trained)]
+    made = _in_processes(functools.partial(looped.trained_row, keep=keep), learning, looped.updates_of(learning))
+    for setting in settings:
+        if isinstance(setting, looped.Trained):
+            row = next(made)
+        elif isinstance(setting, looped.Counted):
+            row = looped.counted_row(setting)
+        elif isinstance(setting, looped.Decoding):
+            row = looped.decoding_row(setting, repeats, max_seconds)
+        else:
+            continue
+        progress(row)
+        yield row
 
 
 def _inpainted(

@@ -130,7 +130,7 @@ def test_every_question_ends_at_a_leaf_with_something_to_run():
 
 def test_the_links_between_the_guides_lead_somewhere():
     docs = ROOT / "docs"
-    for name in ("choosing", "troubleshooting", "performance", "energy_minimization"):
+    for name in ("choosing", "troubleshooting", "performance", "energy_minimization", "recurrent_depth"):
         text = (docs / f"{name}.md").read_text()
         for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", text):
             # The site holds what lies in its folder.
@@ -140,7 +140,9 @@ def test_the_links_between_the_guides_lead_somewhere():
         assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings, name
 
 
-@pytest.mark.parametrize("page", ["choosing", "troubleshooting", "performance", "energy_minimization"])
+@pytest.mark.parametrize(
+    "page", ["choosing", "troubleshooting", "performance", "energy_minimization", "recurrent_depth"]
+)
 def test_the_commands_of_the_guides_exist(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     for line in re.findall(r"(?:^|`)((?:implicit-attention|python -m benchmarks) [^`\n]*)", text, re.MULTILINE):

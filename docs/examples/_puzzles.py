@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from implicit_attention import Equilibrium
 Examples = tuple[tuple[Tensor, ...], Tensor]
 
 
-def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(description: str | None, argv: Sequence[str] | None, picture: str | None = None) -> argparse.Namespace:
+    """The options of an example; `picture` says what its option --picture FILE does."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few seconds: hardly any training, few puzzles")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the puzzles to learn from (default 0)")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: hardly any training, few tests")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and what is learnt from (default 0)")
+    if picture is not None:
+        parser.add_argument("--picture", type=Path, metavar="FILE", help=picture)
     return parser.parse_args(argv)
 
 

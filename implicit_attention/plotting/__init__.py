@@ -18,6 +18,7 @@ from .spectrum import spectrum_figure
 from .spin_blocks import decomposition_figure
 from .spins import configuration_figure, phase_figure
 from .steps import step_norm_figure, step_norms
+from .text import text_figure
 from .training import training_figure
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "spectrum_figure",
     "step_norm_figure",
     "step_norms",
+    "text_figure",
     "training_figure",
 ]

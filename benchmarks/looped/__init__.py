@@ -1,0 +1,1 @@
+"""LOOPED of the suite `usefulness`: a language model whose two layers are repeated, beside stacks and counts."""

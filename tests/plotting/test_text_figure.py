@@ -1,0 +1,69 @@
+"""Text whose characters have the colour of their evaluations."""
+
+import io
+import warnings
+
+import pytest
+import torch
+
+from implicit_attention.plotting import text_figure
+
+TEXT = "def f(x):\n    return $x_1$\n"
+
+
+def png(figure):
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(stream, format="png")
+    return stream.getvalue()
+
+
+def letters(figure):
+    """(row, column) -> the letter drawn there."""
+    return {(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in figure.axes[0].texts}
+
+
+def test_every_character_stands_in_its_cell_in_the_colour_of_its_number():
+    numbers = torch.arange(len(TEXT)) % 5 + 1
+    figure = text_figure(TEXT, numbers, title="some code")
+    cells = figure.axes[0].images[0].get_array()
+    lines = TEXT.splitlines(keepends=True)
+    assert cells.shape == (2, max(map(len, lines)))
+    drawn = letters(figure)
+    for row, line in enumerate(lines):
+        for column, letter in enumerate(line):
+            assert drawn.get((row, column), " ") == (" " if letter.isspace() else letter)
+            assert cells[row, column] == numbers[len("".join(lines[:row])) + column]
+        assert cells.mask[row, len(line) :].all()
+    assert [round(tick) for tick in figure.axes[1].get_yticks()] == [1, 2, 3, 4, 5]
+    assert figure.axes[1].get_ylabel() == "evaluations of the character"
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_long_lines_are_broken():
+    figure = text_figure("abcdefgh", torch.ones(8), columns=3)
+    assert letters(figure) == {divmod(i, 3): letter for i, letter in enumerate("abcdefgh")}
+
+
+def test_letters_are_dark_on_light_colours_and_light_on_dark_ones():
+    figure = text_figure("ab", torch.tensor([1, 9]))
+    assert [t.get_color() for t in figure.axes[0].texts] == ["black", "white"]
+
+
+def test_many_numbers_share_colours():
+    figure = text_figure("a" * 100, torch.arange(100))
+    assert len(figure.axes[1].get_yticks()) == 15
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers", "told"),
+    [
+        ("", torch.ones(0), "`text` must hold at least one"),
+        ("ab", torch.ones(3), r"`evaluations` must have shape \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_told(text, numbers, told):
+    with pytest.raises(ValueError, match=told):
+        text_figure(text, numbers)
