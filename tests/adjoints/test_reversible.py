@@ -154,6 +154,20 @@ def test_states_that_outgrow_their_integers_are_diverged_and_get_no_gradient():
         solve(problem, start, solver=budget(20), adjoint=Reversible())
 
 
+def test_infinities_of_a_problem_that_diverged_reach_no_shared_tensor():
+    factor, shared = torch.tensor([[0.3], [3.0]]).double(), torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def value_of(shared):
+        problem = FixedPointMap(lambda z, a, s: a * torch.exp(z * s), PerSample(factor), shared, event_ndim=1)
+        start = torch.zeros(2, 1).double()
+        return solve(problem, start, solver=budget(20), adjoint=Reversible(), on_failure="ignore").value
+
+    alone = by_hand(lambda z: factor[:1] * torch.exp(z * shared), torch.zeros(1, 1).double(), 20, 0.5)
+    (truth,) = torch.autograd.grad(alone.sum(), shared)
+    (got,) = torch.autograd.grad(value_of(shared)[0].sum(), shared)
+    torch.testing.assert_close(got, truth, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_nan_in_one_sample_stays_there(own):
     start, weight, shift = problem_of()
