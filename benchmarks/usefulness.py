@@ -34,8 +34,8 @@ from .useful_training import Plan, first_batch, learned, loss, restored
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
 METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT", inpainting.METRIC, looped.METRIC)
-#: The targets of the puzzles; the other tasks have none.
-TARGETS = puzzles.TARGETS
+#: The targets of the puzzles and of looped layers; the other tasks have none.
+TARGETS = (*puzzles.TARGETS, *looped.TARGETS)
 #: The metrics take long: each is run, and its newest run reported, on its own.
 COMPOSED = True
 #: The tests that must pass before anything is trained.

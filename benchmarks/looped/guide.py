@@ -28,7 +28,7 @@ def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
     """Put what the newest run says between the markers of the page."""
     found = report.newest_by_metric("usefulness", (METRIC,), folder)
     made = {} if not found else parts(found[0][1]["rows"])
-    for name in ("contenders", "exits", "decoding"):
+    for name in ("contenders", "exits", "decoding", "chunks"):
         content = "Not run yet."
         if name in made:
             content = report.markdown_table(*made[name])
@@ -38,10 +38,11 @@ def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
 
 def parts(rows: list[Row]) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Header and lines by the name of a table."""
-    first, ended, _, *timed = tables.tables(rows, lambda ours, theirs: "")
+    first, ended, _, cut, *timed = tables.tables(rows, lambda ours, theirs: "")
     lines = [line[:-1] for line in first.lines if not line[0].startswith(LEFT_OUT)]
     made = {"contenders": (first.header[:-1], lines)}
     made["exits"] = ended.header, [line for line in ended.lines if line[0] in EXITS]
+    made["chunks"] = cut.header, cut.lines
     if timed:
         made["decoding"] = timed[0].header, timed[0].lines
     return made

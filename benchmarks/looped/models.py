@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -94,11 +95,17 @@ class Slots:
         self.slots: list[tuple[Tensor, Tensor]] = []
         self.length = self.called = 0
         self.positions = torch.arange(1)
+        self.turns: Any = None
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The rotary angles of the token, which are the same in all attentions and steps."""
+        self.turns = make() if self.turns is None else self.turns
+        return self.turns
 
     def __call__(self, token: Tensor) -> Tensor:
         """Scores (B, 1, size) behind the next token (B, 1)."""
         x, body = self.reader.embed(token), self.reader.body
-        self.called, self.positions = 0, torch.tensor([self.length])
+        self.called, self.positions, self.turns = 0, torch.tensor([self.length]), None
         if isinstance(body, Stack):
             z = body(x, past=self)
         else:

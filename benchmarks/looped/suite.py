@@ -17,15 +17,29 @@ from implicit_attention import Picard
 from implicit_attention.layers import Exit
 
 from ..measure import interleaved
-from ..targets import Row
+from ..targets import Row, Target
 from .data import CONTEXTS, LENGTH, counted, described, text
 from .models import CAP, HEADS, RATIO, RTOL, SETTINGS, WIDTH, Contender, OneSlot, Reader, Slots
-from .training import DRAWN, REST, Plan, answers, bits, flops, held_out, kept
+from .training import CHUNKS, DRAWN, LONG, REST, Plan, answers, bits, chunked, flops, held_out, kept
 
 METRIC = "LOOPED"
 TIED, SAME_PARAMETERS, SAME_FLOPS = Contender("tied", 2), Contender("stack", 2), Contender("stack", 8)
 #: Side by side, two at a time: those that take longest first.
 CONTENDERS = (TIED, SAME_FLOPS, SAME_PARAMETERS)
+#: The ways to cut a long text.
+CUT = tuple(f"chunks of {chunk}" for chunk in CHUNKS)
+#: What is to hold.
+TARGETS = (
+    Target(
+        METRIC,
+        f"evaluations x tokens of a solve of {LONG} tokens: by chunks of 64 / all at once, worst of three seeds",
+        "work, chunks of 64 / at once",
+        "worst",
+        "<=",
+        0.8,
+        lambda row: row["metric"] == METRIC,
+    ),
+)
 #: Tokens that are decoded, and the evaluations of each, for time and memory.
 TOKENS, EVALUATIONS = 64, (1, 4, 16)
 
@@ -43,6 +57,8 @@ NOTES = (
     f"`solved`: each token to the relative residual {RTOL:g}, at most {CAP} evaluations. `settled`: the part of the "
     "tokens that have, with all before them. `loop of equal bits`: the (fractional) number of steps at which a loop "
     "without exits has the same bits, on the line between whole numbers. FLOPs are of the layers, for one character.",
+    f"Chunks: one text of {LONG} tokens, solved all at once or by chunks, each beside the settled tokens before it; "
+    "work is the number of tokens in all evaluations of the block, over that of the text.",
     "`counts`: the characters after a context, interpolated with shorter contexts (Witten and Bell); the context "
     f"is the best one of {CONTEXTS[0]} to {CONTEXTS[-1]} characters on the validation part.",
     f"Decoding: {TOKENS} tokens of one text, contenders in turns in one process, one thread. `one slot`: "
@@ -109,6 +125,13 @@ def trained_row(setting: Trained, keep: Path | None = None) -> Row:
     runs = [answers(keep, contender, plan, seed, norm, rate) for seed in plan.seeds]
     evidence = {way: averaged([run["ways"][way] for run in runs]) for way in runs[0]["ways"]}
     shown = ("loop, 4", "solved, Picard", "stack")
+    long = min(LONG, 64 * plan.updates)
+    chunks = [chunked(kept(keep, contender, plan, seed, norm, rate)[0], long) for seed in plan.seeds if loop]
+    work = {
+        f"work, {name} / at once": max(one[name]["work"] / one["at once"]["work"] for one in chunks)
+        for name in CUT
+        if chunks
+    }
     return {
         "name": setting.name,
         "metric": METRIC,
@@ -122,7 +145,8 @@ def trained_row(setting: Trained, keep: Path | None = None) -> Row:
         "flops_of_one_evaluation": flops(contender, 1),
         "runs": runs,
         "evidence": evidence,
-        "ratios": {f"bits, {way}": evidence[way]["bits"] for way in shown if way in evidence},
+        "long": {"tokens": long, "chunks": chunks},
+        "ratios": {f"bits, {way}": evidence[way]["bits"] for way in shown if way in evidence} | work,
         "wall_seconds": time.perf_counter() - begin,
     }
 

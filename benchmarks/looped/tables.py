@@ -21,7 +21,7 @@ def tables(rows: list[Row], verdict: Verdict) -> list[Table]:
     """All tables of a run; none where nothing was trained."""
     if not any("contender" in row for row in rows):
         return []
-    made = [contenders(rows, verdict), exits(rows), one_slot(rows)]
+    made = [contenders(rows, verdict), exits(rows), one_slot(rows), chunks(rows)]
     timed = [row for row in rows if "bytes" in row]
     return [table for table in (*made, *map(decoding, timed)) if table.lines]
 
@@ -115,6 +115,20 @@ def one_slot(rows: list[Row]) -> Table:
     header = ["each token", "evaluations", "settled %", "bits, one slot", "bits, a slot for every step"]
     intro = "Decoding one token at a time, which reads the keys that the tokens before it ended with:"
     return Table("looped slots", intro, header, lines)
+
+
+def chunks(rows: list[Row]) -> Table:
+    """The work of long texts, all at once and by chunks, over the seeds."""
+    lines, tied = [], tied_of(rows)
+    seeds = [] if tied is None else tied["long"]["chunks"]
+    for name in seeds[0] if seeds else ():
+        work, settled = ([seed[name][what] for seed in seeds] for what in ("work", "settled"))
+        over = [seed[name]["work"] / seed["at once"]["work"] for seed in seeds]
+        numbers = " ".join(f"{each:.1f}" for each in work)
+        lines.append([name, numbers, " ".join(f"{each:.2f}" for each in over), f"{100 * statistics.mean(settled):.1f}"])
+    count = tied["long"]["tokens"] if tied is not None and seeds else 0
+    header = ["solve", "evaluations of a token, by seed", "work / at once, by seed", "settled %"]
+    return Table("looped chunks", f"A text of {count} tokens, solved by the tied layers:", header, lines)
 
 
 def decoding(row: Row) -> Table:

@@ -28,6 +28,8 @@ DRAWN, REST = range(2, 9), 0.3
 LOOPS = (1, 2, 3, 4, 5, 6, 8, 16, 64)
 #: Numbers of evaluations of a token that is decoded with one slot.
 DECODED = (1, 2, 4, 8, 16)
+#: The tokens of a long text, and of the chunks that it is solved by.
+LONG, CHUNKS = 1024, (16, 64, 256)
 #: Windows that are read at once, and every so many of them are decoded.
 AT_ONCE, EACH = 64, 4
 
@@ -116,10 +118,13 @@ def bits(reader: Reader, examples: Examples, **options: Any) -> dict[str, float]
         scores = reader(inputs, **options)
         surprise += float(F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"))
         if reader.loops and "steps" not in options:
-            report = reader.body.last_solve
-            found.append((report.num_evals.flatten(), report.converged.flatten()))
+            found.append(_of_tokens(reader.body.last_solve))
     told = {"bits": surprise / math.log(2) / examples.targets.numel()}
     return told | (_evidence(*(torch.cat(parts) for parts in zip(*found, strict=True))) if found else {})
+
+
+def _of_tokens(report: Any) -> tuple[Tensor, Tensor]:
+    return report.num_evals.flatten(), report.converged.flatten()
 
 
 def _evidence(evaluations: Tensor, converged: Tensor) -> dict[str, float]:
@@ -200,6 +205,27 @@ def answers(keep: Path, contender: Contender, plan: Plan, seed: int, norm: Norm,
         return dict(known["found"])
     found = {"seed": seed, "seconds": seconds, "ways": asked(reader, held_out(plan)[1])}
     path.write_text(json.dumps({"asked": given, "found": found}) + "\n")
+    return found
+
+
+@torch.no_grad()
+def chunked(reader: Reader, count: int = LONG) -> dict[str, dict[str, float]]:
+    """The work of a solve of one long text, all tokens at once and by chunks: evaluations times tokens, for a token."""
+    codes, work = text().test[None, :count], 0
+
+    def seen(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal work
+        work += arguments[0].shape[:-1].numel()
+
+    handle, found = reader.body.block.register_forward_pre_hook(seen), {}
+    try:
+        for chunk in (None, *CHUNKS):
+            work = 0
+            reader(codes, chunk=chunk)
+            name = "at once" if chunk is None else f"chunks of {chunk}"
+            found[name] = {"work": work / count, **_evidence(*_of_tokens(reader.body.last_solve))}
+    finally:
+        handle.remove()
     return found
 
 

@@ -164,12 +164,14 @@ def test_every_way_has_its_evidence(rows):
 
 
 def test_tables_hold_every_row(rows):
-    contenders, exits, slots, decoding = tables.tables(rows, verdict)
-    for table in (contenders, exits, slots, decoding):
+    contenders, exits, slots, chunks, decoding = tables.tables(rows, verdict)
+    for table in (contenders, exits, slots, chunks, decoding):
         assert all(len(line) == len(table.header) for line in table.lines)
     names = [line[0] for line in contenders.lines]
     assert {"2 tied layers, 1 step", "2 tied layers, solved, Picard", "stack of 8 layers"} <= set(names)
     assert len(slots.lines) == len(training.DECODED) + 3
+    assert [line[0] for line in chunks.lines] == ["at once", *suite.CUT]
+    assert chunks.lines[0][2] == " ".join(["1.00"] * len(chunks.lines[0][2].split()))
     assert [line[0] for line in exits.lines if line[0].startswith("mean")] == ["mean 2", "mean 2.5", "mean 3", "mean 4"]
     ratio = {line[0]: line[2] for line in decoding.lines}
     assert ratio["one slot, 16 steps"] == "1"
@@ -190,7 +192,7 @@ def test_the_page_is_that_of_the_newest_run(tmp_path):
     guide.rewrite(page)
     assert page.read_text() == guide.PAGE.read_text()
     guide.rewrite(page, tmp_path)
-    assert page.read_text().count("Not run yet") == 3
+    assert page.read_text().count("Not run yet") == 4
 
 
 def test_the_suite_runs_it(tmp_path):
