@@ -380,7 +380,8 @@ def test_samples_that_are_done_leave_the_work_beside_a_cache(kind):
     for part in (slice(0, 5), slice(5, 6), slice(6, 7)):
         batches.clear()
         together = model(inputs_embeds=embeds[:, part], past_key_values=cache).logits
-        assert min(batches) < 3
+        # More than an attempt: where fewer samples do not fit, the library goes on with all.
+        assert sum(batch < 3 for batch in batches) > 3
         for row in range(3):
             logits = model(inputs_embeds=embeds[row : row + 1, part], past_key_values=alone[row]).logits
             torch.testing.assert_close(together[row], logits[0], atol=2e-4, rtol=0)
