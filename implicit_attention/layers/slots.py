@@ -36,7 +36,7 @@ class Slots:
         #: How many tokens the block's slots hold before the call.
         self.held = int(cache.get_seq_length(first))
         #: The cache's layers as they are before the call; tensors that do not grow are copied when they are read.
-        self._before = [_snapshot(layer) for layer in cache.layers]
+        self._before = [copy.copy(layer) for layer in cache.layers]
         self._rows: Tensor | None = None
         #: Layers with buffers to write to in an evaluation without gradients, by slot.
         self._written: dict[tuple[int, torch.dtype], Any] = {}
@@ -139,14 +139,6 @@ class Slots:
                 for buffer in (layer.keys, layer.values):
                     buffer[:, :, self.held : self.held + length] = 0
                 layer.cumulative_length.sub_(length)
-
-
-def _snapshot(layer: Any) -> Any:
-    layer = copy.copy(layer)
-    if isinstance(getattr(layer, "cumulative_length", None), Tensor):
-        # Transformers count in place.
-        layer.cumulative_length = layer.cumulative_length.clone()
-    return layer
 
 
 def find_cache(args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -384,8 +384,10 @@ def test_samples_that_are_done_leave_the_work_beside_a_cache(kind):
     for part in (slice(0, 5), slice(5, 6), slice(6, 7)):
         batches.clear()
         together = model(inputs_embeds=embeds[:, part], past_key_values=cache).logits
-        # Several tokens in their order stay until all samples are done.
-        assert min(batches) < 3 or part == slice(0, 5)
+        # More than an attempt: where fewer samples do not fit, the library goes on with all. Several tokens in their
+        # order stay until all samples are done.
+        fewer = sum(batch < 3 for batch in batches)
+        assert fewer > 3 or (part == slice(0, 5) and fewer == 0)
         for row in range(3):
             logits = model(inputs_embeds=embeds[row : row + 1, part], past_key_values=alone[row]).logits
             torch.testing.assert_close(together[row], logits[0], atol=2e-4, rtol=0)
