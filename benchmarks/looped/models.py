@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -94,11 +95,12 @@ class Slots:
         self.slots: list[tuple[Tensor, Tensor]] = []
         self.length = self.called = 0
         self.positions = torch.arange(1)
+        self.known: dict[Any, Any] = {}
 
     def __call__(self, token: Tensor) -> Tensor:
         """Scores (B, 1, size) behind the next token (B, 1)."""
         x, body = self.reader.embed(token), self.reader.body
-        self.called, self.positions = 0, torch.tensor([self.length])
+        self.called, self.positions, self.known = 0, torch.tensor([self.length]), {}
         if isinstance(body, Stack):
             z = body(x, past=self)
         else:
@@ -107,6 +109,12 @@ class Slots:
                 z = body.block(z, x, past=self)  # type: ignore[operator]
         self.length += 1
         return self.reader.head(z)  # type: ignore[no-any-return]
+
+    def once(self, asking: Any, made: Callable[[], Any]) -> Any:
+        """What an attention makes once for a token."""
+        if asking not in self.known:
+            self.known[asking] = made()
+        return self.known[asking]
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of this attention at this step, with those of the token behind them."""
