@@ -73,7 +73,7 @@ def text_figure(
             axes.text(column, row, letter, color=ink, parse_math=False, **place)
     hide_ticks(axes)
     axes.spines[:].set_visible(False)
-    add_bar(figure, image, label, ax=axes, ticks=ticks)
+    add_bar(figure, image, label, ax=axes, ticks=ticks, fraction=0.05, aspect=25, shrink=0.9)
     return figure
 
 

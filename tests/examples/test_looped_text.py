@@ -29,7 +29,7 @@ def test_it_runs_and_prints_what_it_found(names, capsys, tmp_path):
     for value in found["exits"].values():
         assert f"{value['bits']:.3f} bits, {value['evaluations']:.2f} evaluations" in printed
     # Layers, keys and values, tokens, width, bytes of a number.
-    assert found["decoded"]["bytes"] == 2 * 2 * (128 + 8) * 96 * 4
+    assert found["decoded"]["bytes"] == 2 * 2 * (64 + 8) * 96 * 4
     assert found["decoded"]["text"] in printed
 
 
