@@ -13,9 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from implicit_attention import Picard
-from implicit_attention.layers import Exit
-
 from ..measure import interleaved
 from ..targets import Row, Target
 from .data import CONTEXTS, LENGTH, counted, described, text
@@ -62,7 +59,7 @@ NOTES = (
     "`counts`: the characters after a context, interpolated with shorter contexts (Witten and Bell); the context "
     f"is the best one of {CONTEXTS[0]} to {CONTEXTS[-1]} characters on the validation part.",
     f"Decoding: {TOKENS} tokens of one text, contenders in turns in one process, one thread. `one slot`: "
-    "`model.new_cache()` and `Exit(evaluations=...)`; `a slot for every step`: written by hand, token t at step j "
+    "`model.new_cache()` and `steps=...`; `a slot for every step`: written by hand, token t at step j "
     "reads the keys of step j, as in the loop; both with the same weights.",
 )
 
@@ -174,10 +171,7 @@ def decoding_row(setting: Decoding, repeats: int, max_seconds: float) -> Row:
     written = given.test[None, :tokens]
     makers: dict[str, Callable[[], Any]] = {"stack of 8 layers": functools.partial(Slots, stack, tokens)}
     for count in EVALUATIONS:
-        # No token settles earlier.
-        endless = Picard(rtol=0, atol=0, max_steps=count + 1)
-        fixed = functools.partial(OneSlot, tied, solver=endless, exit=Exit(evaluations=count))
-        makers[f"one slot, {count}"] = fixed
+        makers[f"one slot, {count}"] = functools.partial(OneSlot, tied, steps=count)
         makers[f"every step, {count}"] = functools.partial(Slots, tied, tokens, count)
     functions = {name: functools.partial(read, make, written) for name, make in makers.items()}
     first, held = {}, {}
