@@ -149,7 +149,8 @@ def test_a_layer_of_several_answers_declares_its_call(layer):
 def test_keywords_of_an_equilibrium_are_those_of_its_forward():
     of_forward = inspect.signature(layers.Equilibrium.forward).parameters.values()
     names = [one.name for one in of_forward if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert names == [*calls.StepKeywords.__annotations__, "return_solution"]
+    # `reads` is for layers that are built on it.
+    assert names == [*calls.EquilibriumKeywords.__annotations__, "return_solution", "reads"]
 
 
 def test_declarations_cost_no_wrapper():

@@ -60,7 +60,7 @@ NOTES = (
     f"is the best one of {CONTEXTS[0]} to {CONTEXTS[-1]} characters on the validation part.",
     f"Decoding: {TOKENS} tokens of one text, contenders in turns in one process, one thread. `one slot`: "
     "`model.new_cache()` and `steps=...`; `a slot for every step`: written by hand, token t at step j "
-    "reads the keys of step j, as in the loop; both with the same weights.",
+    "reads the keys of step j, as in the loop; both with the same weights. Bits are of every fourth window.",
 )
 
 
@@ -138,7 +138,7 @@ def trained_row(setting: Trained, keep: Path | None = None) -> Row:
         "plan": dataclasses.asdict(plan),
         "setting": {"norm": norm, "rate": rate},
         "validation": {f"{norm} {rate:g}": found for (norm, rate), found in tried.items()},
-        "parameters": sum(p.numel() for p in reader.parameters()),
+        "parameters": sum(p.numel() for p in Reader(contender, len(text().alphabet), norm).parameters()),
         "flops_of_one_evaluation": flops(contender, 1),
         "runs": runs,
         "evidence": evidence,

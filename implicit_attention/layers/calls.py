@@ -72,12 +72,22 @@ class StepKeywords(TieKeywords, total=False):
     start: Any
 
 
+class EquilibriumKeywords(StepKeywords, total=False):
+    """Options of one call of an `Equilibrium`."""
+
+    cache: Any
+    chunk: int | None
+    exit: Any
+
+
 class StateCall(Protocol):
     """The call of `Equilibrium`, whose state is like x."""
 
     @overload
     def __call__(
-        self, x: Tensor, *args: Any, return_solution: Literal[False] = ..., **options: Unpack[StepKeywords]
+        self, x: Tensor, *args: Any, return_solution: Literal[False] = ..., **options: Unpack[EquilibriumKeywords]
     ) -> Tensor: ...
     @overload
-    def __call__(self, x: Any, *args: Any, return_solution: bool = ..., **options: Unpack[StepKeywords]) -> Any: ...
+    def __call__(
+        self, x: Any, *args: Any, return_solution: bool = ..., **options: Unpack[EquilibriumKeywords]
+    ) -> Any: ...

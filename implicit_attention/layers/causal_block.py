@@ -25,14 +25,14 @@ from ..status import Status
 from .block_call import BlockCall, BlockMap, BlockProblem, BlockSolution
 from .block_state import StateLayout
 from .exits import RULES, Exit, ExitReport, Exits
-from .past import BlockCache, Memory, check_block_cache
+from .past import BlockCache, KeyValueMemory, check_block_cache
 from .token_window import (
     CausalProblem,
     OneToken,
     Reads,
     TokensInWindow,
     TokensTogether,
-    Window,
+    TokenWindow,
     only_existing,
     per_token,
 )
@@ -151,20 +151,20 @@ class TokenSolve:
         return None if self.reads is None else self.reads.exists
 
     def window(
-        self, problem: CausalProblem, initial: Tensor, memory: Memory | None = None, chunk: slice | None = None
-    ) -> Window:
+        self, problem: CausalProblem, initial: Tensor, memory: KeyValueMemory | None = None, chunk: slice | None = None
+    ) -> TokenWindow:
         """All tokens of a call, or those of a chunk, beside the tokens before them."""
         axis = initial.ndim - problem.event_ndim
         count = initial.shape[axis]
         before = 0 if self.cache is None else self.cache.length
         memory = self.memory(count) if memory is None else memory
         begin, end = (0, count) if chunk is None else (chunk.start, chunk.stop)
-        return Window(problem, initial.shape[:axis], count, self.reads, memory, before, begin, end)
+        return TokenWindow(problem, initial.shape[:axis], count, self.reads, memory, before, begin, end)
 
-    def memory(self, count: int) -> Memory:
+    def memory(self, count: int) -> KeyValueMemory:
         """Memory with room for the keys and values of the call."""
         if self.cache is None:
-            return Memory(count)
+            return KeyValueMemory(count)
         self.cache.memory.grow(self.cache.length + count)
         return self.cache.memory
 

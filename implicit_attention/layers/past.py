@@ -62,7 +62,7 @@ class Past:
     """
 
     def __init__(
-        self, memory: Memory, index: Tensor, end: int, mask: Tensor | None, *, is_causal: bool, together: bool
+        self, memory: KeyValueMemory, index: Tensor, end: int, mask: Tensor | None, *, is_causal: bool, together: bool
     ) -> None:
         self.positions, self.mask, self.is_causal = index, mask, is_causal
         self._memory, self._end = memory, end
@@ -117,7 +117,7 @@ class Past:
         return KeysAndValues(*(memory.narrow(-2, self._first, keys.shape[-2]) for memory in held)), every
 
 
-class Memory:
+class KeyValueMemory:
     """Memory for the keys and values of all attentions of a block, made as they are first written.
 
     Args:
@@ -197,7 +197,7 @@ class BlockCache:
     def __init__(self, owner: object, *, warm_start: bool = False) -> None:
         _validate.check_instance("warm_start", warm_start, bool, "be True or False")
         self.owner, self.warm_start = owner, warm_start
-        self.memory = Memory(0)
+        self.memory = KeyValueMemory(0)
         self.length = 0
         self.exists: Tensor | None = None
         self.status: Tensor | None = None

@@ -20,7 +20,7 @@ from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
 from .block_call import BlockMap, BlockProblem
 from .exits import Exits
-from .past import Memory, Past, rows_at
+from .past import KeyValueMemory, Past, rows_at
 
 
 class Reads(NamedTuple):
@@ -140,7 +140,7 @@ class TokensTogether(Tokens):
         return self.token_order.behind(tokens)
 
 
-class Window:
+class TokenWindow:
     """Some tokens of a call, evaluated beside the keys and values of all tokens before them.
 
     Args:
@@ -159,7 +159,7 @@ class Window:
         batch: torch.Size,
         count: int,
         reads: Reads | None,
-        memory: Memory,
+        memory: KeyValueMemory,
         before: int,
         begin: int,
         end: int,
@@ -187,9 +187,9 @@ class Window:
         self.past = Past(memory, positions, before + end, mask, is_causal=is_causal, together=index is None)
         self.block = functools.partial(self.function.block, past=self.past)
 
-    def at(self, index: Tensor) -> Window:
+    def at(self, index: Tensor) -> TokenWindow:
         """The window of some of its tokens, (*batch, K)."""
-        return Window(*self.made_of, index, self.shared)
+        return TokenWindow(*self.made_of, index, self.shared)
 
     def __call__(self, z: Tensor) -> Tensor:
         """f of the states (*batch, K, *event) of these tokens."""
@@ -239,7 +239,7 @@ class TokensInWindow(TokensTogether):
 
     row_block = 1
 
-    def __init__(self, window: Window, order: TokenOrder, event_ndim: int, exits: Exits | None = None) -> None:
+    def __init__(self, window: TokenWindow, order: TokenOrder, event_ndim: int, exits: Exits | None = None) -> None:
         self.window, self.token_order, self.event_ndim = window, order, event_ndim
         self.exits, self.index = exits, window.index
 
@@ -270,7 +270,7 @@ class OneToken(Problem):
     def pass_tests(self) -> None:
         self.window.problem.pass_tests()
 
-    def __init__(self, window: Window, event_ndim: int) -> None:
+    def __init__(self, window: TokenWindow, event_ndim: int) -> None:
         self.window, self.event_ndim = window, event_ndim
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
