@@ -274,7 +274,9 @@ class Equilibrium(Remembering):
         if not self.causal:
             return None
         chunk = self.chunk if chunk is None else _checked_chunk(chunk)
-        return TokenSolve(reads, takes_past(self.block), cache, chunk, checked_exit(exit))
+        # A loop in a graph asks for no windows.
+        past = not torch.compiler.is_compiling() and takes_past(self.block)
+        return TokenSolve(reads, past, cache, chunk, checked_exit(exit))
 
     def _answer(
         self,

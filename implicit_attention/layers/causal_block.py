@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from typing import Any, cast
 
 import torch
@@ -64,19 +63,23 @@ class TokenSolve:
     record: Record | None = None
     lost: Tensor | None = None
     ended: list[Exits] = dataclasses.field(default_factory=list)
+    _order: TokenOrder | None = None
 
     @property
     def differentiable(self) -> bool:
         """Whether the states can have a gradient."""
         return self.cache is None and self.exit is None
 
-    @functools.cached_property
+    @property
     def order(self) -> TokenOrder:
         """The order of the tokens."""
-        pairs = None if self.reads is None else self.reads.all_pairs()
-        return TokenOrder(
-            None if pairs is None else pairs & triangle(pairs.shape[-2], pairs.shape[-1], 0, pairs.device)
-        )
+        if self._order is None:
+            # Not a cached property: its lock breaks the graphs of compilers.
+            pairs = None if self.reads is None else self.reads.all_pairs()
+            if pairs is not None:
+                pairs = pairs & triangle(pairs.shape[-2], pairs.shape[-1], 0, pairs.device)
+            self._order = TokenOrder(pairs)
+        return self._order
 
     def run(self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
         """The outcome for whole samples; the record of each token is kept here."""

@@ -530,3 +530,16 @@ def test_one_token_of_a_block_that_gets_all_tokens_at_once():
     torch.testing.assert_close(one, layer(x)[:, :1], rtol=0, atol=1e-6)
     left, right = (torch.autograd.grad(z.square().sum(), x)[0] for z in (one, layer(x)[:, :1]))
     torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_a_loop_of_a_causal_model_is_one_graph(padded):
+    model, x = made(rotary=Rotary(), on_failure="warn").eval(), tokens(2, 5, 8)
+    masks = {"key_mask": torch.arange(5) >= torch.tensor([[0], [2]])} if padded else {}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, steps=3, **masks), model(x, steps=3, **masks))
+    x[0, 3] = torch.nan
+    assert compiled(x, steps=3, **masks)[0].isfinite().all(-1).tolist() == [True] * 3 + [False] * 2
+    with pytest.warns(ia.ConvergenceWarning, match="NaN or an infinity"):
+        assert model.last_solve.status[0].tolist()[3:] == [int(ia.Status.NONFINITE)] * 2
