@@ -6,6 +6,7 @@ from typing import Any
 
 from .attention_tables import evaluations, problem
 from .block_forward import RATIOS as RATIOS_OF_FORWARD
+from .block_memory import REVERSIBLE_TIME
 from .decoding import BYTES
 from .decoding import RATIOS as RATIOS_OF_DECODING
 from .llama import RATIOS
@@ -183,8 +184,18 @@ def _compiled(rows: list[Row]) -> Table:
 
 def _memory(rows: list[Row]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row["evidence"]))
-    lines = [[row["name"], *(_mebibytes(row["evidence"].get(name, {})) for name in names)] for row in rows]
-    return Table("memory", "MEMORY: peak of a training step in MiB, by evaluations:", ["block", *names], lines)
+    lines = [
+        [
+            row["name"],
+            *(_mebibytes(row["evidence"].get(name, {})) for name in names),
+            number(row["ratios"].get(REVERSIBLE_TIME)),
+        ]
+        for row in rows
+    ]
+    title = (
+        "MEMORY: peak of a training step in MiB, by evaluations, and the time of 8 reversible steps over recorded ones:"
+    )
+    return Table("memory", title, ["block", *names, REVERSIBLE_TIME], lines)
 
 
 def _mebibytes(found: dict[str, Any]) -> str:
