@@ -84,12 +84,12 @@ class TokenSolve:
     def run(self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
         """The outcome for whole samples; the record of each token is kept here."""
         graph = graph and (torch.is_grad_enabled() or transforms_active())
-        if self.past and isinstance(problem, CausalProblem) and not (trace or graph or transforms_active()):
+        windows = self.past and not (trace or graph or transforms_active())
+        if windows and isinstance(problem, CausalProblem) and self._holds_windows(problem):
             outcome = self._in_windows(solver, problem, initial)
-            drawn = self.cache is None and problem.draws.repeated
-            if not drawn:
+            # The first evaluation shows whether the block draws random numbers.
+            if self._holds_windows(problem):
                 return self._kept(outcome)
-            # For other numbers of tokens the block draws other numbers.
             self.ended.clear()
         one = self.exit is None and initial.shape[initial.ndim - problem.event_ndim] == 1
         if one and isinstance(problem, CausalProblem) and not transforms_active():
@@ -110,13 +110,18 @@ class TokenSolve:
         value, record = self._with_exits(outcome.value, record, exits)
         return self._kept(outcome._replace(value=value, record=record, trace=tokens.course(outcome.trace)))
 
+    def _holds_windows(self, problem: CausalProblem) -> bool:
+        """Whether f of some tokens is that of all: a block that draws random numbers draws others for fewer tokens."""
+        return self.cache is not None or not problem.draws.repeated
+
     def _exits(self, solver: Solver, problem: Problem, initial: Tensor, event_ndim: int) -> Exits | None:
         if self.exit is None:
             return None
         exists = problem.exists if isinstance(problem, CausalProblem) else None
-        count = initial.shape[: initial.ndim - event_ndim].numel() if exists is None else int(exists.sum())
+        every = initial.shape[: initial.ndim - event_ndim].numel()
+        count = every if exists is None else int(exists.sum())
         unpack = cast(BlockMap, cast(CausalProblem, problem).function).layout.unpack
-        exits = Exits(self.exit, initial, event_ndim, count, unpack, getattr(solver, "damping", 0.0))
+        exits = Exits(self.exit, initial, event_ndim, (count, every - count), unpack, getattr(solver, "damping", 0.0))
         self.ended.append(exits)
         return exits
 
@@ -253,7 +258,8 @@ class CausalCall(BlockCall):
         if self.tokens.past and self.tokens.reads is None:
             # A block of its own may take tensors that cannot be had for some of the tokens.
             whole = [t for t in problem.inputs if not per_token(t, lead, count) and count in t.shape and count > 1]
-            self.tokens.past = not whole
+            # Beside a cache, or by chunks, it gets all of them each time.
+            self.tokens.past = not whole or self.tokens.cache is not None or self.tokens.chunk is not None
         if self.tokens.past:
             return
         block = type(self.map.block).__name__

@@ -92,7 +92,7 @@ class Exits:
         rules: when tokens end.
         start: the states, (*batch, n, *event).
         event_ndim: the number of axes of one token's state.
-        exists: the number of tokens that exist.
+        counts: the numbers of tokens that exist, and of those that do not, which have one evaluation each.
         unpack: from the tensor of a solver to the state that a read-out takes.
         damping: of a plain step.
     """
@@ -102,7 +102,7 @@ class Exits:
         rules: Exit,
         start: Tensor,
         event_ndim: int,
-        exists: int,
+        counts: tuple[int, int],
         unpack: Callable[[Tensor], Any],
         damping: float,
     ) -> None:
@@ -110,7 +110,7 @@ class Exits:
         self.value = start.flatten(start.ndim - event_ndim)
         self.code = torch.zeros(start.shape[: start.ndim - event_ndim], dtype=torch.int8, device=start.device)
         self.step = torch.full_like(self.value[..., 0], torch.nan)
-        self.left = math.inf if rules.mean is None else rules.mean * exists
+        self.left = math.inf if rules.mean is None else rules.mean * counts[0] + counts[1]
 
     def end(
         self, active: Tensor, converged: Tensor | None, point: Iteration, index: Tensor | None

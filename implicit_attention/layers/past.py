@@ -62,12 +62,19 @@ class Past:
     """
 
     def __init__(
-        self, memory: KeyValueMemory, index: Tensor, end: int, mask: Tensor | None, *, is_causal: bool, together: bool
+        self,
+        memory: KeyValueMemory,
+        index: Tensor,
+        end: int,
+        mask: Tensor | None,
+        *,
+        is_causal: bool,
+        first: int | None,
     ) -> None:
         self.positions, self.mask, self.is_causal = index, mask, is_causal
         self._memory, self._end = memory, end
         #: Where the tokens begin, if they follow each other and are the same ones in all samples.
-        self._first = int(index[0]) if together else None
+        self._first = first
         self._called = 0
         #: For each attention the memory that is written, and that which is read.
         self._places: list[tuple[KeysAndValues, KeysAndValues]] = []

@@ -184,7 +184,8 @@ class TokenWindow:
             is_causal = True
         elif not (plain and end - begin == 1):
             mask = additive_mask(reads or Reads(), own, positions, before + end, self.function.layout.dtype)
-        self.past = Past(memory, positions, before + end, mask, is_causal=is_causal, together=index is None)
+        first = before + begin if index is None else None
+        self.past = Past(memory, positions, before + end, mask, is_causal=is_causal, first=first)
         self.block = functools.partial(self.function.block, past=self.past)
 
     def at(self, index: Tensor) -> TokenWindow:

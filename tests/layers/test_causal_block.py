@@ -543,3 +543,20 @@ def test_a_loop_of_a_causal_model_is_one_graph(padded):
     assert compiled(x, steps=3, **masks)[0].isfinite().all(-1).tolist() == [True] * 3 + [False] * 2
     with pytest.warns(ia.ConvergenceWarning, match="NaN or an infinity"):
         assert model.last_solve.status[0].tolist()[3:] == [int(ia.Status.NONFINITE)] * 2
+
+
+class Mixed(Gated):
+    """A block that takes a matrix which all tokens share."""
+
+    def forward(self, z, x, matrix, past=None):
+        return super().forward(z, x, past) @ matrix
+
+
+@pytest.mark.parametrize("count", [5, 6])
+@torch.no_grad()
+def test_a_matrix_of_as_many_rows_as_tokens_is_no_argument_of_tokens(count):
+    layer = Equilibrium(Mixed(), causal=True, solver=TIGHT, on_failure="raise").double()
+    x, matrix = tokens(2, count, 6), 0.5 * torch.linalg.qr(tokens(6, 6))[0]
+    whole, cache = layer(x, matrix), layer.new_cache()
+    torch.testing.assert_close(layer(x, matrix, chunk=2), whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer(x, matrix, cache=cache), whole, rtol=0, atol=1e-6)

@@ -77,6 +77,16 @@ def test_a_mean_budget_is_spent_where_steps_are_largest(mean):
 
 
 @torch.no_grad()
+def test_tokens_that_do_not_exist_have_no_part_in_a_mean_budget():
+    model, x, exists = made(), tokens(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
+    exists[0, :7] = False
+    model(x, key_mask=exists, exit=Exit(mean=4.0))
+    spent = model.last_solve.num_evals
+    assert spent[~exists].tolist() == [1] * 7
+    assert 3.6 < float(spent[exists].double().mean()) <= 4
+
+
+@torch.no_grad()
 def test_a_read_out_ends_where_the_prediction_stands_still():
     model, x, head = made(), tokens(2, 7, 8), nn.Linear(8, 5).double()
     z = model(x, exit=Exit(readout=head, nats=1e-3))
