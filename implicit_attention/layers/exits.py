@@ -19,6 +19,9 @@ from ..solvers import Iteration
 #: The names of the rules, by their code; tokens behind one that a rule ended have settled beside that past alone.
 RULES = ("", "tolerance", "evaluations", "mean", "readout", "past")
 
+#: Relative steps are at least this.
+TINY = 1e-30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exit:
@@ -30,8 +33,9 @@ class Exit:
     Args:
         rtol: end where the last step |f(z) - z| is at most rtol |f(z)|.
         evaluations: end after so many evaluations.
-        mean: end so that a token of the call gets so many evaluations in the mean. After each evaluation half of what
-            is left of the budget goes to the tokens with the largest relative steps.
+        mean: end so that a token of the call gets so many evaluations in the mean. After each evaluation the tokens go
+            on whose relative step is above the level that the rest of the budget would bring all steps to, if they
+            went on to shrink as they do.
         readout: a function of states (*batch, n, D), or a module, that returns logits: end where the predicted
             distribution p(f(z)) differs from p(z) by at most `nats`.
         nats: the Kullback-Leibler divergence of the two for `readout`.
@@ -110,6 +114,8 @@ class Exits:
         self.value = start.flatten(start.ndim - event_ndim)
         self.code = torch.zeros(start.shape[: start.ndim - event_ndim], dtype=torch.int8, device=start.device)
         self.step = torch.full_like(self.value[..., 0], torch.nan)
+        #: Logarithms of the relative steps at the last evaluation, (*batch, n).
+        self.size: Tensor | None = None
         self.left = math.inf if rules.mean is None else rules.mean * counts[0] + counts[1]
 
     def end(
@@ -132,17 +138,33 @@ class Exits:
         if rules.mean is not None:
             self.left -= int(active.sum())
             rest = going & (code == 0)
-            count = int(rest.sum())
-            keep = int(max(self.left // 2, min(self.left, 1)))
-            if keep < count:
-                size = relative.masked_fill(~rest, -1.0).flatten()
-                chosen = torch.zeros_like(size, dtype=torch.bool)
-                chosen[size.topk(max(keep, 0)).indices] = True
-                code = self._marked(code, rest & ~chosen.view_as(rest), 3)
+            code = self._marked(code, rest & ~self._worth_more(rest, relative, index), 3)
         ended = code > 0
         image = point.mapped - self.damping * (point.mapped - point.z) if self.damping else point.mapped
         self._store(ended, code, relative, image, index)
         return ended, small
+
+    def _worth_more(self, rest: Tensor, relative: Tensor, index: Tensor | None) -> Tensor:
+        """Which tokens of the `rest` get a further evaluation of the budget that is left, (*lead)."""
+        size = relative.nan_to_num(1.0).clamp(TINY, 1 / TINY).log()
+        before = None if self.size is None else self.size if index is None else pick(self.size, index)
+        self.size = size if index is None or self.size is None else put(self.size, index, size)
+        sorted_sizes, count = size[rest].sort(descending=True).values, int(rest.sum())
+        most = min(count, int(self.left))
+        if most < 1:
+            return torch.zeros_like(rest)
+        # The logarithm by which an evaluation shrinks a step.
+        shrink = math.log(2) if before is None else max(float((before - size)[rest].median()), 0.1)
+        # Sizes above the level add up to what the budget takes away.
+        numbers = torch.arange(1, count + 1, device=size.device)
+        levels = (sorted_sizes.cumsum(0) - self.left * shrink) / numbers
+        level = float(levels[max(int((sorted_sizes > levels).sum()), 1) - 1])
+        # Half an evaluation or more is one; what is left over goes to the largest.
+        chosen = min(int((sorted_sizes >= level + shrink / 2).sum()), most) or most
+        # By number, as sizes may be equal: all are 1 where the start is 0.
+        kept = torch.zeros_like(rest).flatten()
+        kept[size.masked_fill(~rest, -torch.inf).flatten().topk(chosen).indices] = True
+        return kept.view_as(rest)
 
     def mark_behind(self, settled: Tensor, behind: Tensor, index: Tensor | None) -> None:
         """Note tokens that have settled behind others that a rule ended."""
