@@ -333,6 +333,8 @@ class CausalCall(BlockCall):
         finite = z.reshape(*lead, -1).isfinite().all(-1)
         status = torch.full_like(count, int(Status.BUDGET), dtype=torch.int8)
         status = status.masked_fill(~finite, int(Status.DIVERGED))
+        if self.lost is not None:
+            status = status.masked_fill(self.lost, int(Status.NONFINITE))
         unknown = torch.full(lead, torch.nan, device=z.device)
         record = self.tokens.judged(Record(status, unknown, torch.zeros_like(unknown), count, count))
         if bool(record.failed.any()):
@@ -382,6 +384,10 @@ def begin_tokens(
     if reads.exists is not None:
         exists = reads.exists[..., -count:].expand(*lead, count)
     x, own = _without_nonfinite(x, lead, count)
+    if cache is not None and cache.failed is not None:
+        # Behind a token that was lost all are.
+        earlier = (cache.failed == Status.NONFINITE).expand(*lead, count)
+        own = earlier if own is None else own | earlier
     lost = None
     if own is not None:
         own = own if exists is None else own & exists

@@ -136,6 +136,26 @@ def test_earlier_tokens_keep_their_bits_when_later_ones_change(kind):
             model(other)
 
 
+@pytest.mark.parametrize("steps", [None, 50])
+@torch.no_grad()
+def test_tokens_behind_a_nan_in_a_cache_are_lost_too(steps):
+    model, x = made(on_failure="ignore"), tokens(2, 6, 8)
+    whole = model(x)
+    x[0, 2] = torch.nan
+    cache = model.new_cache()
+    found = decoded(model, x, cache, steps=steps)
+    assert found.isnan().any(-1).tolist() == [[False] * 2 + [True] * 4, [False] * 6]
+    torch.testing.assert_close(found[1], whole[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[0, :2], whole[0, :2], rtol=0, atol=1e-6)
+    assert cache.status[0].tolist()[2:] == [int(ia.Status.NONFINITE)] * 4
+    assert bool((cache.status[1] <= ia.Status.BUDGET).all())
+    # Forgotten tokens do no harm.
+    cache.rewind(2)
+    torch.testing.assert_close(
+        decoded(model, tokens(2, 6, 8)[:, 2:], cache, steps=steps), whole[:, 2:], rtol=0, atol=1e-6
+    )
+
+
 def test_a_nan_gives_no_gradient_to_anybody():
     model, x = made(on_failure="ignore"), tokens(2, 6, 8)
     x[0, 3] = torch.nan
