@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_batched, is_exporting, uncompiled
+from .._autograd import is_batched, is_exporting, transforms_active, uncompiled
 from .._types import OnFailure
-from ..adjoints import Adjoint
+from ..adjoints import Adjoint, Reversible
 from ..adjoints.base import AdjointMemory
 from ..errors import ConvergenceError
 from ..options import SolveOptions
@@ -29,7 +29,7 @@ from .compiled_graphs import Graphs
 from .exits import Exit, checked_exit
 from .past import BlockCache
 from .remembering import Remembering
-from .token_window import Reads, takes_past
+from .token_window import Reads, kinds_of, takes_past
 
 Steps: TypeAlias = int | range | None
 
@@ -219,7 +219,7 @@ class Equilibrium(Remembering):
             start: replaces the layer's: a word, or a state, as the one that was returned before (a warm start).
             cache: of a causal layer, from `new_cache`: x are the tokens that follow those of the cache, and become a
                 part of it. The state then has no gradient.
-            chunk: the same as for the layer, for this call.
+            chunk: the same as for the layer, for this call; plain steps go by all tokens at once.
             exit: of a causal layer: rules that end tokens before they settle, or a relative tolerance. The state then
                 has no gradient, and `last_solve` says which rule ended each token.
             reads: masks beside causality, for layers built on this one.
@@ -271,8 +271,16 @@ class Equilibrium(Remembering):
         for name, given in (("cache", cache), ("chunk", chunk), ("exit", exit)):
             required, remedy = "be None for a layer without causal=True", "make the layer with causal=True"
             _validate.require(self.causal or given is None, name, required, type(given).__name__, remedy)
+        _validate.check_instance(
+            "reads", reads, (Reads, type(None)), "be None, or the `Reads` of a layer built on this one"
+        )
+        required, remedy = "be None without causal=True", "make the layer with causal=True"
+        _validate.require(self.causal or reads is None, "reads", required, "one", remedy)
         if not self.causal:
             return None
+        for name, given in (("cache", cache), ("exit", exit)):
+            required, remedy = "be None inside torch.func and torch.vmap", "call the layer outside of transforms"
+            _validate.require(given is None or not transforms_active(), name, required, "one", remedy)
         chunk = self.chunk if chunk is None else _checked_chunk(chunk)
         # A loop in a graph asks for no windows.
         past = not torch.compiler.is_compiling() and takes_past(self.block)
@@ -301,6 +309,7 @@ class Equilibrium(Remembering):
         of_tokens: dict[str, Any] = {}
         if tokens is not None:
             x, initial, of_tokens = begin_tokens(tokens, x, initial, layout, self._identity, warm=start is None)
+            of_tokens["kinds"] = tuple(kinds_of(x, args, layout.lead, layout.events[0][0]))
         frame, inputs = Frame.of(x, args, layout)
         mode = self.training
         draws = Draws(layout.device, known=mode in self._drawing)
@@ -313,6 +322,10 @@ class Equilibrium(Remembering):
         memory = self._memory if self.warm_adjoint else None
         policy = self._on_failure(options)
         kind_of_call = BlockCall if tokens is None else CausalCall
+        if tokens is not None and not tokens.differentiable and isinstance(options.adjoint, Reversible):
+            required = "not be Reversible() for a fixed number of steps beside a cache or `exit`"
+            fits = steps is None and not options.effective_solver.fixed_budget
+            _validate.require(fits, "adjoint", required, repr(options.adjoint), "solve, with steps=None")
         call = kind_of_call(function, initial, inputs, options, policy, self._checked, graphs, memory, **of_tokens)
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
@@ -330,7 +343,7 @@ class Equilibrium(Remembering):
             report = report if tokens is None or report is None else tokens.report(report)
             self._remember(report, eager=eager)
         if tokens is not None and not tokens.differentiable:
-            state = refusing_gradient(state, given, self.block)
+            state = refusing_gradient(state, (given, args, tokens.reads), self.block)
         return state, solution
 
     def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:
@@ -398,7 +411,7 @@ class Equilibrium(Remembering):
         Calls with one token or some at a time answer as one call with all tokens, to the tolerance of the solves.
 
         Args:
-            warm_start: start every token at the state of the token before.
+            warm_start: start the tokens of a call at the last state of the cache, the one before them.
 
         Raises:
             ValueError: for a layer that is not causal, or whose block does not read settled tokens.

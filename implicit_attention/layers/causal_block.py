@@ -99,7 +99,7 @@ class TokenSolve:
             outcome = solver.run(alone, initial, trace=trace, graph=graph)
             record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
             return self._kept(outcome._replace(record=record))
-        exits = self._exits(solver, problem, initial, problem.event_ndim - 1)
+        exits = self._exits(solver, problem, initial, problem.event_ndim - 1, getattr(problem, "exists", None))
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
         if is_batched(outcome.record.status) or transforms_active() or not isinstance(problem, CausalProblem):
@@ -114,14 +114,14 @@ class TokenSolve:
         """Whether f of some tokens is that of all: a block that draws random numbers draws others for fewer tokens."""
         return self.cache is not None or not problem.draws.repeated
 
-    def _exits(self, solver: Solver, problem: Problem, initial: Tensor, event_ndim: int) -> Exits | None:
+    def _exits(
+        self, solver: Solver, problem: Problem, start: Tensor, event_ndim: int, exists: Tensor | None
+    ) -> Exits | None:
         if self.exit is None:
             return None
-        exists = problem.exists if isinstance(problem, CausalProblem) else None
-        every = initial.shape[: initial.ndim - event_ndim].numel()
-        count = every if exists is None else int(exists.sum())
+        count = start.shape[: start.ndim - event_ndim].numel() if exists is None else int(exists.sum())
         unpack = cast(BlockMap, cast(CausalProblem, problem).function).layout.unpack
-        exits = Exits(self.exit, initial, event_ndim, (count, every - count), unpack, getattr(solver, "damping", 0.0))
+        exits = Exits(self.exit, start, event_ndim, count, unpack, getattr(solver, "damping", 0.0))
         self.ended.append(exits)
         return exits
 
@@ -143,6 +143,7 @@ class TokenSolve:
         if not self.ended:
             return report
         rule, step = (torch.cat([getattr(exits, name) for exits in self.ended], -1) for name in ("code", "step"))
+        rule = rule.masked_fill(report.failed, 0)
         return ExitReport(report.record, report.adjoint, report.remedies, rule=rule, step=step)
 
     def _kept(self, outcome: Outcome) -> Outcome:
@@ -167,12 +168,15 @@ class TokenSolve:
         before = 0 if self.cache is None else self.cache.length
         memory = self.memory(count) if memory is None else memory
         begin, end = (0, count) if chunk is None else (chunk.start, chunk.stop)
-        return TokenWindow(problem, initial.shape[:axis], count, self.reads, memory, before, begin, end)
+        return TokenWindow(problem, initial, self.reads, memory, before, begin, end)
 
     def memory(self, count: int) -> KeyValueMemory:
         """Memory with room for the keys and values of the call."""
         if self.cache is None:
             return KeyValueMemory(count)
+        if self.cache.length == 0:
+            # What a call that failed has left there may be of another kind.
+            self.cache.memory = KeyValueMemory(self.cache.memory.capacity)
         self.cache.memory.grow(self.cache.length + count)
         return self.cache.memory
 
@@ -187,7 +191,7 @@ class TokenSolve:
             window = self.window(problem, initial, memory, slice(begin, end))
             order = self.order.restricted(torch.arange(begin, end, device=initial.device))
             start = initial.narrow(axis, begin, end - begin)
-            exits = self._exits(solver, problem, start, event_ndim)
+            exits = self._exits(solver, problem, start, event_ndim, window.exists)
             one = end - begin == 1 and exits is None
             tokens = OneToken(window, event_ndim) if one else TokensInWindow(window, order, event_ndim, exits)
             outcome = solver.run(tokens, start)
@@ -216,6 +220,9 @@ class TokenSolve:
             behind = self.order.behind(record.status == code) | (held == code)
             codes = torch.where(behind & ~(codes > code), code, codes)
         codes = torch.where(record.failed, record.status, codes)
+        exists = self.exist()
+        if exists is not None:
+            codes = torch.where(exists[..., -record.status.shape[-1] :], codes, record.status)
         return record._replace(status=codes.to(record.status.dtype))
 
 
@@ -227,18 +234,24 @@ class CausalCall(BlockCall):
         tokens: how all tokens are solved.
         exists: which tokens of the call exist, (*batch, N), or None for all.
         lost: tokens, (*batch, N), that are not finite, or read such ones; None for none.
+        kinds: which inputs have an entry for each token; None where that is unclear.
         solves: holds an entry once the call was a solve.
     """
 
     tokens: TokenSolve = dataclasses.field(kw_only=True)
     exists: Tensor | None = None
     lost: Tensor | None = None
+    kinds: tuple[bool | None, ...] = ()
     solves: list[bool] = dataclasses.field(default_factory=list)
 
     def _problem(self) -> CausalProblem:
         layout = self.map.layout
         problem = CausalProblem(self.map, *self.inputs, event_ndim=layout.event_ndim + 1, checked=self.checked)
         problem.exists, problem.token_order = self.exists, self.tokens.order
+        masked = self.tokens.exist()
+        if masked is not None:
+            problem.in_mask = masked[..., -layout.lead[-1] :].expand(layout.lead)
+        problem.of_tokens = tuple(kind is True for kind in self.kinds)
         return problem
 
     def _packed(self) -> Tensor:
@@ -253,13 +266,13 @@ class CausalCall(BlockCall):
 
     def _check_windows(self, problem: CausalProblem, packed: Tensor) -> None:
         """Raise where the call asks for what a block that gets all tokens at once cannot do."""
-        lead = problem.lead_of(packed)
-        count = packed.shape[len(lead)]
-        if self.tokens.past and self.tokens.reads is None:
-            # A block of its own may take tensors that cannot be had for some of the tokens.
-            whole = [t for t in problem.inputs if not per_token(t, lead, count) and count in t.shape and count > 1]
-            # Beside a cache, or by chunks, it gets all of them each time.
-            self.tokens.past = not whole or self.tokens.cache is not None or self.tokens.chunk is not None
+        if self.tokens.past and self.tokens.reads is None and None in self.kinds:
+            required = "say whether they have an entry for each token, for calls with a cache or by chunks"
+            received = "one whose first axes are as long as those of samples and tokens"
+            remedy = "wrap what all tokens read in Shared or PerSample, and make what each has its own a part of x"
+            fits = self.tokens.cache is None and self.tokens.chunk is None
+            _validate.require(fits, "arguments", required, received, remedy)
+            self.tokens.past = False
         if self.tokens.past:
             return
         block = type(self.map.block).__name__
@@ -273,10 +286,16 @@ class CausalCall(BlockCall):
     ) -> tuple[Any, Solution]:
         tokens = self.tokens
         self.solves.append(True)
+        if self.map.layout.lead.numel() == 0 and not is_exporting():
+            return self._nothing()
         with torch.set_grad_enabled(torch.is_grad_enabled() and tokens.differentiable):
             state, solution = super().solved(solver, adjoint, measured)
+        packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
+        if packed.requires_grad and not (transforms_active() or is_batched(packed) or is_exporting()):
+            bad = ~packed.detach().flatten(len(self.map.layout.lead)).isfinite().all(-1)
+            if bool(bad.any()):
+                return self._without(bad, solution.record, solver, adjoint, measured)
         if tokens.cache is not None:
-            packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
             lead = packed.shape[: packed.ndim - self.map.layout.event_ndim]
             tokens.cache.commit(tokens.exist(), solution.status, solution.num_evals, packed.reshape(*lead, -1))
         record = solution.record
@@ -289,6 +308,37 @@ class CausalCall(BlockCall):
         if self.lost is not None:
             state = self._with_lost(state)
         return state, dataclasses.replace(solution, record=record, value=state)
+
+    def _without(
+        self, bad: Tensor, record: Record, solver: Solver | None, adjoint: Adjoint | None, measured: bool
+    ) -> tuple[Any, Solution]:
+        """The answer once more without tokens that are not finite, and those behind them, but with its first record.
+
+        In gradients of tensors that all tokens share 0 * NaN would be NaN.
+        """
+        bad = self.tokens.order.behind(bad)
+        lost = bad if self.lost is None else bad | self.lost
+        exists = ~lost if self.exists is None else self.exists & ~lost
+        inputs = tuple(
+            type(given)(only_existing(given.value, ~lost)) if own and given.value.is_floating_point() else given
+            for given, own in zip(self.inputs, self.kinds, strict=True)
+        )
+        initial = pytree.tree_map(lambda t: only_existing(t, ~lost), self.initial)
+        tokens = TokenSolve(self.tokens.reads, self.tokens.past, chunk=self.tokens.chunk, _order=self.tokens.order)
+        parts: dict[str, Any] = {"inputs": inputs, "initial": initial, "exists": exists, "lost": lost, "tokens": tokens}
+        state, solution = dataclasses.replace(self, **parts).solved(solver, adjoint, measured)
+        return state, dataclasses.replace(solution, record=record)
+
+    def _nothing(self) -> tuple[Any, Solution]:
+        """The answer where there are no tokens."""
+        lead, layout = self.map.layout.lead, self.map.layout
+        count = torch.zeros(lead, dtype=torch.int32, device=layout.device)
+        none = torch.zeros(lead, device=layout.device)
+        report = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
+        given = Record(count.to(torch.int8), none, none, count, count), report, self.options.effective_solver.remedies
+        if layout.single:
+            return self.initial, Solution(*given, value=self.initial)
+        return self.initial, BlockSolution(*given, value=self.initial, packed=self._packed())
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         if self.tokens.cache is not None:
@@ -318,19 +368,29 @@ class CausalCall(BlockCall):
     @torch.no_grad()
     def _looped_behind(self, steps: int, cache: BlockCache) -> tuple[Any, Solution]:
         """The state after plain steps beside the tokens of a cache, which keeps the keys of the last step."""
+        if self.map.layout.lead.numel() == 0:
+            return self._nothing()
         required = "be at least 1 with a cache, which keeps the keys of the last step"
         _validate.require(steps > 0, "steps", required, steps)
         layout, solver, problem, z = self.map.layout, self.options.effective_solver, self._problem(), self._packed()
         self._check_windows(problem, z)
         damping = solver.damping if isinstance(solver, Picard) else 0.0
-        step: Any = self.tokens.window(problem, z)
+        step, start, lead = self.tokens.window(problem, z), z, z.shape[: z.ndim - layout.event_ndim]
+        later: Any = step
         for index in range(steps):
-            mapped = step(z)
-            step = step.later() or step if index == 0 else step
+            mapped = later(z)
+            later = step.later() or step if index == 0 else later
             z = mapped if damping == 0 else mapped - damping * (mapped - z)
-        lead = z.shape[: z.ndim - layout.event_ndim]
         count = torch.full(lead, steps, dtype=torch.int32, device=z.device)
         finite = z.reshape(*lead, -1).isfinite().all(-1)
+        if not bool(finite.all()):
+            # Once more: a token that is not finite must not reach those before it by a weight of 0.
+            z, finite = start, torch.ones_like(finite)
+            for _ in range(steps):
+                mapped = step(only_existing(z, finite))
+                z = mapped if damping == 0 else mapped - damping * (mapped - z)
+                finite = finite & ~self.tokens.order.behind(~z.reshape(*lead, -1).isfinite().all(-1))
+            z = torch.where(finite.reshape(*lead, *(1,) * layout.event_ndim), z, torch.nan)
         status = torch.full_like(count, int(Status.BUDGET), dtype=torch.int8)
         status = status.masked_fill(~finite, int(Status.DIVERGED))
         if self.lost is not None:
@@ -384,6 +444,10 @@ def begin_tokens(
     if reads.exists is not None:
         exists = reads.exists[..., -count:].expand(*lead, count)
     x, own = _without_nonfinite(x, lead, count)
+    initial, unknown = _without_nonfinite(initial, lead, count)
+    if unknown is not None:
+        own = unknown if own is None else own | unknown
+        x = _filled(x, own, lead, count)
     if cache is not None and cache.failed is not None:
         # Behind a token that was lost all are.
         earlier = (cache.failed == Status.NONFINITE).expand(*lead, count)
@@ -399,21 +463,26 @@ def begin_tokens(
 
 def _without_nonfinite(x: Any, lead: torch.Size, count: int) -> tuple[Any, Tensor | None]:
     """The input with 0 for tokens that are not finite, and these tokens (*batch, N); None where there are none."""
-    leaves, spec = pytree.tree_flatten(x)
     lost = None
-    for leaf in leaves:
+    for leaf in pytree.tree_leaves(x):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count):
-            own = ~leaf.detach().isfinite().flatten(len(lead) + 1).all(-1) if leaf.ndim > len(lead) + 1 else None
-            lost = own if lost is None else lost if own is None else lost | own
+            finite = leaf.detach().isfinite()
+            own = ~(finite.flatten(len(lead) + 1).all(-1) if leaf.ndim > len(lead) + 1 else finite)
+            lost = own if lost is None else lost | own
     if lost is None or (host_may_look(lost) and not bool(lost.any())):
         return x, None
+    return _filled(x, lost, lead, count), lost
+
+
+def _filled(x: Any, lost: Tensor, lead: torch.Size, count: int) -> Any:
+    """The input with 0 for tokens (*batch, N) that are lost."""
 
     def filled(leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count)):
             return leaf
         return leaf.masked_fill(lost.reshape(*lost.shape, *(1,) * (leaf.ndim - lost.ndim)), 0.0)
 
-    return pytree.tree_unflatten([filled(leaf) for leaf in leaves], spec), lost
+    return pytree.tree_map(filled, x)
 
 
 def _from_last(state: Tensor, initial: Any, layout: StateLayout) -> Any:
@@ -440,11 +509,12 @@ class NoGradient(torch.autograd.Function):
         )
 
 
-def refusing_gradient(state: Any, x: Any, block: nn.Module) -> Any:
+def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
     """The state, with a backward pass that raises where somebody could expect a gradient."""
     if not torch.is_grad_enabled():
         return state
-    tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(arguments)
+    tensors = [t for leaf in leaves for t in pytree.tree_leaves(getattr(leaf, "value", leaf)) if isinstance(t, Tensor)]
     anchor = next((t for t in (*tensors, *block.parameters()) if t.requires_grad), None)
     if anchor is None:
         return state

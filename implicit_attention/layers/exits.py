@@ -96,7 +96,7 @@ class Exits:
         rules: when tokens end.
         start: the states, (*batch, n, *event).
         event_ndim: the number of axes of one token's state.
-        counts: the numbers of tokens that exist, and of those that do not, which have one evaluation each.
+        count: the number of tokens that exist.
         unpack: from the tensor of a solver to the state that a read-out takes.
         damping: of a plain step.
     """
@@ -106,7 +106,7 @@ class Exits:
         rules: Exit,
         start: Tensor,
         event_ndim: int,
-        counts: tuple[int, int],
+        count: int,
         unpack: Callable[[Tensor], Any],
         damping: float,
     ) -> None:
@@ -116,7 +116,7 @@ class Exits:
         self.step = torch.full_like(self.value[..., 0], torch.nan)
         #: Logarithms of the relative steps at the last evaluation, (*batch, n).
         self.size: Tensor | None = None
-        self.left = math.inf if rules.mean is None else rules.mean * counts[0] + counts[1]
+        self.left = math.inf if rules.mean is None else rules.mean * count
 
     def end(
         self, active: Tensor, converged: Tensor | None, point: Iteration, index: Tensor | None

@@ -166,7 +166,14 @@ class KeyValueMemory:
             return torch.zeros((*like.shape[:-2], capacity, like.shape[-1]), dtype=like.dtype, device=like.device)
 
     def select_batch(self, index: Tensor) -> None:
-        self.held = [KeysAndValues(*(t[index] for t in held)) for held in self.held]
+        with torch.inference_mode(False):
+            self.held = [KeysAndValues(*(t[index] for t in held)) for held in self.held]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueMemory:
+        clone = memo[id(self)] = KeyValueMemory(self.capacity)
+        with torch.inference_mode(False):
+            clone.held = [KeysAndValues(*(t.clone() for t in held)) for held in self.held]
+        return clone
 
 
 class BlockCache:
@@ -177,7 +184,7 @@ class BlockCache:
 
     Args:
         owner: the object that identifies its layer.
-        warm_start: start every token at the state of the token before.
+        warm_start: start the tokens of a call at the last state of the cache.
 
     Attributes:
         length: the number of tokens in the cache.

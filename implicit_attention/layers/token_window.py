@@ -15,6 +15,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import transforms_active
 from .._declared import picked
+from ..fixed_point_map import PerSample, Shared
 from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
@@ -65,6 +66,11 @@ class CausalProblem(BlockProblem):
     """The fixed points of a causal block on all tokens at once; the state of a token that does not exist is 0."""
 
     exists: Tensor | None = None
+    #: Which tokens exist by a mask: others have an answer at once. Tokens that are lost end with those before them, as
+    #: bits depend on how many tokens are left.
+    in_mask: Tensor | None = None
+    #: Which of the inputs have an entry for each token, on the axis after those of samples.
+    of_tokens: tuple[bool, ...] = ()
 
     # Those of the base, which hold for this map too.
     row_block = 1
@@ -73,6 +79,8 @@ class CausalProblem(BlockProblem):
         part = BlockProblem.select(self, index)
         if part is not None and self.exists is not None:
             part.exists = picked(self.exists, index, index.ndim - 1)
+        if part is not None and self.in_mask is not None:
+            part.in_mask = picked(self.in_mask, index, index.ndim - 1)
         return part
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
@@ -92,18 +100,21 @@ class CausalProblem(BlockProblem):
         last = (torch.arange(count, device=z.device) == count - 1).expand(z.shape[:event])
         others = TokensTogether(self.apart())
         mapped = others.fixed_point_map(z)
-        changed = [per_token(t, self.lead_of(z), count) and t.is_floating_point() for t in self.inputs]
+        changed = [own and t.is_floating_point() for t, own in zip(self.inputs, self.of_tokens, strict=True)]
         again = object.__new__(type(self))
         again.__dict__ |= vars(self)
         again.inputs = tuple(
-            torch.cat([t[..., :-1, :], t[..., -1:, :] + 1.0], -2) if own and t.ndim == event + 1 else t
+            torch.cat([t.narrow(event - 1, 0, count - 1), t.narrow(event - 1, count - 1, 1) + 1.0], event - 1)
+            if own
+            else t
             for t, own in zip(self.inputs, changed, strict=True)
         )
         for problem in (others, TokensTogether(again.apart())):
             if not stay_where(problem, last, ~last, z, mapped):
                 required = "let token t read tokens <= t alone with causal=True"
                 received = f"{self._map_name()}, in which the last token changes earlier ones"
-                raise ValueError(_validate.message("block", required, received, "mask later tokens, or causal=False"))
+                remedy = "mask later tokens, wrap arguments of whole samples in PerSample, or use causal=False"
+                raise ValueError(_validate.message("block", required, received, remedy))
         self.checked.add(key)
 
     def lead_of(self, z: Tensor) -> torch.Size:
@@ -116,15 +127,29 @@ class TokensTogether(Tokens):
 
     #: Which of them rules have ended.
     exits: Exits | None = None
+    #: Which of them exist by a mask, (*batch, K); None for all.
+    exists: Tensor | None = None
     #: The places of the tokens that are left, (*batch, K); None for all.
     index: Tensor | None = None
 
     def __init__(self, problem: Problem, exits: Exits | None = None) -> None:
-        self.inner, self.exits = problem, exits
+        self.inner, self.exits, self.exists = problem, exits, getattr(problem, "in_mask", None)
         self.event_ndim = problem.event_ndim - 1
         self.token_order = problem.token_order or TokenOrder()
 
     def settled_of(
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Any
+    ) -> tuple[Tensor | None, Tensor]:
+        if self.exists is not None and converged is not None:
+            # Tokens that do not exist have an answer at once, and keep nobody waiting.
+            absent = active & ~self.exists
+            settled, broken = self._settled_of(
+                active & self.exists, converged & self.exists, broken & self.exists, point
+            )
+            return absent if settled is None else settled | absent, broken & self.exists
+        return self._settled_of(active, converged, broken, point)
+
+    def _settled_of(
         self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Any
     ) -> tuple[Tensor | None, Tensor]:
         if self.exits is None:
@@ -145,6 +170,7 @@ class TokenWindow:
 
     Args:
         problem: of all tokens of the call.
+        start: the states of all tokens of the call, (*batch, N, *event).
         reads: which tokens read which.
         memory: for keys and values.
         before: the number of tokens before those of the call.
@@ -156,8 +182,7 @@ class TokenWindow:
     def __init__(
         self,
         problem: CausalProblem,
-        batch: torch.Size,
-        count: int,
+        start: Tensor,
         reads: Reads | None,
         memory: KeyValueMemory,
         before: int,
@@ -167,23 +192,26 @@ class TokenWindow:
         shared: list[Any] | None = None,
     ) -> None:
         self.problem = problem
-        self.made_of = (problem, batch, count, reads, memory, before, begin, end)
+        self.made_of = (problem, start, reads, memory, before, begin, end)
+        batch = problem.lead_of(start)
         self.index, self.shared = index, [] if shared is None else shared
         self.function = cast(BlockMap, problem.function)
         device = self.function.layout.device
         own = torch.arange(begin, end, device=device) if index is None else begin + index
-        arguments = [rows_at(t, own, len(batch) - t.ndim) if per_token(t, batch, count) else t for t in problem.inputs]
+        parts = zip(problem.inputs, problem.of_tokens, strict=True)
+        arguments = [rows_at(t, own, len(batch) - t.ndim) if of_tokens else t for t, of_tokens in parts]
         filled = self.function.frame.filled(tuple(arguments))
         # The masks of `reads` are those of the past.
         self.arguments = filled if reads is None else filled[:1]
         self.tensors = [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
-        self.exists = None if problem.exists is None else rows_at(problem.exists, own, -1)
+        given = (problem.exists, problem.in_mask)
+        self.exists, self.in_mask = (None if t is None else rows_at(t, own, -1) for t in given)
         positions, mask, is_causal = own + before, None, False
         plain = index is None and (reads is None or all(part is None for part in reads))
         if plain and before + begin == 0 and end > 1:
             is_causal = True
         elif not (plain and end - begin == 1):
-            mask = additive_mask(reads or Reads(), own, positions, before + end, self.function.layout.dtype)
+            mask = additive_mask(reads or Reads(), own, positions, before + end, start.dtype)
         first = before + begin if index is None else None
         self.past = Past(memory, positions, before + end, mask, is_causal=is_causal, first=first)
         self.block = functools.partial(self.function.block, past=self.past)
@@ -242,7 +270,7 @@ class TokensInWindow(TokensTogether):
 
     def __init__(self, window: TokenWindow, order: TokenOrder, event_ndim: int, exits: Exits | None = None) -> None:
         self.window, self.token_order, self.event_ndim = window, order, event_ndim
-        self.exits, self.index = exits, window.index
+        self.exits, self.index, self.exists = exits, window.index, window.in_mask
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.window(z)
@@ -288,6 +316,25 @@ def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:
     return torch.where(exists.reshape(*exists.shape, *(1,) * (z.ndim - exists.ndim)), z, 0.0)
 
 
+def kinds_of(x: Any, args: tuple[Any, ...], batch: torch.Size, count: int) -> list[bool | None]:
+    """Which tensors among the arguments of a block, in their order, have an entry for each token; None: unclear.
+
+    Tensors of x have where their shapes say so, other arguments where they are not wrapped. With as many samples as
+    tokens, or without an axis of samples, the shapes of others say nothing.
+    """
+    kinds: list[bool | None] = []
+    for place, argument in enumerate((x, *args)):
+        wrapped = pytree.tree_leaves(argument, is_leaf=lambda part: isinstance(part, PerSample | Shared))
+        for leaf in wrapped:
+            if isinstance(leaf, PerSample | Shared):
+                kinds += [False for part in pytree.tree_leaves(leaf.value) if isinstance(part, Tensor)]
+            elif isinstance(leaf, Tensor):
+                fits = per_token(leaf, batch, count)
+                unclear = place > 0 and fits and (not batch or batch[-1] == count)
+                kinds.append(None if unclear else fits)
+    return kinds
+
+
 def per_token(tensor: Tensor, batch: torch.Size, count: int) -> bool:
     """Whether a tensor has an entry for each token, (*batch, N, ...)."""
     return tensor.ndim > len(batch) and tensor.shape[: len(batch) + 1] == (*batch, count)
@@ -296,17 +343,18 @@ def per_token(tensor: Tensor, batch: torch.Size, count: int) -> bool:
 def additive_mask(reads: Reads, own: Tensor, positions: Tensor, total: int, dtype: torch.dtype) -> Tensor:
     """The mask of tokens at `positions`, the numbers `own` of a call, for all keys up to `total`: 0 or -inf.
 
-    Every token reads itself, so that one that does not exist gives numbers that nobody reads, and no NaN.
+    A token that does not exist reads itself, so that it gives numbers that nobody reads, and no NaN.
     """
     keys = torch.arange(total, device=own.device)
     before, itself = keys <= positions[..., None], keys == positions[..., None]
     if own.ndim > 1:
         before, itself = before.unsqueeze(-3), itself.unsqueeze(-3)
-    if reads.exists is not None:
-        before = before & reads.exists[..., None, None, :total]
     if reads.pairs is not None:
         before = before & rows_of_pairs(reads.pairs, own)[..., :total]
-    mask = torch.zeros(before.shape, dtype=dtype, device=own.device).masked_fill(~(before | itself), -torch.inf)
+    if reads.exists is not None:
+        absent = ~rows_at(reads.exists, positions, -1)[..., None, :, None]
+        before = before & reads.exists[..., None, None, :total] | itself & absent
+    mask = torch.zeros(before.shape, dtype=dtype, device=own.device).masked_fill(~before, -torch.inf)
     return mask if reads.bias is None else mask + rows_of_pairs(reads.bias, own)[..., :total].to(dtype)
 
 

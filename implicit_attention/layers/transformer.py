@@ -215,7 +215,7 @@ class EquilibriumTransformer(Equilibrium):
             mask: boolean (True = attend) or additive: (N, N), (*batch, N, N), or (*batch, heads, N, N). A causal model
                 reads no later token by it: packed documents need no triangle of their own.
             key_mask: which tokens exist, boolean, (*batch, N); beside a cache those of x, or of all tokens. In a causal
-                model the state of other tokens is 0.
+                model a solve gives other tokens the state 0.
             cache: of a causal model, from `new_cache`: x are the tokens that follow those of the cache.
             **options: `steps`, `solver`, `adjoint`, `start`, `on_failure` and `return_solution`, as of `Equilibrium`.
 
@@ -243,7 +243,10 @@ class EquilibriumTransformer(Equilibrium):
         if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
             mask = mask.unsqueeze(-3)
         shape = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
-        pairs, bias = mask_and_bias(mask, shape=shape, like=x)
+        pairs, bias = (
+            t if t is None or t.ndim < 2 else t.expand(*t.shape[:-2], *shape[-2:])
+            for t in mask_and_bias(mask, shape=shape, like=x)
+        )
         return Reads(pairs, bias, key_mask)
 
     def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
