@@ -183,9 +183,17 @@ class Exits:
     def _change(self, point: Iteration) -> Tensor:
         """The divergence of the distributions that are read out of f(z) and of z, (*lead)."""
         assert self.rules.readout is not None
-        shape = (*point.z.shape[:-1], *point.event_shape)
-        new, old = (self.rules.readout(self.unpack(t.reshape(shape))).log_softmax(-1) for t in (point.mapped, point.z))
-        return (new.exp() * (new - old)).sum(-1)
+        shape, scores = (*point.z.shape[:-1], *point.event_shape), []
+        for states in (point.mapped, point.z):
+            logits: Any = self.rules.readout(self.unpack(states.reshape(shape)))
+            fits = isinstance(logits, Tensor) and logits.ndim > 0 and logits.shape[:-1] == states.shape[:-1]
+            received = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            required = f"return logits {(*states.shape[:-1], 'C')} for states {shape}"
+            _validate.require(fits, "readout", required, received)
+            scores.append(logits.log_softmax(-1))
+        new, old = scores
+        change: Tensor = (new.exp() * (new - old)).sum(-1)
+        return change
 
     def _store(self, ended: Tensor, code: Tensor, relative: Tensor, image: Tensor, index: Tensor | None) -> None:
         parts = []

@@ -267,6 +267,11 @@ class BlockCache:
         if length == self.length:
             return
         self.length, self.state = length, None
+        if length == 0:
+            # The next call may have another batch.
+            self.exists = self.status = self.num_evals = None
+            self._all_well = True
+            return
         self.exists, self.status, self.num_evals = (
             None if t is None else t[..., :length] for t in (self.exists, self.status, self.num_evals)
         )
