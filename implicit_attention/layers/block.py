@@ -20,15 +20,17 @@ from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..solvers.exported import check_no_evidence, is_budget
-from .block_call import BlockCall, BlockMap, Draws
+from .block_call import BlockCall
+from .block_map import BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
-from .causal_block import CausalCall, TokenSolve, begin_tokens, refusing_gradient
+from .causal_call import CausalCall, begin_tokens, refusing_gradient
 from .compiled_block import check_compiled
 from .compiled_graphs import Graphs
 from .exits import Exit, checked_exit
 from .past import BlockCache
 from .remembering import Remembering
+from .token_solve import TokenSolve
 from .token_window import Reads, kinds_of, takes_past
 
 Steps: TypeAlias = int | range | None

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from operator import ne
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
-from typing_extensions import Self
 
-from .. import _validate
-from .._autograd import HALF, at_least_single, is_batched, is_exporting, same, transforms_active
+from .._autograd import HALF, at_least_single, is_batched, is_exporting
 from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from ..adjoints.base import AdjointMemory
 from ..adjoints.reversible_steps import coupled_steps
-from ..fixed_point_map import FixedPointMap, PerSample, Shared
-from ..linear import GMRES, LinearSolver
+from ..fixed_point_map import PerSample, Shared
+from ..linear import GMRES
 from ..options import SolveOptions
-from ..problem import counted_copy, is_like, writes_to
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
-from ..solvers._rows import stay_where
 from ..status import Status
-from .block_state import Frame, StateLayout
-from .compiled_block import CompiledPicard, adjoint_by_graphs
+from .block_map import BlockMap, BlockProblem
+from .compiled_block import CompiledPicard
 from .compiled_graphs import Graphs
 
 #: The adjoint of a layer without one of its own.
@@ -183,281 +176,3 @@ class BlockSolution(Solution):
         """(*lead), residual / |value|_2, over all tensors of the state."""
         size = norm(self.packed.detach())
         return torch.where(self.residual == 0, 0.0, self.residual / size)
-
-
-class BlockMap(nn.Module):
-    """f(z, *tensors) of one tensor z: the state is unpacked, and the arguments are put in their places.
-
-    Args:
-        block: z, x, *args -> z.
-        layout: of the state.
-        frame: of (x, *args), whose tensors are arguments of the map.
-        autocast: the dtype in which autocast runs the block, or None.
-        draws: the random numbers of the call.
-    """
-
-    __name__: str
-    layout: StateLayout
-    frame: Frame
-    autocast: torch.dtype | None
-    draws: Draws
-    #: Holds an entry once the block was evaluated; copies of this module share the list.
-    evaluated: list[bool]
-    #: Whether neither the state nor an argument holds others.
-    flat: bool
-
-    def __init__(
-        self, block: nn.Module, layout: StateLayout, frame: Frame, autocast: torch.dtype | None, draws: Draws
-    ) -> None:
-        super().__init__()
-        self.block = block
-        parts: dict[str, Any] = {"layout": layout, "frame": frame, "autocast": autocast, "draws": draws}
-        parts |= {"__name__": type(block).__name__, "evaluated": [], "flat": layout.single and frame.flat}
-        # Past the tests by which `nn.Module` looks for parameters.
-        self.__dict__ |= parts
-
-    def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
-        """The map in a solve, around which autocast is off."""
-        state, arguments = self.layout.unpack(z), self.frame.filled(tensors)
-        if self.autocast is None:
-            return self.layout.pack(self.step(state, arguments))
-        with self.precision():
-            return self.layout.pack(self.step(state, arguments))
-
-    # Without the search for hooks: only the layer sees this module.
-    __call__ = forward
-
-    def precision(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which autocast runs the block as it would around the call."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        # A weight that is cast without a graph, and kept, would have none where one is needed.
-        return torch.autocast(self.layout.device.type, self.autocast, cache_enabled=False)
-
-    def step(self, state: Any, arguments: tuple[Any, ...]) -> Any:
-        """The next state for (x, *args); an error where the block writes to them, which at first are copies."""
-        cast = self.autocast is not None
-        if torch.compiler.is_compiling() or is_exporting():
-            result = self.draws.evaluate(self.block, state, *arguments)
-            return self.layout.check_output(self.__name__, result, state, cast=cast)
-        first, passed = not self.evaluated, (state, *arguments)
-        olds = news = self._tensors(passed)
-        if first or not self.flat:
-            # The block may keep tuples, lists and dicts, or change them.
-            own = _copied if first else _itself
-            passed = tuple(map(own, passed)) if self.flat else pytree.tree_map(own, passed)
-            news = self._tensors(passed)
-        before = [writes_to(tensor) for tensor in news]
-        result = self.draws.evaluate(self.block, *passed)
-        written = [writes_to(new) != count for new, count in zip(news, before, strict=True)]
-        if first:
-            # Torch does not count writes past it (by numpy, through `.data`).
-            for i, (old, new) in enumerate(zip(olds, news, strict=True)):
-                visible = new.device.type == "cpu" and not transforms_active()
-                written[i] = written[i] or (visible and not same(new, old))
-        if True in written:
-            self._refuse_writes(written)
-        if first:
-            self.evaluated.append(True)
-        return self.layout.check_output(self.__name__, result, state, cast=cast)
-
-    def later(self, inputs: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor] | None:
-        """The map of plain states after the first evaluation, for a block of plain arguments that draws no numbers."""
-        draws, arguments = self.draws, self.frame.filled(inputs)
-        tensors = [part for part in arguments if isinstance(part, Tensor)] if self.flat else []
-        if not self.flat or self.autocast is not None or draws.repeated or draws.watching or not self.evaluated:
-            return None
-        block = self.block
-        # Torch counts no writes to inference tensors.
-        others = [tensor for tensor in tensors if not tensor.is_inference()]
-
-        def mapped(z: Tensor) -> Tensor:
-            counted = others if z.is_inference() else [z, *others]
-            before = [tensor._version for tensor in counted]
-            result = block(z, *arguments)
-            if (after := [tensor._version for tensor in counted]) != before:
-                written = list(map(ne, after, before))
-                self._refuse_writes([False, *written] if counted is others else written)
-            if not is_like(result, z):
-                result = self.layout.check_output(self.__name__, result, z, cast=False)
-            return cast(Tensor, result)
-
-        return mapped
-
-    def _refuse_writes(self, written: list[bool]) -> NoReturn:
-        """Raise because the block has written to some of its tensors, those of the state first."""
-        required, received = "leave its arguments as they are", "a block that works on its arguments in place"
-        if True in written[: len(self.layout.events)]:
-            required, received = "leave its state as it is", "a map that works on it in place"
-        remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
-        raise ValueError(_validate.message(self.__name__, required, received, remedy))
-
-    def _tensors(self, passed: tuple[Any, ...]) -> list[Tensor]:
-        """The tensors in (state, x, *args), those of the state first."""
-        parts = passed if self.flat else pytree.tree_leaves(passed)
-        return [part for part in parts if isinstance(part, Tensor)]
-
-
-def _copied(leaf: Any) -> Any:
-    return counted_copy(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
-
-
-#: The remedies for a block that failed: an accelerated method may settle elsewhere than the loop of its training.
-TRAINED = (
-    "train it with numbers of steps that are drawn (steps=range(a, b)), or hold Anderson(history=1) against the loop "
-    "first: it may settle elsewhere"
-)
-LEVERS = {
-    Status.MAX_STEPS: "raise max_steps, ",
-    Status.STALLED: "use a larger rtol or a wider dtype, ",
-    Status.DIVERGED: "",
-}
-
-
-class BlockProblem(FixedPointMap):
-    """The fixed points of a `BlockMap`. Whether it reads undeclared tensors is checked once per layer and mode."""
-
-    if_random = (
-        "numbers that come from numpy or a Generator of its own cannot be held: draw them from torch's default "
-        "generators, which are held for a call, or call eval()"
-    )
-
-    def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[bool, str]]) -> None:
-        super().__init__(function, *inputs, event_ndim=event_ndim)
-        self.checked, self.mode, self.draws = checked, function.block.training, function.draws
-        self.graphs: Graphs | None = None
-
-    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
-        # The map has checked what the block returned.
-        mapped: Tensor = result
-        return mapped
-
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        return cast(BlockMap, self.function).later(self.inputs)
-
-    def select(self, index: Tensor) -> Self | None:
-        # For fewer samples the block would draw other numbers.
-        return None if self.draws.repeated else super().select(index)
-
-    def _adjoint(self, method: LinearSolver[Any], z: Tensor, cotangent: Tensor) -> Any:
-        return None if self.graphs is None else adjoint_by_graphs(self.graphs, self, method, z, cotangent)
-
-    @property
-    def tested(self) -> bool:  # type: ignore[override]
-        """Whether a solve of the layer, in this mode, has shown that the block writes to nothing it is given."""
-        return (self.mode, "writes") in self.checked
-
-    def pass_tests(self) -> None:
-        if not transforms_active():
-            self.checked.add((self.mode, "writes"))
-
-    def leaves_others(self, test: Callable[[], bool]) -> bool:
-        function = cast(BlockMap, self.function)
-        if not function.frame.flat:
-            return test()
-        kinds = [(tuple(t.shape), own) for t, own in zip(self.inputs, self._own, strict=True)]
-        key = (self.mode, f"alone: {function.layout.events} {kinds} {function.frame.others}")
-        if key not in self.checked and test():
-            self.checked.add(key)
-        return key in self.checked
-
-    @property
-    def to_contract(self) -> str:
-        # A block has none of the numbers that problems of attention have.
-        return ""
-
-    def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
-        advice = super().advice(remedies)
-        return advice | {status: f"{levers}{TRAINED}" for status, levers in LEVERS.items() if status in advice}
-
-    @torch.no_grad()
-    def check_axes(self, z: Tensor) -> None:
-        """Raise where one of several axes that number samples mixes them: some samples move, and others follow."""
-        lead = z.shape[: z.ndim - self.event_ndim]
-        key = (self.mode, f"{len(lead)} axes")
-        if len(lead) < 2 or z.numel() == 0 or key in self.checked or transforms_active():
-            return
-        mapped = self.apart().fixed_point_map(z)
-        for axis, count in enumerate(lead):
-            at = torch.arange(count, device=z.device) < (count + 1) // 2
-            moved = at.reshape((count, *(1,) * (len(lead) - axis - 1))).expand(lead)
-            if count > 1 and not stay_where(self, moved, ~moved, z, mapped):
-                required = f"leave to the samples what their entries read of each other along axis {axis} of the state"
-                received = f"event_ndim={self.event_ndim} for the shape {tuple(z.shape)}"
-                remedy = f"pass event_ndim={z.ndim - axis}, or leave it out for all axes but the first"
-                raise ValueError(_validate.message("event_ndim", required, received, remedy))
-        self.checked.add(key)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        # A tensor that the block closes over may require grad since.
-        key = (self.mode, self._read_by())
-        if key not in self.checked or transforms_active():
-            super().check_undeclared(z)
-            self.checked.add(key)
-
-
-class Draws:
-    """The random numbers of a block, which are the same at every evaluation of one call, its backward pass included.
-
-    A block that draws some moves the generators of torch (of the CPU and of the state's device) at its first
-    evaluation. As torch.utils.checkpoint does, every later evaluation starts them where the first one did. Generators
-    of the block's own, of numpy or of Python are not seen.
-
-    Args:
-        device: of the state.
-        known: whether the block is known to draw.
-    """
-
-    def __init__(self, device: torch.device, *, known: bool) -> None:
-        self.device = device
-        #: Where the first evaluation starts the generators, and where it leaves them; None for a block that draws none.
-        self.before = _generators(device) if known else None
-        self.after: list[Tensor] | None = None
-        self.watching = not known
-
-    @property
-    def repeated(self) -> bool:
-        """Whether the block draws numbers, the same ones at each evaluation."""
-        return self.before is not None
-
-    def evaluate(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments) with the numbers of this call."""
-        if torch.compiler.is_compiling() or (self.before is None and not self.watching):
-            return function(*arguments)
-        outside = _generators(self.device)
-        if self.before is None:
-            result, after = function(*arguments), _generators(self.device)
-            self.watching = False
-            if not all(map(torch.equal, outside, after)):
-                self.before, self.after = outside, after
-                _set_generators(self.device, outside)
-            return result
-        try:
-            _set_generators(self.device, self.before)
-            result = function(*arguments)
-            self.after = self.after or _generators(self.device)
-        finally:
-            _set_generators(self.device, outside)
-        return result
-
-    def finish(self) -> None:
-        """Leave the generators where one evaluation leaves them, so that the next call draws other numbers."""
-        if self.after is not None:
-            _set_generators(self.device, self.after)
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type not in ("cpu", "meta"):
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_generators(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)

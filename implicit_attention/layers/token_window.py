@@ -19,7 +19,7 @@ from ..fixed_point_map import PerSample, Shared
 from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
-from .block_call import BlockMap, BlockProblem
+from .block_map import BlockMap, BlockProblem
 from .exits import Exits
 from .past import KeyValueMemory, Past, rows_at
 
