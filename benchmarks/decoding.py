@@ -99,6 +99,8 @@ def _timed(setting: DecodingSetting, repeats: int, max_seconds: float) -> Row:
     past = Appended(cache, setting.past)
 
     def plain() -> Tensor:
+        # Every token has a position of its own.
+        past.turns = None
         z = torch.zeros_like(token)
         for _ in range(setting.evaluations):
             z = model.block(z, token, past=past)

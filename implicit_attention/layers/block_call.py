@@ -81,8 +81,7 @@ class BlockCall:
         else:
             problem.check_axes(packed)
             # The layer has checked its options.
-            request = dataclasses.replace(self._request(problem, packed, solver), measured=measured)
-            solution = by_adjoint(request, adjoint)
+            solution = by_adjoint(self._request(problem, packed, solver, measured), adjoint)
         state = layout.unpack(solution.value)
         if not layout.single:
             solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
@@ -96,9 +95,9 @@ class BlockCall:
     def _packed(self) -> Tensor:
         return self.map.layout.pack(self.initial)
 
-    def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver) -> Request:
+    def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver, measured: bool) -> Request:
         report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
-        return Request(problem, packed, solver, "auto", False, report, memory=self.memory)
+        return Request(problem, packed, solver, "auto", False, report, memory=self.memory, measured=measured)
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         """The state after plain steps, by a bare loop at the cost of a loop written by hand."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import torch
@@ -60,12 +61,12 @@ class CausalCall(BlockCall):
     def _packed(self) -> Tensor:
         return only_existing(super()._packed(), self.exists)
 
-    def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver) -> Request:
+    def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver, measured: bool) -> Request:
         assert isinstance(problem, CausalProblem)
         self._check_windows(problem, packed)
         if self.tokens.cache is None:
             problem.check_causal(packed)
-        return dataclasses.replace(super()._request(problem, packed, solver), by_token=self.tokens)
+        return dataclasses.replace(super()._request(problem, packed, solver, measured), by_token=self.tokens)
 
     def _check_windows(self, problem: CausalProblem, packed: Tensor) -> None:
         """Raise where the call asks for what a block that gets all tokens at once cannot do."""
@@ -266,22 +267,32 @@ def begin_tokens(
 
 def _without_nonfinite(x: Any, lead: torch.Size, count: int) -> tuple[Any, Tensor | None]:
     """The input with 0 for tokens that are not finite, and these tokens (*batch, N); None where there are none."""
-    lost = None
-    for leaf in pytree.tree_leaves(x):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count):
-            finite = leaf.detach().isfinite()
-            own = ~(finite.flatten(len(lead) + 1).all(-1) if leaf.ndim > len(lead) + 1 else finite)
-            lost = own if lost is None else lost | own
-    if lost is None or (host_may_look(lost) and not bool(lost.any())):
+    leaves = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x)
+    leaves = [leaf.detach() for leaf in leaves if _has_numbers(leaf, lead, count)]
+    # A sum is finite where all its terms are, unless it overflows.
+    if not leaves or (host_may_look(*leaves) and all(bool(leaf.sum().isfinite()) for leaf in leaves)):
+        return x, None
+    lost = functools.reduce(torch.logical_or, (~_flat(leaf, lead).isfinite().all(-1) for leaf in leaves))
+    if host_may_look(lost) and not bool(lost.any()):
         return x, None
     return _filled(x, lost, lead, count), lost
+
+
+def _has_numbers(leaf: Any, lead: torch.Size, count: int) -> bool:
+    """Whether a part of an input is a tensor of floating-point numbers for each token."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count)
+
+
+def _flat(tensor: Tensor, lead: torch.Size) -> Tensor:
+    """A tensor (*lead, N, ...) as (*lead, N, n)."""
+    return tensor.flatten(len(lead) + 1) if tensor.ndim > len(lead) + 1 else tensor.unsqueeze(-1)
 
 
 def _filled(x: Any, lost: Tensor, lead: torch.Size, count: int) -> Any:
     """The input with 0 for tokens (*batch, N) that are lost."""
 
     def filled(leaf: Any) -> Any:
-        if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count)):
+        if not _has_numbers(leaf, lead, count):
             return leaf
         return leaf.masked_fill(lost.reshape(*lost.shape, *(1,) * (leaf.ndim - lost.ndim)), 0.0)
 

@@ -182,12 +182,13 @@ class TokenSolve:
         for begin in range(0, count, chunk):
             end = min(begin + chunk, count)
             window = self.window(problem, initial, memory, slice(begin, end))
-            order = self.order.restricted(torch.arange(begin, end, device=initial.device))
             start = initial.narrow(axis, begin, end - begin)
             exits = self._exits(solver, problem, start, event_ndim, window.exists)
-            one = end - begin == 1 and exits is None
-            tokens = OneToken(window, event_ndim) if one else TokensInWindow(window, order, event_ndim, exits)
-            outcome = solver.run(tokens, start)
+            if end - begin == 1 and exits is None:
+                outcome = solver.run(OneToken(window, event_ndim), start)
+            else:
+                order = self.order.restricted(torch.arange(begin, end, device=initial.device))
+                outcome = solver.run(TokensInWindow(window, order, event_ndim, exits), start)
             record, value = outcome.record, outcome.value
             if not window.is_at(value):
                 # The best state of a token that failed, or states that later tokens did not see last.

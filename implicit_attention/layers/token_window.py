@@ -198,15 +198,21 @@ class TokenWindow:
         self.function = cast(BlockMap, problem.function)
         device = self.function.layout.device
         own = torch.arange(begin, end, device=device) if index is None else begin + index
+
+        def rows(tensor: Tensor, axis: int) -> Tensor:
+            if index is None:
+                return tensor.narrow(axis, begin, end - begin)
+            return rows_at(tensor, own, axis)
+
         parts = zip(problem.inputs, problem.of_tokens, strict=True)
-        arguments = [rows_at(t, own, len(batch) - t.ndim) if of_tokens else t for t, of_tokens in parts]
+        arguments = [rows(t, len(batch) - t.ndim) if of_tokens else t for t, of_tokens in parts]
         filled = self.function.frame.filled(tuple(arguments))
         # The masks of `reads` are those of the past.
         self.arguments = filled if reads is None else filled[:1]
         self.tensors = [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
         given = (problem.exists, problem.in_mask)
-        self.exists, self.in_mask = (None if t is None else rows_at(t, own, -1) for t in given)
-        positions, mask, is_causal = own + before, None, False
+        self.exists, self.in_mask = (None if t is None else rows(t, -1) for t in given)
+        positions, mask, is_causal = own + before if before else own, None, False
         plain = index is None and (reads is None or all(part is None for part in reads))
         if plain and before + begin == 0 and end > 1:
             is_causal = True

@@ -48,7 +48,7 @@ class SoftmaxAttention(nn.Module):
             if past is None:
                 turns = rotary.turns(query, torch.arange(x.shape[-2], device=x.device))
             else:
-                turns = past.once(self, lambda: rotary.turns(query, past.positions))
+                turns = past.once((rotary, query.shape[-1]), lambda: rotary.turns(query, past.positions))
             query, key = rotary.turned(query, *turns), rotary.turned(key, *turns)
         causal = self.causal and mask is None
         if past is not None:
