@@ -300,7 +300,7 @@ class Equilibrium(Remembering):
     ) -> tuple[Any, Solution | Record]:
         """The state and its evidence, which the layer keeps."""
         given = x
-        initial = initial_state(self.start if start is None else start, x, self.event_ndim)
+        initial = initial_state(self.start if start is None else start, self._like(x), self.event_ndim)
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -355,11 +355,16 @@ class Equilibrium(Remembering):
         named = isinstance(cause, ValueError) or isinstance(error, ConvergenceError)
         if named or start is None or isinstance(start, str):
             return
-        received, own = (structure(state) for state in (initial, initial_state(self.start, x, self.event_ndim)))
+        begun = initial_state(self.start, self._like(x), self.event_ndim)
+        received, own = (structure(state) for state in (initial, begun))
         if received != own:
             failed = f"{type(self.block).__name__} takes, which raised {type(cause).__name__}"
             required = f"be a state that {failed} (its own start has the structure {own})"
             raise ValueError(_validate.message("start", required, received)) from error
+
+    def _like(self, x: Any) -> Any:
+        """The tensors whose kind a start has that is a word: those of x."""
+        return x
 
     def segments(
         self,

@@ -24,6 +24,7 @@ from .token_window import Reads, takes_past
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]
+Attention: TypeAlias = Literal["softmax", "equilibrium"] | nn.Module
 
 
 class SoftmaxAttention(nn.Module):
@@ -97,17 +98,70 @@ class TransformerLayer(nn.Module):
         return h + self.dropout(self.mlp(self.mlp_norm(h)))  # type: ignore[no-any-return]
 
 
-class TransformerBlock(nn.Module):
-    """One step: join the input to the state, apply the layers in turn, and keep the state bounded by a norm."""
+class TransformerStack(nn.Module):
+    """Transformer layers in turn, h -> h, whose result a norm keeps bounded: a part of a block that repeats.
 
-    def __init__(self, dim: int, layers: list[nn.Module], norm: Norm, injection: Injection) -> None:
+    Args:
+        dim, heads, depth, attention, norm, causal, rotary, mlp_ratio, dropout: as of `EquilibriumTransformer`.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, with the remedy.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.models.reasoners import TransformerStack
+        >>> stack, exists = TransformerStack(16, heads=2, depth=2), torch.tensor([[True] * 4 + [False]])
+        >>> stack(torch.randn(3, 5, 16), exists[:, None, None, :]).shape
+        torch.Size([3, 5, 16])
+
+    Not for a whole model that settles: `EquilibriumTransformer` has the input and the solve.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        depth: int = 1,
+        *,
+        attention: Attention = "softmax",
+        norm: Norm = "post",
+        causal: bool = False,
+        rotary: Rotary | None = None,
+        mlp_ratio: float = 2.0,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.inject = Inject(dim, injection)
-        self.layers = nn.ModuleList(layers)
+        for name, value in (("dim", dim), ("heads", heads), ("depth", depth)):
+            _validate.check_integer(name, value, low=1)
+        _validate.require(dim % heads == 0, "heads", f"divide dim = {dim}", heads, f"use a divisor of {dim}")
+        _validate.check_choice("norm", norm, ("post", "pre"))
+        ratio = _validate.check_number("mlp_ratio", mlp_ratio, low=0.0, open_low=True)
+        dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
+        if rotary is not None:
+            _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
+        attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
+        inner = max(int(ratio * dim), 1)
+        self.dim = dim
+        self.layers = nn.ModuleList(TransformerLayer(dim, each, norm, inner, dropout) for each in attentions)
         # A post-norm layer ends with one.
         self.outer_norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
         #: Whether all attentions read settled tokens by their keys.
-        self.takes_past = all(takes_past(layer.attention) for layer in layers)  # type: ignore[arg-type]
+        self.takes_past = all(map(takes_past, attentions))
+
+    def forward(self, h: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
+        """h (*batch, N, dim); mask None, or boolean or additive, broadcasting to (*batch, heads, N, N)."""
+        for layer in self.layers:
+            h = layer(h, mask=mask, past=past)
+        return self.outer_norm(h)  # type: ignore[no-any-return]
+
+
+class TransformerBlock(nn.Module):
+    """One step: join the input to the state, and apply the layers of a stack in turn."""
+
+    def __init__(self, stack: TransformerStack, injection: Injection) -> None:
+        super().__init__()
+        self.inject = Inject(stack.dim, injection)
+        self.layers, self.outer_norm, self.takes_past = stack.layers, stack.outer_norm, stack.takes_past
 
     def forward(self, z: Tensor, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         h = self.inject(z, x)
@@ -172,7 +226,7 @@ class EquilibriumTransformer(Equilibrium):
         heads: int,
         depth: int = 1,
         *,
-        attention: Literal["softmax", "equilibrium"] | nn.Module = "softmax",
+        attention: Attention = "softmax",
         norm: Norm = "post",
         injection: Injection = "add",
         causal: bool = False,
@@ -182,20 +236,10 @@ class EquilibriumTransformer(Equilibrium):
         chunk: int | None = None,
         **options: Unpack[StepKeywords],
     ) -> None:
-        for name, value in (("dim", dim), ("heads", heads), ("depth", depth)):
-            _validate.check_integer(name, value, low=1)
-        _validate.require(dim % heads == 0, "heads", f"divide dim = {dim}", heads, f"use a divisor of {dim}")
-        _validate.check_choice("norm", norm, ("post", "pre"))
         _validate.check_choice("injection", injection, ("add", "concat", "film"))
-        ratio = _validate.check_number("mlp_ratio", mlp_ratio, low=0.0, open_low=True)
-        dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
-        if rotary is not None:
-            _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
-        attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
-        inner = max(int(ratio * dim), 1)
-        layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
-        block = TransformerBlock(dim, layers, norm, injection)
-        super().__init__(block, event_ndim=2, causal=causal, chunk=chunk, **options)
+        parts: dict[str, Any] = {"attention": attention, "norm": norm, "causal": causal, "rotary": rotary}
+        stack = TransformerStack(dim, heads, depth, **parts, mlp_ratio=mlp_ratio, dropout=dropout)
+        super().__init__(TransformerBlock(stack, injection), event_ndim=2, causal=causal, chunk=chunk, **options)
         self.dim, self.heads = dim, heads
         # Torch's kernels know the causal triangle themselves.
         self._draws_triangle = causal and attention != "softmax"
