@@ -96,7 +96,7 @@ ALLOWED = {
     },
     "training": {"layers", "diagnostics", "problem", "solution", "_reporting"},
     "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
-    "models": {"layers", "options"},
+    "models": {"layers", "fixed_point_map", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
     "comparison": {"_solve", "diagnostics", "plotting", "problem", "solution", "solvers"},

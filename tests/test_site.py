@@ -51,7 +51,7 @@ FACES = {
         "layers",
         "linear",
     ),
-    *("models", "ops", "plotting", "potentials", "solvers", "spins", "spins.sampling", "training"),
+    *("models", "models.reasoners", "ops", "plotting", "potentials", "solvers", "spins", "spins.sampling", "training"),
 }
 
 

@@ -14,6 +14,7 @@ from .panels import panels_figure
 from .potentials import potentials_figure
 from .principal import principal_figure
 from .retrieval import rates_figure, retrieval_figure
+from .risk import risk_figure
 from .spectrum import spectrum_figure
 from .spin_blocks import decomposition_figure
 from .spins import configuration_figure, phase_figure
@@ -43,6 +44,7 @@ __all__ = [
     "rates_figure",
     "reconstruction_figure",
     "retrieval_figure",
+    "risk_figure",
     "save_maze_gif",
     "site_places",
     "sizes_figure",

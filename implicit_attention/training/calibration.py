@@ -1,0 +1,294 @@
+"""Whether a settled answer is a right one: how often, by size of problem, and by which checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import _validate
+from ..layers.block import Equilibrium
+from .settling import classes_last
+
+#: The quantile of the normal law for an interval of 95 %.
+NORMAL = 1.959964
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A share `hits` / `count` with its interval of 95 % by Wilson's formula; NaN of none.
+
+    Examples:
+        >>> from implicit_attention.training.calibration import Share
+        >>> print(Share(49, 50))
+        98.0 (89.5 to 99.6)
+
+    Not for means of numbers that are not 0 or 1.
+    """
+
+    hits: int
+    count: int
+
+    @property
+    def value(self) -> float:
+        return self.hits / self.count if self.count else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The bounds of the share."""
+        if not self.count:
+            return math.nan, math.nan
+        n, p, z = self.count, self.value, NORMAL
+        middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+        return (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "-"
+        low, high = self.interval
+        return f"{100 * self.value:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The answers to the problems of one set, each with what is known of it.
+
+    Attributes:
+        settled: which samples have converged, (n,).
+        exact: which answers are right in all parts that are asked for, (n,).
+        evaluations: (n,).
+        agreement: the share of solves from other starts that gave the same answer, (n,); None where none was made.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.training.calibration import Calibration
+        >>> settled, exact = torch.tensor([True, True, True, False]), torch.tensor([True, True, False, False])
+        >>> found = Calibration(settled, exact, torch.tensor([4, 5, 9, 50]))
+        >>> print(found.given(settled), "|", found.given(~settled))
+        66.7 (20.8 to 93.9) | 0.0 (0.0 to 79.3)
+        >>> found.risk()[1].tolist()
+        [0.0, 0.0, 0.3333333333333333, 0.5]
+
+    Not for answers whose parts count one by one: it asks whether a whole sample is right.
+    """
+
+    settled: Tensor
+    exact: Tensor
+    evaluations: Tensor
+    agreement: Tensor | None = None
+
+    def given(self, which: Tensor | None = None) -> Share:
+        """The share of right answers among `which` samples, (n,), or all."""
+        exact = self.exact if which is None else self.exact[which]
+        return Share(int(exact.sum()), len(exact))
+
+    @property
+    def confirmed(self) -> Tensor:
+        """Which samples have converged to an answer that all solves from other starts gave, (n,)."""
+        return self.settled if self.agreement is None else self.settled & (self.agreement == 1)
+
+    def risk(self) -> tuple[Tensor, Tensor]:
+        """Coverage and risk, (n,): the share of wrong answers among those that are kept, the surest ones first.
+
+        Settled answers are surer than others, then those on which more starts agree, then those of fewer evaluations.
+        """
+        agreement = torch.ones_like(self.settled, dtype=torch.double) if self.agreement is None else self.agreement
+        scale = float(self.evaluations.max()) + 1 if len(self.evaluations) else 1.0
+        sureness = 4 * self.settled.double() + 2 * agreement.double() - self.evaluations.double() / scale
+        order = sureness.argsort(descending=True, stable=True)
+        numbers = torch.arange(1, len(order) + 1, dtype=torch.double)
+        return numbers / max(len(order), 1), (~self.exact[order]).double().cumsum(0) / numbers
+
+
+def calibrate(
+    layer: Equilibrium,
+    readout: Callable[[Any], Tensor],
+    sets: Mapping[str, Iterable[tuple[tuple[Any, ...] | dict[str, Any], Tensor]]],
+    *,
+    exact: Callable[[Tensor, Tensor], Tensor] | None = None,
+    axis: int = -1,
+    confirm: int = 0,
+    noise: float = 0.3,
+    around: Literal["start", "answer"] = "start",
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Calibration]:
+    """Solve the problems of several sets, and compare what the solves say with what is right.
+
+    A status says that a state is a fixed point; training decides whether that is the answer. With `confirm` each
+    problem is solved again from states beside the start, or the answer: a second check, which turns up fixed points
+    that are one of several.
+
+    Args:
+        layer: the trained block; it is solved in evaluation mode.
+        readout: of a state: logits.
+        sets: for each size of problem batches of (inputs, target): inputs is the tuple (x, *args) of a call of the
+            layer, or the dict of its keyword arguments.
+        exact: of (logits, target): which samples are right, boolean, (B,); None compares the largest logits with the
+            targets, where those below 0 are not asked for.
+        axis: that of logits which numbers classes.
+        confirm: how many further solves of each problem.
+        noise: of their starts, in units of the root mean square of the settled state.
+        around: what the noise is added to: the layer's "start", or the "answer".
+        seed: of the noise.
+        **options: of each call, such as `solver`.
+
+    Returns:
+        A `Calibration` for each set; `calibration_table` and `plotting.risk_figure` show them.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, with the remedy.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from implicit_attention.models.reasoners import ConvolutionalReasoner
+        >>> from implicit_attention.training import calibrate
+        >>> torch.manual_seed(0)
+        <...>
+        >>> layer, readout = ConvolutionalReasoner(8, inputs=1, axes=1), nn.Conv1d(8, 2, 1)
+        >>> bits = torch.randint(2, (16, 1, 12))
+        >>> sets = {"12 bits": [((bits.float(),), bits[:, 0].cumsum(-1) % 2)]}
+        >>> found = calibrate(layer, readout, sets, axis=1, confirm=2)
+        >>> found["12 bits"].exact.shape, found["12 bits"].agreement.shape
+        (torch.Size([16]), torch.Size([16]))
+
+    Not for the set of the training: weights are right there, and settle.
+    """
+    _validate.check_instance("layer", layer, Equilibrium, "be an Equilibrium", "wrap the block: Equilibrium(block)")
+    _validate.check_integer("confirm", confirm, low=0)
+    noise = _validate.check_number("noise", noise, low=0.0)
+    _validate.check_choice("around", around, ("start", "answer"))
+    _validate.check_instance("sets", sets, Mapping, "be a dict from names to batches", "for example {'9 x 9': batches}")
+    modules = [part for part in (layer, readout) if isinstance(part, nn.Module)]
+    modes = [module.training for module in modules]
+    options = {"on_failure": "ignore"} | options
+    generator = torch.Generator().manual_seed(_validate.check_integer("seed", seed, low=0))
+    try:
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            found = {}
+            for name, batches in sets.items():
+                parts = []
+                for inputs, target in batches:
+                    answer = _Answer(layer, readout, inputs, target, exact, axis, options)
+                    parts.append(answer.judged(confirm, noise, around, generator))
+                _validate.require(bool(parts), f"sets[{name!r}]", "hold at least one batch", "none")
+                fields = zip(*parts, strict=True)
+                found[name] = Calibration(*(None if f[0] is None else torch.cat(f) for f in fields))  # type: ignore[arg-type]
+            return found
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.train(mode)
+
+
+@dataclasses.dataclass
+class _Answer:
+    """The answers of a layer to a batch."""
+
+    layer: Equilibrium
+    readout: Callable[[Any], Tensor]
+    inputs: Any
+    target: Tensor
+    exact: Callable[[Tensor, Tensor], Tensor] | None
+    axis: int
+    options: dict[str, Any]
+
+    def judged(self, confirm: int, noise: float, around: str, generator: torch.Generator) -> tuple[Any, ...]:
+        """What a `Calibration` holds of the batch."""
+        state = self._called()
+        report = self.layer.last_solve
+        assert report is not None
+        settled, evaluations = report.converged.clone(), report.num_evals.clone()
+        required, received = "have one sample an entry of the first axis", f"a status of shape {tuple(settled.shape)}"
+        _validate.require(settled.ndim == 1, "layer", required, received, "pass event_ndim, or batches with one axis")
+        logits = self.readout(state)
+        right, classes = self._right(logits, self.target), self._classes(logits)
+        if not confirm:
+            return settled, right, evaluations, None
+        begin = state if around == "answer" else self._called(steps=0)
+        agreement = torch.zeros_like(settled, dtype=torch.double)
+        for _ in range(confirm):
+            again = self._classes(self.readout(self._called(start=_beside(begin, state, noise, generator))))
+            same = (again == classes) | (self.target < 0) if again.shape == self.target.shape else again == classes
+            agreement += same.flatten(1).all(-1)
+        return settled, right, evaluations, agreement / confirm
+
+    def _called(self, **options: Any) -> Any:
+        options = self.options | options
+        if isinstance(self.inputs, dict):
+            return self.layer(**self.inputs, **options)
+        return self.layer(*self.inputs, **options)
+
+    def _classes(self, logits: Tensor) -> Tensor:
+        return logits.movedim(self.axis, -1).argmax(-1)
+
+    def _right(self, logits: Tensor, target: Tensor) -> Tensor:
+        if self.exact is None:
+            right = (classes_last(logits, target, self.axis).argmax(-1) == target) | (target < 0)
+            return right.reshape(len(target), -1).all(-1)
+        right = self.exact(logits, target)
+        fits = isinstance(right, Tensor) and right.dtype == torch.bool and right.shape == (len(target),)
+        received = f"{right.dtype} of shape {tuple(right.shape)}" if isinstance(right, Tensor) else type(right).__name__
+        _validate.require(fits, "exact", f"return booleans of shape {(len(target),)}", received)
+        return right
+
+
+def _beside(begin: Any, state: Any, noise: float, generator: torch.Generator) -> Any:
+    """The states `begin` plus noise of the size of `state`, sample by sample."""
+
+    def moved(z: Tensor, settled: Tensor) -> Tensor:
+        size = settled.nan_to_num(0.0, 0.0, 0.0).flatten(1).square().mean(1).sqrt()
+        drawn = torch.randn(z.shape, generator=generator, dtype=torch.float32).to(z)
+        return z + noise * size.reshape(-1, *(1,) * (z.ndim - 1)) * drawn
+
+    return pytree.tree_map(moved, begin, state)
+
+
+def calibration_table(found: Mapping[str, Calibration]) -> str:
+    """Calibrations as a table of text: shares in %, with their intervals of 95 %.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.training import Calibration, calibration_table
+        >>> some = torch.tensor([True, True, False])
+        >>> print(calibration_table({"9 x 9": Calibration(some, some, torch.tensor([9, 7, 90]))}))
+        set                  9 x 9
+        problems             3
+        settled              66.7 (20.8 to 93.9)
+        exact                66.7 (20.8 to 93.9)
+        exact, settled       100.0 (34.2 to 100.0)
+        exact, not settled   0.0 (0.0 to 79.3)
+        evaluations          35.3, at most 90
+
+    Not for pictures: see `plotting.risk_figure`.
+    """
+    columns = [_column(name, row) for name, row in found.items()]
+    heads = list(dict.fromkeys(head for column in columns for head in column))
+    lines = []
+    for head in heads:
+        cells = [column.get(head, "-") for column in columns]
+        lines.append(f"{head:21}" + "".join(f"{cell:24}" for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _column(name: str, row: Calibration) -> dict[str, str]:
+    count = len(row.settled)
+    shares = {
+        "settled": Share(int(row.settled.sum()), count),
+        "exact": row.given(),
+        "exact, settled": row.given(row.settled),
+        "exact, not settled": row.given(~row.settled),
+    }
+    if row.agreement is not None:
+        shares["confirmed"] = Share(int(row.confirmed.sum()), count)
+        shares["exact, confirmed"] = row.given(row.confirmed)
+    mean, most = (float(row.evaluations.double().mean()), int(row.evaluations.max())) if count else (math.nan, 0)
+    texts = {head: str(share) for head, share in shares.items()}
+    return {"set": name, "problems": str(count)} | texts | {"evaluations": f"{mean:.1f}, at most {most}"}

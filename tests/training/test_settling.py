@@ -1,0 +1,203 @@
+"""The loss that makes blocks settle, and what settled answers are worth."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from implicit_attention import Equilibrium, Picard
+from implicit_attention.models.reasoners import TransformerStack, TwoStreamReasoner
+from implicit_attention.training import Calibration, SettlingLoss, calibrate, calibration_table
+from implicit_attention.training.calibration import Share
+
+TIGHT = Picard(rtol=1e-6, max_steps=500)
+
+
+class Tanh(nn.Module):
+    """z -> tanh(gain z + x): one fixed point below gain 1, three above it where x is small."""
+
+    def __init__(self, gain: float):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(gain))
+
+    def forward(self, z, x):
+        return torch.tanh(self.gain * z + x)
+
+
+def problem(gain=0.5):
+    torch.manual_seed(0)
+    layer, readout = Equilibrium(Tanh(gain), solver=TIGHT).double(), nn.Linear(6, 3).double()
+    return layer, readout, torch.randn(4, 5, 6, dtype=torch.float64), torch.randint(3, (4, 5))
+
+
+def by_hand(layer, readout, x, target, counts, weight):
+    z, states = torch.zeros_like(x), []
+    for step in range(1, max(counts) + 1):
+        z = layer.block(z, x)
+        if step in counts:
+            states.append(z)
+    wrong = sum(F.cross_entropy(readout(z).flatten(0, 1), target.flatten()) for z in states) / len(states)
+    change = (layer.block(z, x) - z).flatten(1).norm(dim=1) / z.detach().flatten(1).norm(dim=1)
+    return wrong + weight * change.mean()
+
+
+@pytest.mark.parametrize(("every", "counts"), [(None, [4, 7]), (1, [4, 5, 6, 7]), (2, [5, 7]), (3, [4, 7]), (9, [7])])
+@pytest.mark.parametrize(("done", "weight"), [(0.0, 0.0), (0.5, 0.0), (0.6, 0.12), (0.75, 0.3), (1.0, 0.3)])
+def test_the_loss_is_that_of_a_loop_written_out(every, counts, done, weight):
+    layer, readout, x, target = problem()
+    inputs = [x.requires_grad_(), layer.block.gain, *readout.parameters()]
+    objective = SettlingLoss(layer, readout, steps=range(7, 8), every=every, rest=0.3)
+    found = objective(x, target=target, done=done)
+    expected = by_hand(layer, readout, x, target, counts, weight)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, inputs) for loss in (found, expected)))
+
+
+def test_numbers_of_steps_are_drawn_from_the_range():
+    layer, readout, x, target = problem()
+    seen, objective = set(), SettlingLoss(layer, lambda z: (seen.add(objective.counted), readout(z))[1], rest=0.0)
+    objective._counts = lambda steps: (setattr(objective, "counted", steps), [steps])[1]
+    for _ in range(200):
+        objective(x, target=target, done=0.0)
+    assert seen == set(range(8, 17))
+
+
+def test_targets_below_0_are_not_asked_for_and_images_number_classes_on_axis_1():
+    layer, readout, x, target = problem()
+    masked = target.masked_fill(torch.rand(4, 5) < 0.3, -1)
+    losses = [
+        SettlingLoss(layer, read, steps=range(4, 5), axis=axis)(x, target=masked, done=0.0)
+        for read, axis in ((readout, -1), (lambda z: readout(z).movedim(-1, 1), 1))
+    ]
+    torch.testing.assert_close(*losses)
+    z = layer(x, steps=4), layer(x, steps=2)
+    expected = sum(F.cross_entropy(readout(s)[masked >= 0], masked[masked >= 0]) for s in z) / 2
+    torch.testing.assert_close(losses[0], expected)
+
+
+def test_a_loss_of_ones_own_and_states_of_two_streams():
+    torch.manual_seed(0)
+    layer, x = TwoStreamReasoner(TransformerStack(8, 2)), torch.randn(3, 4, 8)
+    objective = SettlingLoss(layer, lambda z: z[0], lambda z, y: (z - y).square().mean(), steps=range(3, 4), every=1)
+    found = objective(x, target=x, done=1.0)
+    pairs = [layer(x, steps=count) for count in (2, 3, 4)]
+    joined = [torch.cat(pair, -1).flatten(1) for pair in pairs]
+    change = (joined[2] - joined[1]).norm(dim=1) / joined[1].norm(dim=1)
+    expected = sum((high - x).square().mean() for high, _ in pairs[:2]) / 2 + 0.5 * change.mean()
+    torch.testing.assert_close(found, expected)
+
+
+def test_shares_have_wilsons_interval():
+    # Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
+    for hits, count, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert Share(hits, count).interval == pytest.approx((low, high), abs=6e-5)
+    assert math.isnan(Share(0, 0).value)
+    assert str(Share(0, 0)) == "-"
+
+
+def signs(layer, x, **options):
+    """A set whose right answers are the signs of x."""
+    return calibrate(layer, lambda z: torch.stack([-z, z], -1), {"all": [((x,), (x > 0).long())]}, **options)["all"]
+
+
+def test_answers_are_compared_sample_by_sample():
+    layer, _, x, _ = problem()
+    x = x[:, 0]
+    found = signs(layer, x)
+    assert found.settled.all()
+    assert found.exact.all()
+    assert found.agreement is None
+    layer(x)
+    assert torch.equal(found.evaluations, layer.last_solve.num_evals)
+    target = (x > 0).long()
+    target[0, 0] ^= 1
+    target[1, :] = -1
+    both = {"some": [((x[:2],), target[:2]), ({"x": x[2:]}, target[2:])]}
+    assert calibrate(layer, lambda z: torch.stack([-z, z], -1), both)["some"].exact.tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    short = signs(layer, x, solver=Picard(max_steps=1))
+    assert not short.settled.any()
+    assert str(short.given(short.settled)) == "-"
+
+
+def test_other_starts_turn_up_fixed_points_that_are_one_of_several():
+    # At gain 3 and small inputs each sign has a fixed point of its own, and noise decides.
+    layer, _, x, _ = problem(3.0)
+    x = torch.cat([0.05 * x[:, 0, :1], 3 * x[:, 0, :1].sign()])
+    found = signs(layer, x, confirm=20, noise=0.8)
+    assert found.settled.all()
+    assert found.exact.all()
+    assert (found.agreement[:4] < 1).all()
+    assert (found.agreement[4:] == 1).all()
+    assert torch.equal(found.confirmed, found.agreement == 1)
+    near = signs(layer, x, confirm=20, noise=0.3, around="answer")
+    assert (near.agreement == 1).all()
+    again = signs(layer, x, confirm=20, noise=0.8)
+    assert torch.equal(found.agreement, again.agreement)
+
+
+def test_modes_are_restored_and_the_layer_is_solved():
+    layer, readout, x, target = problem()
+    layer.train()
+    readout.eval()
+    calibrate(layer, readout, {"a": [((x,), target)]})
+    assert layer.training
+    assert not readout.training
+    assert layer.last_solve.converged.all()
+
+
+def test_risk_keeps_the_surest_answers_first():
+    settled = torch.tensor([True, False, True, True])
+    exact = torch.tensor([True, False, False, True])
+    found = Calibration(settled, exact, torch.tensor([9, 3, 20, 5]), torch.tensor([1.0, 1.0, 0.5, 1.0]))
+    coverage, risk = found.risk()
+    assert coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
+    torch.testing.assert_close(risk, torch.tensor([0, 0, 1 / 3, 1 / 2], dtype=torch.double))
+    # Without the second check the number of evaluations decides, and unsettled ones come last.
+    assert Calibration(settled, exact, torch.tensor([9, 3, 4, 5])).risk()[1][0] == 1
+    assert found.given(found.confirmed).hits == found.given(found.confirmed).count == 2
+    table = calibration_table({"few": found, "none": Calibration(*(t[:0] for t in (settled, exact, settled.int())))})
+    assert "confirmed" in table
+    assert "nan, at most 0" in table
+
+
+LAYER, READ, X, Y = problem()
+WRONG = {
+    "a block": (
+        lambda: SettlingLoss(Tanh(1.0), READ),
+        TypeError,
+        r"`layer` must be an Equilibrium.*Equilibrium\(block\)",
+    ),
+    "no readout": (lambda: SettlingLoss(LAYER, 3), TypeError, "`readout` must be a function"),
+    "a number of steps": (lambda: SettlingLoss(LAYER, READ, steps=8), TypeError, r"range\(8, 17\)"),
+    "no steps": (lambda: SettlingLoss(LAYER, READ, steps=range(3, 3)), ValueError, "numbers above 0"),
+    "late": (lambda: SettlingLoss(LAYER, READ, late=(0.8, 0.2)), ValueError, "in order"),
+    "done": (lambda: SettlingLoss(LAYER, READ)(X, target=Y, done=1.5), ValueError, "`done`"),
+    "targets": (lambda: SettlingLoss(LAYER, READ)(X, target=Y[:2], done=0.0), ValueError, "axis=1 for images"),
+    "no batch": (lambda: calibrate(LAYER, READ, {"a": []}), ValueError, "hold at least one batch"),
+    "a list": (lambda: calibrate(LAYER, READ, [((X,), Y)]), TypeError, "`sets` must be a dict"),
+    "exact": (
+        lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, exact=lambda z, y: z.sum()),
+        ValueError,
+        r"`exact` must return booleans of shape \(4,\)",
+    ),
+    "around": (lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, around="zero"), ValueError, "`around`"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name):
+    call, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
