@@ -1,22 +1,12 @@
 """Text whose characters have the colour of their evaluations."""
 
-import io
-import warnings
-
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention.plotting import text_figure
 
 TEXT = "def f(x):\n    return $x_1$\n"
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def letters(figure):
