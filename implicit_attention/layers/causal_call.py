@@ -19,7 +19,8 @@ from ..status import Status
 from .block_call import BlockCall, BlockSolution
 from .block_map import BlockProblem
 from .block_state import StateLayout
-from .past import BlockCache, check_block_cache
+from .cache import check_owned
+from .past import BlockCache
 from .token_solve import TokenSolve
 from .token_window import (
     CausalProblem,
@@ -238,7 +239,7 @@ def begin_tokens(
         )
     reads, cache, exists = tokens.reads or Reads(), tokens.cache, None
     if cache is not None:
-        check_block_cache(cache, owner, tuple(lead))
+        check_owned(cache, BlockCache, owner, tuple(lead))
         key_mask = cache.all_exist(reads.exists, tuple(lead), count)
         reads = reads._replace(exists=key_mask)
         tokens.reads = reads if tokens.reads is not None or key_mask is not None else None
