@@ -13,6 +13,7 @@ from .. import _validate
 from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request
+from ..linear._vectors import along
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
 from ..status import Status
@@ -161,10 +162,8 @@ class CausalCall(BlockCall):
         """The record with tokens that are lost, or samples that hold some, after an error or a warning about them."""
         if self.lost is None:
             return record
-        lost = self.lost if record.status.ndim == self.lost.ndim else self.lost.any(-1)
-        status = record.status.masked_fill(lost, int(Status.NONFINITE))
-        record = record._replace(status=status, residual=record.residual.masked_fill(lost, torch.nan))
-        if not (torch.compiler.is_compiling() or is_batched(status) or transforms_active()):
+        record = record.nonfinite_at(self.lost if record.status.ndim == self.lost.ndim else self.lost.any(-1))
+        if not (torch.compiler.is_compiling() or is_batched(record.status) or transforms_active()):
             remedies = self.options.effective_solver.remedies
             report_failures(self.on_failure, type(self.map.block).__name__, record, remedies)
         return record
@@ -214,11 +213,7 @@ class CausalCall(BlockCall):
         """The state with NaN where tokens are lost."""
         lost = self.lost
         assert lost is not None
-
-        def filled(tensor: Tensor) -> Tensor:
-            return torch.where(lost.reshape(*lost.shape, *(1,) * (tensor.ndim - lost.ndim)), torch.nan, tensor)
-
-        return pytree.tree_map(filled, state)
+        return pytree.tree_map(lambda tensor: torch.where(along(lost, tensor), torch.nan, tensor), state)
 
 
 def begin_tokens(
@@ -284,7 +279,7 @@ def _filled(x: Any, lost: Tensor, lead: torch.Size, count: int) -> Any:
     def filled(leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count)):
             return leaf
-        return leaf.masked_fill(lost.reshape(*lost.shape, *(1,) * (leaf.ndim - lost.ndim)), 0.0)
+        return leaf.masked_fill(along(lost, leaf), 0.0)
 
     return pytree.tree_map(filled, x)
 

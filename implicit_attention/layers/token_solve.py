@@ -12,6 +12,7 @@ from torch import Tensor
 from .._autograd import is_batched, transforms_active
 from .._norm import norm
 from ..attention.masks import triangle
+from ..linear._vectors import along
 from ..problem import Problem, TokenOrder
 from ..solution import Record, SolveReport
 from ..solvers import Outcome, Solver
@@ -125,11 +126,10 @@ class TokenSolve:
             return value, record
         ended = exits.code > 0
         image = ended & (exits.code != RULES.index("past"))
-        wide = image.reshape(*image.shape, *(1,) * (value.ndim - image.ndim))
         status = record.status.masked_fill(ended & ~record.failed, int(Status.BUDGET))
         steps = record.num_steps + image.to(record.num_steps.dtype)
         record = record._replace(status=status, residual=record.residual.masked_fill(image, torch.nan), num_steps=steps)
-        return torch.where(wide, exits.value.view_as(value), value), record
+        return torch.where(along(image, value), exits.value.view_as(value), value), record
 
     def report(self, report: SolveReport) -> SolveReport:
         """The report of a call, with the rules that ended tokens."""
@@ -142,8 +142,7 @@ class TokenSolve:
     def _kept(self, outcome: Outcome) -> Outcome:
         record = outcome.record
         if self.lost is not None:
-            status = record.status.masked_fill(self.lost, int(Status.NONFINITE))
-            record = record._replace(status=status, residual=record.residual.masked_fill(self.lost, torch.nan))
+            record = record.nonfinite_at(self.lost)
         self.record = record
         # Tokens that are lost take no part in the solve, and spoil no gradient.
         return outcome._replace(record=of_problems(outcome.record, 1))

@@ -16,6 +16,7 @@ from .. import _validate
 from .._autograd import transforms_active
 from .._declared import picked
 from ..fixed_point_map import PerSample, Shared
+from ..linear._vectors import along
 from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
@@ -313,7 +314,7 @@ def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:
     """States (*batch, N, *event), 0 for tokens that do not exist."""
     if exists is None:
         return z
-    return torch.where(exists.reshape(*exists.shape, *(1,) * (z.ndim - exists.ndim)), z, 0.0)
+    return torch.where(along(exists, z), z, 0.0)
 
 
 def kinds_of(x: Any, args: tuple[Any, ...], batch: torch.Size, count: int) -> list[bool | None]:
