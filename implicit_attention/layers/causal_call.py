@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _validate
 from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
+from .._no_derivative import refusing
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request
 from ..linear._vectors import along
-from ..solution import AdjointReport, Record, Solution
+from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..status import Status
 from .block_call import BlockCall, BlockSolution
@@ -95,7 +96,7 @@ class CausalCall(BlockCall):
             return self._nothing()
         with torch.set_grad_enabled(torch.is_grad_enabled() and tokens.differentiable):
             state, solution = super().solved(solver, adjoint, measured)
-        packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
+        packed = solution.packed if isinstance(solution, BlockSolution) else solution.value
         if packed.requires_grad and not (transforms_active() or is_batched(packed) or is_exporting()):
             bad = ~packed.detach().flatten(len(self.map.layout.lead)).isfinite().all(-1)
             if bool(bad.any()):
@@ -139,11 +140,8 @@ class CausalCall(BlockCall):
         lead, layout = self.map.layout.lead, self.map.layout
         count = torch.zeros(lead, dtype=torch.int32, device=layout.device)
         none = torch.zeros(lead, device=layout.device)
-        report = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
-        given = Record(count.to(torch.int8), none, none, count, count), report, self.options.effective_solver.remedies
-        if layout.single:
-            return self.initial, Solution(*given, value=self.initial)
-        return self.initial, BlockSolution(*given, value=self.initial, packed=self._packed())
+        record = Record(count.to(torch.int8), none, none, count, count)
+        return self.initial, self._solution(record, self.initial, self._packed())
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         if self.tokens.cache is not None:
@@ -203,11 +201,8 @@ class CausalCall(BlockCall):
         if bool(record.failed.any()):
             report_failures(self.on_failure, type(self.map.block).__name__, record, solver.remedies)
         cache.commit(self.tokens.exist(), record.status, count, z.reshape(*lead, -1))
-        adjoint = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
         state = layout.unpack(z) if self.lost is None else self._with_lost(layout.unpack(z))
-        if layout.single:
-            return state, Solution(record, adjoint, solver.remedies, value=state)
-        return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=z)
+        return state, self._solution(record, state, z)
 
     def _with_lost(self, state: Any) -> Any:
         """The state with NaN where tokens are lost."""
@@ -292,22 +287,6 @@ def _from_last(state: Tensor, initial: Any, layout: StateLayout) -> Any:
     return tokens.unpack(torch.where(last.isfinite(), last, packed))
 
 
-class NoGradient(torch.autograd.Function):
-    """States whose backward pass raises: those of a call with a cache, or with rules that end tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        raise RuntimeError(
-            "the states of a call with a cache have no gradient, as keys of earlier tokens are kept without their "
-            "graph, nor have those of a call with `exit`; train by calls on all tokens without both, or decode inside "
-            "torch.no_grad()"
-        )
-
-
 def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
     """The state, with a backward pass that raises where somebody could expect a gradient."""
     if not torch.is_grad_enabled():
@@ -317,4 +296,9 @@ def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
     anchor = next((t for t in (*tensors, *block.parameters()) if t.requires_grad), None)
     if anchor is None:
         return state
-    return pytree.tree_map(lambda z: NoGradient.apply(z, anchor), state)  # type: ignore[no-untyped-call]
+    message = (
+        "the states of a call with a cache have no gradient, as keys of earlier tokens are kept without their graph, "
+        "nor have those of a call with `exit`; train by calls on all tokens without both, or decode inside "
+        "torch.no_grad()"
+    )
+    return pytree.tree_map(lambda z: refusing(z, RuntimeError, message, anchor), state)

@@ -18,7 +18,6 @@ from ..solution import Record, SolveReport
 from ..solvers import Outcome, Solver
 from ..solvers.in_order import of_problems
 from ..status import Status
-from .block_map import BlockMap
 from .exits import RULES, Exit, ExitReport, Exits
 from .past import BlockCache, KeyValueMemory
 from .token_window import (
@@ -114,7 +113,7 @@ class TokenSolve:
         if self.exit is None:
             return None
         count = start.shape[: start.ndim - event_ndim].numel() if exists is None else int(exists.sum())
-        unpack = cast(BlockMap, cast(CausalProblem, problem).function).layout.unpack
+        unpack = cast(CausalProblem, problem).function.layout.unpack
         exits = Exits(self.exit, start, event_ndim, count, unpack, getattr(solver, "damping", 0.0))
         self.ended.append(exits)
         return exits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ..linear._vectors import along
 from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
-from .block_map import BlockMap, BlockProblem
+from .block_map import BlockProblem
 from .exits import Exits
 from .past import KeyValueMemory, Past, rows_at
 
@@ -102,8 +103,7 @@ class CausalProblem(BlockProblem):
         others = TokensTogether(self.apart())
         mapped = others.fixed_point_map(z)
         changed = [own and t.is_floating_point() for t, own in zip(self.inputs, self.of_tokens, strict=True)]
-        again = object.__new__(type(self))
-        again.__dict__ |= vars(self)
+        again = copy.copy(self)
         again.inputs = tuple(
             torch.cat([t.narrow(event - 1, 0, count - 1), t.narrow(event - 1, count - 1, 1) + 1.0], event - 1)
             if own
@@ -196,7 +196,7 @@ class TokenWindow:
         self.made_of = (problem, start, reads, memory, before, begin, end)
         batch = problem.lead_of(start)
         self.index, self.shared = index, [] if shared is None else shared
-        self.function = cast(BlockMap, problem.function)
+        self.function = problem.function
         device = self.function.layout.device
         own = torch.arange(begin, end, device=device) if index is None else begin + index
         parts = zip(problem.inputs, problem.of_tokens, strict=True)
