@@ -31,8 +31,9 @@ def test_every_character_stands_in_its_cell_in_the_colour_of_its_number():
     assert png(figure)[:4] == b"\x89PNG"
 
 
-def test_long_lines_are_broken():
-    figure = text_figure("abcdefgh", torch.ones(8), columns=3)
+def test_long_lines_are_broken_and_the_colours_have_the_name_that_is_given():
+    figure = text_figure("abcdefgh", torch.ones(8), columns=3, label="steps")
+    assert figure.axes[1].get_ylabel() == "steps"
     assert letters(figure) == {divmod(i, 3): letter for i, letter in enumerate("abcdefgh")}
 
 
