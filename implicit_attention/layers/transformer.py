@@ -100,14 +100,14 @@ class TransformerLayer(nn.Module):
 class TransformerBlock(nn.Module):
     """One step: join the input to the state, apply the layers in turn, and keep the state bounded by a norm."""
 
-    def __init__(self, dim: int, layers: list[nn.Module], norm: Norm, injection: Injection) -> None:
+    def __init__(self, dim: int, layers: list[TransformerLayer], norm: Norm, injection: Injection) -> None:
         super().__init__()
         self.inject = Inject(dim, injection)
         self.layers = nn.ModuleList(layers)
         # A post-norm layer ends with one.
         self.outer_norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
         #: Whether all attentions read settled tokens by their keys.
-        self.takes_past = all(takes_past(layer.attention) for layer in layers)  # type: ignore[arg-type]
+        self.takes_past = all(takes_past(layer.attention) for layer in layers)
 
     def forward(self, z: Tensor, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         h = self.inject(z, x)
@@ -193,7 +193,7 @@ class EquilibriumTransformer(Equilibrium):
             _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
         attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
         inner = max(int(ratio * dim), 1)
-        layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
+        layers = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
         block = TransformerBlock(dim, layers, norm, injection)
         super().__init__(block, event_ndim=2, causal=causal, chunk=chunk, **options)
         self.dim, self.heads = dim, heads
@@ -240,23 +240,18 @@ class EquilibriumTransformer(Equilibrium):
 
     def _reads(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Reads | None:
         """The masks beside causality, for tokens that are solved on their own."""
-        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
-            mask = mask.unsqueeze(-3)
-        shape = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
+        count = x.shape[-2]
         pairs, bias = (
-            t if t is None or t.ndim < 2 else t.expand(*t.shape[:-2], *shape[-2:])
-            for t in mask_and_bias(mask, shape=shape, like=x)
+            t if t is None or t.ndim < 2 else t.expand(*t.shape[:-2], count, count)
+            for t in self._pairs_and_bias(x, mask, None)
         )
         return Reads(pairs, bias, key_mask)
 
     def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
         """All masks as one, computed once for all steps."""
-        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
-            mask = mask.unsqueeze(-3)
         lead, count = x.shape[:-2], x.shape[-2]
         causal = self._draws_triangle or (self.causal and (mask is not None or key_mask is not None))
-        shape = (*lead, self.heads, count, count)
-        pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask)
+        pairs, bias = self._pairs_and_bias(x, mask, key_mask)
         if causal:
             lower = triangle(count, count, 0, x.device)
             pairs = lower if pairs is None else pairs & lower
@@ -269,6 +264,14 @@ class EquilibriumTransformer(Equilibrium):
         merged = merged if merged.ndim > 1 else merged[None]
         own = merged.ndim == x.ndim + 1 and merged.shape[: len(lead)] == lead
         return PerSample(merged) if own else Shared(merged)
+
+    def _pairs_and_bias(
+        self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        shape = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
+        return mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask)
 
     def extra_repr(self) -> str:
         # The tokens of a sample form one problem in every `EquilibriumTransformer`.
