@@ -87,7 +87,7 @@ def _timed(setting: DecodingSetting, repeats: int, max_seconds: float) -> Row:
 
     def plain() -> Tensor:
         # Every token has a position of its own.
-        past.turns = None
+        past.begin(setting.past)
         z = torch.zeros_like(token)
         for _ in range(setting.evaluations):
             z = model.block(z, token, past=past)
