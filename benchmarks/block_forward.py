@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from implicit_attention import Anderson, Equilibrium, Picard
+from implicit_attention.studies.measure import one_thread
 
 from . import by_hand, guard
 from .block_equilibrium import HISTORY, SLACK, TEN, TESTS, Data, EquilibriumSetting, draw
@@ -65,13 +66,8 @@ def forward_row(setting: ForwardSetting, *, repeats: int, max_seconds: float) ->
     """Process time of forward passes in turns, over a bare loop of as many evaluations as the slowest sample has."""
     if (reason := guard.red(TESTS)) is not None:
         return {"evidence": {"picard": {"error": reason}}, "seconds": {}, "ratios": dict.fromkeys(RATIOS)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            return _timed(draw(setting), setting.rtol, repeats, max_seconds)
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.no_grad():
+        return _timed(draw(setting), setting.rtol, repeats, max_seconds)
 
 
 def _timed(data: Data, rtol: float, repeats: int, max_seconds: float) -> Row:

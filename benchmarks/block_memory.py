@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from implicit_attention import Equilibrium, Reversible
 
 from . import guard
 from .block_equilibrium import TESTS, Data, EquilibriumSetting, draw, ours
-from .measure import Timing, interleaved
+from .measure import Timing, interleaved, once
 from .memory import begin, found_apart, peak
 from .targets import Row
 
@@ -106,9 +105,7 @@ def _timed(setting: MemorySetting, repeats: int, max_seconds: float) -> dict[str
     functions = {kind: step_of(f"{kind} {REVERSIBLE[0]}", data) for kind in ("reversible", "coupled")}
     for name, function in functions.items():
         function()
-        begun = time.perf_counter()
-        function()
-        first[name] = time.perf_counter() - begun
+        first[name] = once(function, setting.device)[1]
     return interleaved(functions, first, repeats=repeats, max_seconds=2 * max_seconds, device=setting.device)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor
 
 from implicit_attention import EquilibriumTransformer, Picard, Rotary
 from implicit_attention.layers import BlockCache
+from implicit_attention.studies.measure import one_thread
 
 from . import guard
 from .measure import interleaved_clocks
+from .past_by_hand import PastByHand
 from .targets import Row
 
 TESTS = ("tests/layers/test_causal_block.py",)
@@ -46,23 +47,14 @@ class DecodingSetting:
 SETTINGS = (DecodingSetting(), DecodingSetting(dim=256, past=256), DecodingSetting(batch=8))
 
 
-class Appended:
+class Appended(PastByHand):
     """Keys and values of the past, to which every step of a plain loop appends those of its token."""
 
-    mask, is_causal = None, False
-
     def __init__(self, cache: BlockCache, length: int) -> None:
-        self.positions = torch.tensor([length])
+        super().__init__(length)
         self.held = [
             (k.narrow(-2, 0, length).contiguous(), v.narrow(-2, 0, length).contiguous()) for k, v in _of(cache)
         ]
-        self.turns: Any = None
-        self.called = 0
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The rotary angles of the token, which are the same in all layers and steps."""
-        self.turns = make() if self.turns is None else self.turns
-        return self.turns
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         held = self.held[self.called % len(self.held)]
@@ -78,13 +70,8 @@ def decoding_row(setting: DecodingSetting, *, repeats: int, max_seconds: float) 
     """Process time of decoding one token, in turns, and the bytes of caches."""
     if (reason := guard.red(TESTS)) is not None:
         return {"evidence": {"solve": {"error": reason}}, "seconds": {}, "ratios": dict.fromkeys((*RATIOS, BYTES))}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            return _timed(setting, repeats, max_seconds)
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.no_grad():
+        return _timed(setting, repeats, max_seconds)
 
 
 def _timed(setting: DecodingSetting, repeats: int, max_seconds: float) -> Row:
@@ -100,7 +87,7 @@ def _timed(setting: DecodingSetting, repeats: int, max_seconds: float) -> Row:
 
     def plain() -> Tensor:
         # Every token has a position of its own.
-        past.turns = None
+        past.begin(setting.past)
         z = torch.zeros_like(token)
         for _ in range(setting.evaluations):
             z = model.block(z, token, past=past)

@@ -25,7 +25,7 @@ from implicit_attention.models import ImageEnergyTransformer, scatter_mask
 from implicit_attention.studies.inpainting_data import harmonic, hidden_pixels, visible_mean
 from implicit_attention.studies.measure import peak_memory
 
-from .measure import interleaved
+from .measure import interleaved, once
 from .targets import Row
 from .useful_tasks import _sha256, digit_split
 
@@ -363,11 +363,7 @@ def costs_row(setting: Costs, repeats: int, max_seconds: float) -> Row:
             _training_step, reader, batch, contender.training_options()
         )
     memory = {name: peak_memory(function, torch.device("cpu")) for name, function in functions.items()}
-    first = {}
-    for name, function in functions.items():
-        start = time.perf_counter()
-        function()
-        first[name] = time.perf_counter() - start
+    first = {name: once(function)[1] for name, function in functions.items()}
     times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds)
     floor = next(contender for contender in CONTENDERS if contender == Contender("explicit", steps=1))
     return {

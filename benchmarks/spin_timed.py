@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,9 +140,7 @@ def measured(setting: Timed, *, repeats: int, max_seconds: float) -> Row:
     first: dict[str, float] = {}
     for name, contender in CONTENDERS.items():
         function = contender.make(data, tolerance)
-        start = time.perf_counter()
-        answer = function()
-        first[name] = time.perf_counter() - start
+        answer, first[name] = once(function)
         found[name] = {"label": contender.label, **baseline.evidence(data, answer, truth)}
         if any(not found[name].get(key, 0.0) <= bound for key, bound in WRONG[setting.dtype].items()):
             found[name]["error"] = "the answer is wrong: see residual and gradient error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable
@@ -117,29 +118,43 @@ def recall(count: int, generator: torch.Generator) -> Examples:
 
 def text(*, validation: int | None = None, test: int | None = None) -> Task:
     """The next character of the help texts that come with Python (`pydoc_data.topics`), of up to 64 before it."""
+    given, data = help_texts(), described_texts()
+    size = len(given.alphabet)
+    shape = Shape(length=LENGTH, inputs=size, classes=size, discrete=True, causal=True, per_token=True)
+    data["parts"] = text_split(data["characters"])
+    held = (windows(given.validation, LENGTH, validation), windows(given.test, LENGTH, test))
+    draw = functools.partial(drawn_windows, given.train, LENGTH)
+    return Task("text", shape, "bits", torch.tensor(size).log2().item(), draw, *held, data)
+
+
+class Text(NamedTuple):
+    """Characters as numbers, to train, validate and test."""
+
+    alphabet: str
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+@functools.cache
+def help_texts() -> Text:
+    """The help texts that come with Python."""
     written = topics()
-    alphabet = sorted(set(written))
+    alphabet = "".join(sorted(set(written)))
     numbers = {character: index for index, character in enumerate(alphabet)}
     codes = torch.tensor([numbers[character] for character in written])
-    parts = text_split(len(codes))
-    train, *held = (codes[begin:end] for begin, end in parts)
+    return Text(alphabet, *(codes[begin:end] for begin, end in text_split(len(codes))))
 
-    def draw(count: int, generator: torch.Generator) -> Examples:
-        begin = torch.randint(len(train) - LENGTH, (count, 1), generator=generator)
-        windows = train[begin + torch.arange(LENGTH + 1)]
-        return Examples(windows[:, :-1], windows[:, 1:])
 
-    size = len(alphabet)
-    shape = Shape(length=LENGTH, inputs=size, classes=size, discrete=True, causal=True, per_token=True)
-    data = {
+def described_texts() -> dict[str, Any]:
+    """What identifies the help texts in the results."""
+    written = topics()
+    return {
         "source": "pydoc_data.topics",
         "characters": len(written),
-        "alphabet": size,
+        "alphabet": len(help_texts().alphabet),
         "sha256": _sha256(written.encode()),
-        "parts": parts,
     }
-    windows = map(first, map(_windows, held), (validation, test))
-    return Task("text", shape, "bits", torch.tensor(size).log2().item(), draw, *windows, data)
 
 
 def topics() -> str:
@@ -155,11 +170,17 @@ def text_split(count: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def _windows(codes: Tensor) -> Examples:
-    """All of a text, in windows that do not overlap."""
-    count = (len(codes) - 1) // LENGTH
-    inputs, targets = codes[: count * LENGTH], codes[1 : count * LENGTH + 1]
-    return Examples(inputs.unflatten(0, (count, LENGTH)), targets.unflatten(0, (count, LENGTH)))
+def windows(codes: Tensor, length: int, count: int | None) -> Examples:
+    """So many windows of a text at equal distances, of all that do not overlap."""
+    most = (len(codes) - 1) // length
+    inputs, targets = (codes[i : most * length + i].unflatten(0, (most, length)) for i in (0, 1))
+    return first(Examples(inputs, targets), count)
+
+
+def drawn_windows(codes: Tensor, length: int, count: int, generator: torch.Generator) -> Examples:
+    begin = torch.randint(len(codes) - length, (count, 1), generator=generator)
+    drawn = codes[begin + torch.arange(length + 1)]
+    return Examples(drawn[:, :-1], drawn[:, 1:])
 
 
 def first(examples: Examples, count: int | None) -> Examples:

@@ -6,7 +6,6 @@ repeated k times against one equilibrium of the same cost.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -15,15 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from implicit_attention.studies.measure import peak_memory
+from implicit_attention.studies.measure import one_thread, peak_memory
 
 from . import guard, inpainting
 from .looped import suite as looped
-from .measure import interleaved
+from .measure import interleaved, once
 from .puzzles import suite as puzzles
 from .targets import Row
 from .useful_models import CAP, RTOL, Block, Model, models
@@ -128,6 +127,8 @@ class Costs:
 
 
 Setting = Learned | Costs | puzzles.Setting | inpainting.Setting | looped.Setting
+#: What makes the row of a setting, by the class of the setting.
+RowsByKind: TypeAlias = dict[type, Callable[[Any], Row]]
 
 
 def settings_of(quick: bool) -> tuple[Setting, ...]:
@@ -159,6 +160,7 @@ def run(
     if settings and (reason := guard.red(TESTS)) is not None:
         return [_refused(setting, reason, progress) for setting in settings]
     trained: dict[str, dict[Model, bytes]] = {name: {} for name in TASKS}
+    # At these sizes threads wait for each other longer than they work; and one thread repeats a sum exactly.
     with one_thread():
         asked = [setting for setting in settings if isinstance(setting, puzzles.Setting)]
         rows = puzzles.run(asked, repeats=repeats, max_seconds=max_seconds, progress=progress, keep=keep)
@@ -180,40 +182,37 @@ def run(
 def _looped(
     settings: list[Setting], repeats: int, max_seconds: float, progress: Callable[[Row], None], keep: Path | None
 ) -> Iterator[Row]:
-    """The rows of LOOPED, each told as soon as it is there."""
     learning = [setting for setting in settings if isinstance(setting, looped.Trained)]
     made = _in_processes(functools.partial(looped.trained_row, keep=keep), learning, looped.updates_of(learning))
-    for setting in settings:
-        if isinstance(setting, looped.Trained):
-            row = next(made)
-        elif isinstance(setting, looped.Counted):
-            row = looped.counted_row(setting)
-        elif isinstance(setting, looped.Decoding):
-            row = looped.decoding_row(setting, repeats, max_seconds)
-        else:
-            continue
-        progress(row)
-        yield row
+    rows_by_kind: RowsByKind = {
+        looped.Trained: lambda setting: next(made),
+        looped.Counted: looped.counted_row,
+        looped.Decoding: lambda setting: looped.decoding_row(setting, repeats, max_seconds),
+    }
+    return _told(settings, rows_by_kind, progress)
 
 
 def _inpainted(
     settings: list[Setting], repeats: int, max_seconds: float, progress: Callable[[Row], None]
 ) -> Iterator[Row]:
-    """The rows of INPAINT, each told as soon as it is there."""
     learning = [setting for setting in settings if isinstance(setting, inpainting.Trained)]
     updates = sum(setting.plan.updates * len(setting.plan.seeds) for setting in learning)
     made = _in_processes(inpainting.trained_row, learning, updates)
+    rows_by_kind: RowsByKind = {
+        inpainting.Trained: lambda setting: next(made),
+        inpainting.Untrained: inpainting.untrained_row,
+        inpainting.Costs: lambda setting: inpainting.costs_row(setting, repeats, max_seconds),
+    }
+    return _told(settings, rows_by_kind, progress)
+
+
+def _told(settings: list[Setting], rows_by_kind: RowsByKind, progress: Callable[[Row], None]) -> Iterator[Row]:
+    """The rows of settings of these kinds, each told as soon as it is there."""
     for setting in settings:
-        if isinstance(setting, inpainting.Trained):
-            row = next(made)
-        elif isinstance(setting, inpainting.Untrained):
-            row = inpainting.untrained_row(setting)
-        elif isinstance(setting, inpainting.Costs):
-            row = inpainting.costs_row(setting, repeats, max_seconds)
-        else:
-            continue
-        progress(row)
-        yield row
+        if type(setting) in rows_by_kind:
+            row = rows_by_kind[type(setting)](setting)
+            progress(row)
+            yield row
 
 
 def _refused(setting: Setting, reason: str, progress: Callable[[Row], None]) -> Row:
@@ -227,17 +226,6 @@ def _refused(setting: Setting, reason: str, progress: Callable[[Row], None]) -> 
 def load(task: str, held: int | None) -> Task:
     """A task with so many held-out examples in each part, or all there are."""
     return TASKS[task](validation=held, test=held)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """At these sizes threads wait for each other longer than they work; and one thread repeats a sum exactly."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _in_processes(function: Callable[[Any], Any], settings: list[Any], steps: int) -> Iterator[Any]:
@@ -282,11 +270,7 @@ def costs(setting: Costs, trained: dict[Model, bytes], repeats: int, max_seconds
         functions[f"{model.name} forward"] = functools.partial(forward, block, batch)
         functions[f"{model.name} training"] = functools.partial(training_step, block, batch)
     memory = {name: peak_memory(function, torch.device("cpu")) for name, function in functions.items()}
-    first = {}
-    for name, function in functions.items():
-        start = time.perf_counter()
-        function()
-        first[name] = time.perf_counter() - start
+    first = {name: once(function)[1] for name, function in functions.items()}
     times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds)
     floor = next(model for model in trained if model.group == 1)
     ratios = {

@@ -62,6 +62,11 @@ class Record(NamedTuple):
         """The record with `function` applied to every field."""
         return Record(*map(function, self))
 
+    def nonfinite_at(self, problems: Tensor) -> Record:
+        """The record in which these problems (*lead) are NONFINITE, with residuals that nobody knows."""
+        status = self.status.masked_fill(problems, int(Status.NONFINITE))
+        return self._replace(status=status, residual=self.residual.masked_fill(problems, torch.nan))
+
     @property
     def converged(self) -> Tensor:
         """(*lead), True where the residual reached the tolerance."""

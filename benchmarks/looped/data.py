@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..useful_tasks import Examples, _sha256, first, text_split, topics
+from ..useful_tasks import Examples, described_texts, help_texts, windows
 
 #: Characters of a window. No context reaches back over its beginning, for models and counts alike.
 LENGTH = 128
@@ -17,49 +16,9 @@ LENGTH = 128
 CONTEXTS = (0, 1, 2, 3, 4, 5)
 
 
-class Text(NamedTuple):
-    """Characters as numbers, to train, validate and test."""
-
-    alphabet: str
-    train: Tensor
-    validation: Tensor
-    test: Tensor
-
-
-@functools.cache
-def text() -> Text:
-    """The help texts that come with Python, all by the names of their topics."""
-    written = topics()
-    alphabet = "".join(sorted(set(written)))
-    numbers = {character: index for index, character in enumerate(alphabet)}
-    codes = torch.tensor([numbers[character] for character in written])
-    return Text(alphabet, *(codes[begin:end] for begin, end in text_split(len(codes))))
-
-
-def windows(codes: Tensor, count: int | None) -> Examples:
-    """So many windows at equal distances, of all that do not overlap."""
-    most = (len(codes) - 1) // LENGTH
-    inputs, targets = (codes[i : most * LENGTH + i].unflatten(0, (most, LENGTH)) for i in (0, 1))
-    return first(Examples(inputs, targets), count)
-
-
-def draw(codes: Tensor, count: int, generator: torch.Generator) -> Examples:
-    begin = torch.randint(len(codes) - LENGTH, (count, 1), generator=generator)
-    drawn = codes[begin + torch.arange(LENGTH + 1)]
-    return Examples(drawn[:, :-1], drawn[:, 1:])
-
-
 def described(held: int | None) -> dict[str, Any]:
     """What identifies the data in the results."""
-    given, written = text(), topics()
-    return {
-        "source": "pydoc_data.topics",
-        "characters": len(written),
-        "alphabet": len(given.alphabet),
-        "sha256": _sha256(written.encode()),
-        "length": LENGTH,
-        "test": len(windows(given.test, held).inputs),
-    }
+    return {**described_texts(), "length": LENGTH, "test": len(windows(help_texts().test, LENGTH, held).inputs)}
 
 
 class Counts:
@@ -110,8 +69,8 @@ def _found(keys: Tensor, values: Tensor, asked: Tensor) -> Tensor:
 
 def counted(held: int | None) -> dict[str, Any]:
     """Bits per character of counts by the length of their context, and the best length on the validation part."""
-    given = text()
-    validation, test = (windows(part, held) for part in (given.validation, given.test))
+    given = help_texts()
+    validation, test = (windows(part, LENGTH, held) for part in (given.validation, given.test))
     models = {context: Counts(given.train, len(given.alphabet), context) for context in CONTEXTS}
     best = min(models, key=lambda context: models[context].bits(validation))
     bits = {str(context): model.bits(test) for context, model in models.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,9 @@ from implicit_attention import EquilibriumTransformer, Picard
 from implicit_attention.layers import Rotary
 from implicit_attention.layers.transformer import SoftmaxAttention, TransformerLayer
 
-WIDTH, HEADS, RATIO, DEPTH = 96, 4, 3.0, 2
+from ..past_by_hand import PastByHand
+
+WIDTH, HEADS, RATIO = 96, 4, 3.0
 RTOL, CAP = 1e-3, 64
 
 Kind = Literal["tied", "stack"]
@@ -51,7 +52,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, past: Any = None) -> Tensor:
         for layer in self.layers:
             x = layer(x, past=past)
-        return self.norm(x)  # type: ignore[no-any-return]
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 class Reader(nn.Module):
@@ -61,7 +63,7 @@ class Reader(nn.Module):
         super().__init__()
         self.loops = contender.kind == "tied"
         self.embed, self.head = nn.Embedding(size, WIDTH), nn.Linear(WIDTH, size)
-        self.body: nn.Module = (
+        self.body = (
             Stack(contender.layers, norm)
             if contender.kind == "stack"
             else EquilibriumTransformer(
@@ -78,42 +80,41 @@ class Reader(nn.Module):
         )
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
-        return self.head(self.body(self.embed(tokens), **options))  # type: ignore[no-any-return]
+        scores: Tensor = self.head(self.body(self.embed(tokens), **options))
+        return scores
+
+    @property
+    def repeated(self) -> EquilibriumTransformer:
+        """The tied layers."""
+        assert isinstance(self.body, EquilibriumTransformer)
+        return self.body
 
 
-class Slots:
+class Slots(PastByHand):
     """Decoding by hand: a slot of keys and values for every attention of every step, which later tokens read.
 
-    So token t reads at step j what the tokens before it held at step j, as in a loop over all tokens at once. It stands
-    where a `Past` does.
+    So token t reads at step j what the tokens before it held at step j, as in a loop over all tokens at once.
     """
 
-    mask, is_causal = None, False
-
     def __init__(self, reader: Reader, capacity: int, steps: int = 1) -> None:
+        super().__init__()
         self.reader, self.capacity, self.steps = reader, capacity, steps
         self.slots: list[tuple[Tensor, Tensor]] = []
-        self.length = self.called = 0
-        self.positions = torch.arange(1)
-        self.turns: Any = None
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The rotary angles of the token, which are the same in all attentions and steps."""
-        self.turns = make() if self.turns is None else self.turns
-        return self.turns
+        self.length = 0
 
     def __call__(self, token: Tensor) -> Tensor:
         """Scores (B, 1, size) behind the next token (B, 1)."""
-        x, body = self.reader.embed(token), self.reader.body
-        self.called, self.positions, self.turns = 0, torch.tensor([self.length]), None
-        if isinstance(body, Stack):
-            z = body(x, past=self)
-        else:
-            z = torch.zeros_like(x)
+        x = self.reader.embed(token)
+        self.begin(self.length)
+        if self.reader.loops:
+            z, block = torch.zeros_like(x), self.reader.repeated.block
             for _ in range(self.steps):
-                z = body.block(z, x, past=self)  # type: ignore[operator]
+                z = block(z, x, past=self)
+        else:
+            z = self.reader.body(x, past=self)
         self.length += 1
-        return self.reader.head(z)  # type: ignore[no-any-return]
+        scores: Tensor = self.reader.head(z)
+        return scores
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of this attention at this step, with those of the token behind them."""
@@ -137,18 +138,12 @@ class OneSlot:
 
     def __init__(self, reader: Reader, *, warm_start: bool = False, **options: Any) -> None:
         self.reader, self.options = reader, options
-        self.cache = reader.body.new_cache(warm_start=warm_start)  # type: ignore[operator]
+        self.cache = reader.repeated.new_cache(warm_start=warm_start)
 
     def __call__(self, token: Tensor) -> Tensor:
-        return self.reader(token, cache=self.cache, **self.options)  # type: ignore[no-any-return]
+        scores: Tensor = self.reader(token, cache=self.cache, **self.options)
+        return scores
 
     @property
     def num_bytes(self) -> int:
-        return int(self.cache.num_bytes)
-
-
-def evaluation_flops(layers: int) -> int:
-    """FLOPs of one token in so many layers: projections and feed-forward part, and half a window of keys."""
-    from .data import LENGTH
-
-    return layers * int(2 * WIDTH * WIDTH * (4 + 2 * RATIO) + 4 * WIDTH * (LENGTH + 1) / 2)
+        return self.cache.num_bytes

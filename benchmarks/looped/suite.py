@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..measure import interleaved
+from ..measure import interleaved, once
 from ..targets import Row, Target
-from .data import CONTEXTS, LENGTH, counted, described, text
+from ..useful_tasks import help_texts
+from .data import CONTEXTS, LENGTH, counted, described
 from .models import CAP, HEADS, RATIO, RTOL, SETTINGS, WIDTH, Contender, OneSlot, Reader, Slots
 from .training import CHUNKS, DRAWN, LONG, REST, Plan, answers, bits, chunked, flops, held_out, kept
 
@@ -138,7 +139,7 @@ def trained_row(setting: Trained, keep: Path | None = None) -> Row:
         "plan": dataclasses.asdict(plan),
         "setting": {"norm": norm, "rate": rate},
         "validation": {f"{norm} {rate:g}": found for (norm, rate), found in tried.items()},
-        "parameters": sum(p.numel() for p in Reader(contender, len(text().alphabet), norm).parameters()),
+        "parameters": sum(p.numel() for p in Reader(contender, len(help_texts().alphabet), norm).parameters()),
         "flops_of_one_evaluation": flops(contender, 1),
         "runs": runs,
         "evidence": evidence,
@@ -164,7 +165,7 @@ def counted_row(setting: Counted) -> Row:
 
 def decoding_row(setting: Decoding, repeats: int, max_seconds: float) -> Row:
     """Seconds and bytes of decoding, with the weights of the beginning: fixed evaluations cost what they cost."""
-    begin, given = time.perf_counter(), text()
+    begin, given = time.perf_counter(), help_texts()
     tokens = TOKENS if setting.plan.updates > 10 else 4
     torch.manual_seed(0)
     tied, stack = (Reader(one, len(given.alphabet)).eval() for one in (TIED, SAME_FLOPS))
@@ -176,9 +177,8 @@ def decoding_row(setting: Decoding, repeats: int, max_seconds: float) -> Row:
     functions = {name: functools.partial(read, make, written) for name, make in makers.items()}
     first, held = {}, {}
     for name, function in functions.items():
-        start = time.perf_counter()
-        held[name] = function().num_bytes
-        first[name] = time.perf_counter() - start
+        decoder, first[name] = once(function)
+        held[name] = decoder.num_bytes
     times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds)
     pairs = {count: [times[f"{kind}, {count}"].median for kind in ("one slot", "every step")] for count in EVALUATIONS}
     return {

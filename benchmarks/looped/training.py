@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from implicit_attention import Anderson
 from implicit_attention.layers import Exit
 
-from ..useful_tasks import Examples
-from .data import LENGTH, draw, text, windows
-from .models import CAP, RTOL, SETTINGS, Contender, Norm, OneSlot, Reader, evaluation_flops
+from ..useful_tasks import Examples, drawn_windows, help_texts, windows
+from .data import LENGTH
+from .models import CAP, RATIO, RTOL, SETTINGS, WIDTH, Contender, Norm, OneSlot, Reader
 
 #: A training draws 2 to 8 steps; a loss of this weight on the last step's change grows from the middle of it on.
 DRAWN, REST = range(2, 9), 0.3
@@ -74,7 +74,7 @@ def loss(reader: Reader, examples: Examples, done: float) -> Tensor:
 
 def trained(contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float) -> tuple[Reader, float]:
     """A reader after its training, and the seconds of it."""
-    given = text()
+    given = help_texts()
     torch.manual_seed(seed)
     reader = Reader(contender, len(given.alphabet), norm)
     optimizer = torch.optim.AdamW(reader.parameters(), lr=rate, weight_decay=0.01)
@@ -82,7 +82,7 @@ def trained(contender: Contender, plan: Plan, seed: int, norm: Norm, rate: float
     generator, begin = torch.Generator().manual_seed(seed), time.perf_counter()
     for update in range(plan.updates):
         optimizer.zero_grad()
-        loss(reader, draw(given.train, plan.batch, generator), update / plan.updates).backward()
+        loss(reader, drawn_windows(given.train, LENGTH, plan.batch, generator), update / plan.updates).backward()
         nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -97,7 +97,7 @@ def kept(keep: Path, contender: Contender, plan: Plan, seed: int, norm: Norm, ra
         keep.mkdir(parents=True, exist_ok=True)
         torch.save({"weights": reader.state_dict(), "seconds": seconds}, path)
     held = torch.load(path)
-    reader = Reader(contender, len(text().alphabet), norm)
+    reader = Reader(contender, len(help_texts().alphabet), norm)
     reader.load_state_dict(held["weights"])
     return reader.eval(), float(held["seconds"])
 
@@ -118,7 +118,7 @@ def bits(reader: Reader, examples: Examples, **options: Any) -> dict[str, float]
         scores = reader(inputs, **options)
         surprise += float(F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"))
         if reader.loops and "steps" not in options:
-            found.append(_of_tokens(reader.body.last_solve))
+            found.append(_of_tokens(reader.repeated.last_solve))
     told = {"bits": surprise / math.log(2) / examples.targets.numel()}
     return told | (_evidence(*(torch.cat(parts) for parts in zip(*found, strict=True))) if found else {})
 
@@ -145,6 +145,8 @@ def decoded(reader: Reader, examples: Examples, *, warm_start: bool = False, **o
         scores = decoder(inputs[:, place : place + 1])
         surprise += float(F.cross_entropy(scores[:, 0], targets[:, place], reduction="sum"))
     cache = decoder.cache
+    assert cache.num_evals is not None
+    assert cache.status is not None
     return {
         "bits": surprise / math.log(2) / targets.numel(),
         "evaluations": float(cache.num_evals.double().mean()),
@@ -211,32 +213,33 @@ def answers(keep: Path, contender: Contender, plan: Plan, seed: int, norm: Norm,
 @torch.no_grad()
 def chunked(reader: Reader, count: int = LONG) -> dict[str, dict[str, float]]:
     """The work of a solve of one long text, all tokens at once and by chunks: evaluations times tokens, for a token."""
-    codes, work = text().test[None, :count], 0
+    codes, work = help_texts().test[None, :count], 0
 
     def seen(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         nonlocal work
         work += arguments[0].shape[:-1].numel()
 
-    handle, found = reader.body.block.register_forward_pre_hook(seen), {}
+    handle, found = reader.repeated.block.register_forward_pre_hook(seen), {}
     try:
         for chunk in (None, *CHUNKS):
             work = 0
             reader(codes, chunk=chunk)
             name = "at once" if chunk is None else f"chunks of {chunk}"
-            found[name] = {"work": work / count, **_evidence(*_of_tokens(reader.body.last_solve))}
+            found[name] = {"work": work / count, **_evidence(*_of_tokens(reader.repeated.last_solve))}
     finally:
         handle.remove()
     return found
 
 
 def flops(contender: Contender, evaluations: float) -> float:
-    """FLOPs of the layers for one character."""
-    return evaluation_flops(contender.layers) * (evaluations if contender.kind == "tied" else 1)
+    """FLOPs of the layers for one character: projections and feed-forward part, and half a window of keys."""
+    one = contender.layers * int(2 * WIDTH * WIDTH * (4 + 2 * RATIO) + 4 * WIDTH * (LENGTH + 1) / 2)
+    return one * (evaluations if contender.kind == "tied" else 1)
 
 
 def held_out(plan: Plan) -> tuple[Examples, Examples]:
     """Windows to validate and to test."""
-    given, count = text(), plan.length
-    parts = (windows(part, plan.held) for part in (given.validation, given.test))
+    given, count = help_texts(), plan.length
+    parts = (windows(part, LENGTH, plan.held) for part in (given.validation, given.test))
     validation, test = (Examples(*(t[:, :count] for t in part)) for part in parts)
     return validation, test

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from implicit_attention.studies.measure import peak_memory
 
-from ..measure import interleaved
+from ..measure import interleaved, once
 from ..targets import Row, Target
 from .models import IGNORED, Examples, Model, Shape, flops
 from .solvers import compared_solvers
@@ -269,11 +269,7 @@ def costs_row(setting: Costs, repeats: int, max_seconds: float) -> Row:
         for name, function in functions.items()
         if name.endswith(" training")
     }
-    first = {}
-    for name, function in functions.items():
-        start = time.perf_counter()
-        function()
-        first[name] = time.perf_counter() - start
+    first = {name: once(function)[1] for name, function in functions.items()}
     times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds)
     return {
         "name": setting.name,

@@ -20,7 +20,7 @@ from ..failure_policy import policy_of
 from ..fused import lower
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven
-from ..linear._vectors import ORDINARY, normalised
+from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol
 from ..problem import Linearization, Problem
 from ..solution import UNSURE, AdjointReport, Record
@@ -151,8 +151,7 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
 
 def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """`old` (*lead, ...), in which those problems of `index` that are `chosen` come from `new`."""
-    where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - chosen.ndim)))
-    rows = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), rows_of(old, index))
+    rows = torch.where(along(chosen, old), new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), rows_of(old, index))
     if index is None:
         return rows
     return put(old, index, rows.to(old.dtype))

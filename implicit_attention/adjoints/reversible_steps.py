@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .._autograd import check_graph, exact_precision, without_hooks
+from ..linear._vectors import along
 from ..problem import Problem, evaluate_pure, isolated
 from .base import Request
 from .lost_digits import LostDigits
@@ -56,7 +57,7 @@ def coupled_steps(mapped: Callable[[Tensor], Tensor], start: Any, steps: int, da
 
 def merged_rows(chosen: Tensor, ours: Tensor, others: Tensor) -> Tensor:
     """`ours` where a problem (*lead) is chosen, else `others`."""
-    return torch.where(chosen.reshape((*chosen.shape, *(1,) * (others.ndim - chosen.ndim))), ours, others)
+    return torch.where(along(chosen, others), ours, others)
 
 
 class IntegerUnits(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import exact_precision, is_differentiated, sum_to_shape
+from .._no_derivative import refusing
 from ..errors import UnsupportedImplementation
 from ..potentials import LogSumExp
 from .local_keys import LocalWeights
@@ -46,27 +47,14 @@ class Attend(torch.autograd.Function):
         return None, *(None if g is None else undifferentiated(g, "The gradient", *inputs) for g in gradients)
 
 
-class _Undifferentiated(torch.autograd.Function):
-    """(result, its name, *inputs) -> the result, whose derivative raises."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, name: str, *inputs: Tensor) -> Tensor:
-        ctx.name = name
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise UnsupportedImplementation(
-            f"{ctx.name} of ShardedLogSumExp has no derivative: keys that are spread over processes have gradients of "
-            "first order alone; use LogSumExp in one process, or leave create_graph=True out"
-        )
-
-
 def undifferentiated(result: Tensor, name: str, *inputs: Tensor) -> Tensor:
     if not is_differentiated(*inputs):
         return result
-    refusing: Tensor = _Undifferentiated.apply(result, name, *inputs)  # type: ignore[no-untyped-call]
-    return refusing
+    message = (
+        f"{name} of ShardedLogSumExp has no derivative: keys that are spread over processes have gradients of first "
+        "order alone; use LogSumExp in one process, or leave create_graph=True out"
+    )
+    return refusing(result, UnsupportedImplementation, message, *inputs)
 
 
 def by_tensors(

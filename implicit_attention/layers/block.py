@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_batched, is_exporting, transforms_active, uncompiled
+from .._autograd import is_batched, is_exporting, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Reversible
 from ..adjoints.base import AdjointMemory
@@ -20,6 +19,15 @@ from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..solvers.exported import check_no_evidence, is_budget
+from .block_arguments import (
+    Steps,
+    check_block,
+    check_cachable,
+    check_causal,
+    checked_chunk,
+    checked_steps,
+    solve_of_tokens,
+)
 from .block_call import BlockCall
 from .block_map import BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
@@ -27,13 +35,11 @@ from .calls import StateCall
 from .causal_call import CausalCall, begin_tokens, refusing_gradient
 from .compiled_block import check_compiled
 from .compiled_graphs import Graphs
-from .exits import Exit, checked_exit
+from .exits import Exit
 from .past import BlockCache
 from .remembering import Remembering
 from .token_solve import TokenSolve
-from .token_window import Reads, kinds_of, takes_past
-
-Steps: TypeAlias = int | range | None
+from .token_window import Reads, kinds_of
 
 #: The solver of a block without a solver of its own.
 DEFAULT_SOLVER = Picard(rtol=1e-3, max_steps=200)
@@ -158,13 +164,13 @@ class Equilibrium(Remembering):
         chunk: int | None = None,
     ) -> None:
         super().__init__()
-        _check_block(block)
+        check_block(block)
         self.block = block
         self.event_ndim = None if event_ndim is None else _validate.check_integer("event_ndim", event_ndim, low=0)
         if isinstance(start, str):
             check_word(start)
         self.start = start if isinstance(start, str) else StoredStart(start)
-        self.steps = _checked_steps(steps)
+        self.steps = checked_steps(steps)
         self.options = SolveOptions(
             solver=DEFAULT_SOLVER if solver is None else solver, adjoint=adjoint, on_failure=on_failure
         )
@@ -177,16 +183,8 @@ class Equilibrium(Remembering):
         required = "be False with compiled=True, whose backward solves start at 0"
         _validate.require(not (compiled and warm_adjoint), "warm_adjoint", required, True)
         self.warm_adjoint = warm_adjoint
-        _validate.check_instance("causal", causal, bool, "be True or False")
-        self.causal, self.chunk = causal, _checked_chunk(chunk)
-        if causal:
-            required = "number tokens on its first axis, and so be at least 2, with causal=True"
-            _validate.require(self.event_ndim is None or self.event_ndim > 1, "event_ndim", required, event_ndim)
-            _validate.require(
-                not compiled, "compiled", "be False with causal=True, whose tokens leave one by one", True
-            )
-        required = "be None without causal=True"
-        _validate.require(causal or chunk is None, "chunk", required, chunk, "make the layer with causal=True")
+        check_causal(causal, self.event_ndim, compiled, chunk)
+        self.causal, self.chunk = causal, checked_chunk(chunk)
         #: What the caches of this layer know it by.
         self._identity = object()
         self._memory = AdjointMemory()
@@ -232,14 +230,15 @@ class Equilibrium(Remembering):
             The state, of the structure and shapes of the start.
         """
         options = self.options.override(solver=solver, adjoint=adjoint, on_failure=on_failure)
-        steps = _checked_steps(steps)
+        steps = checked_steps(steps)
         required, remedy = "be None beside `exit`, which ends a solve", "pass Exit(evaluations=steps)"
         _validate.require(steps is None or exit is None, "steps", required, steps, remedy)
         if steps is None and solver is None and exit is None:
             steps = self.steps
         if isinstance(steps, range) and not self.training:
             steps = None
-        tokens = self._tokens(cache, chunk, exit, reads)
+        chunk = self.chunk if chunk is None else chunk
+        tokens = solve_of_tokens(self.block, self.causal, cache, chunk, exit, reads)
         if is_exporting():
             check_no_evidence(return_solution, "return_solution")
             budget = options.effective_solver
@@ -267,26 +266,6 @@ class Equilibrium(Remembering):
             steps = steps[int(torch.randint(len(steps), ()))]
         answer = self._answer(x, args, start, steps, options, measured, tokens)
         return answer if measured else answer[0]
-
-    def _tokens(self, cache: Any, chunk: Any, exit: Any, reads: Reads | None) -> TokenSolve | None:
-        """The solve of tokens on their own, for a causal layer."""
-        for name, given in (("cache", cache), ("chunk", chunk), ("exit", exit)):
-            required, remedy = "be None for a layer without causal=True", "make the layer with causal=True"
-            _validate.require(self.causal or given is None, name, required, type(given).__name__, remedy)
-        _validate.check_instance(
-            "reads", reads, (Reads, type(None)), "be None, or the `Reads` of a layer built on this one"
-        )
-        required, remedy = "be None without causal=True", "make the layer with causal=True"
-        _validate.require(self.causal or reads is None, "reads", required, "one", remedy)
-        if not self.causal:
-            return None
-        for name, given in (("cache", cache), ("exit", exit)):
-            required, remedy = "be None inside torch.func and torch.vmap", "call the layer outside of transforms"
-            _validate.require(given is None or not transforms_active(), name, required, "one", remedy)
-        chunk = self.chunk if chunk is None else _checked_chunk(chunk)
-        # A loop in a graph asks for no windows.
-        past = not torch.compiler.is_compiling() and takes_past(self.block)
-        return TokenSolve(reads, past, cache, chunk, checked_exit(exit))
 
     def _answer(
         self,
@@ -423,13 +402,7 @@ class Equilibrium(Remembering):
         Raises:
             ValueError: for a layer that is not causal, or whose block does not read settled tokens.
         """
-        _validate.require(self.causal, "causal", "be True for a cache", self.causal, "make the layer with causal=True")
-        required, received = (
-            "take a keyword argument `past` for a cache",
-            f"{type(self.block).__name__}, which does not",
-        )
-        remedy = "see `implicit_attention.layers.Past`, or call the layer on all tokens"
-        _validate.require(takes_past(self.block), "block", required, received, remedy)
+        check_cachable(self.block, self.causal)
         return BlockCache(self._identity, warm_start=warm_start)
 
     # Housekeeping.
@@ -453,33 +426,3 @@ class Equilibrium(Remembering):
         shown += [f"{name}=True" for name in ("compiled", "warm_adjoint", "causal") if getattr(self, name)]
         shown += [f"chunk={self.chunk}"] if self.chunk is not None else []
         return ", ".join(shown)
-
-
-def _check_block(block: Any) -> None:
-    remedy = "wrap a function in a module, or use solve with a FixedPointMap"
-    _validate.check_instance("block", block, nn.Module, "be an nn.Module", remedy)
-    try:
-        taken = inspect.signature(block.forward)
-    except (TypeError, ValueError):  # a forward that is not written in Python
-        return
-    kinds = [parameter.kind for parameter in taken.parameters.values()]
-    count = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
-    if count < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        remedy = "wrap it in a module whose forward(z, x) returns the next state, such as torch.tanh(layer(z) + x)"
-        received = f"{type(block).__name__}, which takes {taken}"
-        raise TypeError(_validate.message("block", "take a state and an input, block(z, x)", received, remedy))
-
-
-def _checked_chunk(chunk: Any) -> int | None:
-    return None if chunk is None else int(_validate.check_integer("chunk", chunk, low=1))
-
-
-def _checked_steps(steps: Any) -> Steps:
-    if steps is None:
-        return None
-    if isinstance(steps, range):
-        _validate.require(len(steps) > 0, "steps", "be a range that holds a number", repr(steps))
-        _validate.check_integer("steps", min(steps[0], steps[-1]), low=0)
-        return steps
-    count: int = _validate.check_integer("steps", steps, low=0, remedy="None solves")
-    return count

@@ -125,10 +125,15 @@ class BlockCall:
         record = Record(status, residual, torch.zeros_like(residual), count, count + 1 if measured else count)
         if torch.compiler.is_compiling():
             return state, record
+        return state, self._solution(record, state, layout.pack(state))
+
+    def _solution(self, record: Record, state: Any, packed: Tensor) -> Solution:
+        """The solution of plain steps."""
         report = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
-        if layout.single:
-            return state, Solution(record, report, solver.remedies, value=state)
-        return state, BlockSolution(record, report, solver.remedies, value=state, packed=layout.pack(state))
+        given = record, report, self.options.effective_solver.remedies
+        if self.map.layout.single:
+            return Solution(*given, value=state)
+        return BlockSolution(*given, value=state, packed=packed)
 
     def _stepped(self, steps: int, damping: float) -> Any:
         state, arguments = self.initial, self._arguments()

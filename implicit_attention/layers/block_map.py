@@ -165,6 +165,8 @@ class BlockProblem(FixedPointMap):
         "generators, which are held for a call, or call eval()"
     )
 
+    function: BlockMap
+
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[bool, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.mode, self.draws = checked, function.block.training, function.draws
@@ -176,7 +178,7 @@ class BlockProblem(FixedPointMap):
         return mapped
 
     def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        return cast(BlockMap, self.function).later(self.inputs)
+        return self.function.later(self.inputs)
 
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
@@ -195,7 +197,7 @@ class BlockProblem(FixedPointMap):
             self.checked.add((self.mode, "writes"))
 
     def leaves_others(self, test: Callable[[], bool]) -> bool:
-        function = cast(BlockMap, self.function)
+        function = self.function
         if not function.frame.flat:
             return test()
         kinds = [(tuple(t.shape), own) for t, own in zip(self.inputs, self._own, strict=True)]

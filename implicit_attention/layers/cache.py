@@ -65,22 +65,12 @@ class KeyValueCache:
 
     def with_new(self, keys: Tensor, values: Tensor | None, key_mask: Tensor | None) -> CachedKeys:
         """Return the contents with new tokens added; `key_mask` says which of these, or of all tokens, exist."""
-        rows, batch, old = keys.shape[-2], tuple(keys.shape[:-3]), self.held
+        old, batch = self.held, tuple(keys.shape[:-3])
+        exist = joined_key_mask(None if old is None else old.key_mask, key_mask, batch, self.length, keys.shape[-2])
         if old is not None:
             keys = torch.cat([old.keys, keys], dim=-2)
             values = values if values is None or old.values is None else torch.cat([old.values, values], dim=-2)
-        count, old_mask = keys.shape[-2], None if old is None else old.key_mask
-        if key_mask is None and old_mask is None:
-            return CachedKeys(keys, values, None)
-        of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (count,)
-        if key_mask is not None:
-            check_key_mask(key_mask, batch, count if of_all else rows)
-        if not of_all:
-            every = torch.ones((), dtype=torch.bool, device=keys.device)
-            parts = ((old_mask, count - rows), (key_mask, rows))
-            key_mask = torch.cat([(every if m is None else m).expand(*batch, n) for m, n in parts], dim=-1)
-        assert key_mask is not None
-        return CachedKeys(keys, values, key_mask.expand(*batch, count))
+        return CachedKeys(keys, values, exist)
 
     def commit(self, held: CachedKeys, state: Tensor, num_evals: Tensor) -> None:
         """Keep what was attended to, the last token's equilibrium, and the evaluations (*batch, H, N) spent."""
@@ -126,11 +116,38 @@ class KeyValueCache:
         return f"KeyValueCache({kind}, length={self.length}, warm_start={self.warm_start})"
 
 
-def check_cache(cache: object, owner: object, batch: tuple[int, ...]) -> None:
+def joined_key_mask(held: Tensor | None, new: Any, batch: tuple[int, ...], length: int, count: int) -> Tensor | None:
+    """Which of `length` tokens of a cache and `count` new ones exist, (*batch, length + count); None for all.
+
+    held: which tokens of the cache exist; new: the user's `key_mask`, of the new tokens or of all.
+    """
+    if held is None and new is None:
+        return None
+    total = length + count
+    if isinstance(new, Tensor) and new.shape[-1:] == (total,):
+        check_key_mask(new, batch, total)
+        return new.expand(*batch, total)
+    if new is not None:
+        check_key_mask(new, batch, count)
+    device = next(mask.device for mask in (held, new) if mask is not None)
+    every = torch.ones((), dtype=torch.bool, device=device)
+    parts = ((held, length), (new, count))
+    return torch.cat([(every if mask is None else mask).expand(*batch, n) for mask, n in parts], dim=-1)
+
+
+def check_cache(cache: Any, owner: object, batch: tuple[int, ...]) -> None:
     """Raise unless the layer `owner` made the cache, and x with leading axes `batch` can attend to what it holds."""
-    if not isinstance(cache, KeyValueCache):
+    check_owned(cache, KeyValueCache, owner, batch)
+    if cache.fixed and cache.held is not None:
+        _validate.check_broadcast("context", cache.held.keys.shape[:-3], batch, "the leading axes of x")
+
+
+def check_owned(cache: Any, kind: type[Any], owner: object, batch: tuple[int, ...]) -> None:
+    """Raise unless the layer `owner` made the cache of this kind, and samples (*batch) can go on with its tokens."""
+    if not isinstance(cache, kind):
         received = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache).__name__
-        raise TypeError(_validate.message("cache", "be None or a KeyValueCache", received, "from layer.new_cache()"))
+        required = f"be None or a {kind.__name__}"
+        raise TypeError(_validate.message("cache", required, received, "from layer.new_cache()"))
     remedy = "give every layer its own, from layer.new_cache()"
     _validate.require(
         cache.owner is owner, "cache", "be one that this layer made", "the cache of another layer", remedy
@@ -139,5 +156,3 @@ def check_cache(cache: object, owner: object, batch: tuple[int, ...]) -> None:
         asked = tuple(cache.num_evals.shape[:-1])
         remedy = "make a new one, or reorder this one with cache.select_batch(index)"
         _validate.require(asked == batch, "cache", f"be used with the batch that it holds, {asked}", batch, remedy)
-    if cache.fixed and cache.held is not None:
-        _validate.check_broadcast("context", cache.held.keys.shape[:-3], batch, "the leading axes of x")

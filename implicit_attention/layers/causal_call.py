@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,18 @@ from torch.utils import _pytree as pytree
 
 from .. import _validate
 from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
+from .._no_derivative import refusing
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request
-from ..solution import AdjointReport, Record, Solution
+from ..linear._vectors import along
+from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..status import Status
 from .block_call import BlockCall, BlockSolution
 from .block_map import BlockProblem
 from .block_state import StateLayout
-from .past import BlockCache, check_block_cache
+from .cache import check_owned
+from .past import BlockCache
 from .token_solve import TokenSolve
 from .token_window import (
     CausalProblem,
@@ -94,7 +97,7 @@ class CausalCall(BlockCall):
             return self._nothing()
         with torch.set_grad_enabled(torch.is_grad_enabled() and tokens.differentiable):
             state, solution = super().solved(solver, adjoint, measured)
-        packed = solution.value if self.map.layout.single else cast(BlockSolution, solution).packed
+        packed = solution.packed if isinstance(solution, BlockSolution) else solution.value
         if packed.requires_grad and not (transforms_active() or is_batched(packed) or is_exporting()):
             bad = ~packed.detach().flatten(len(self.map.layout.lead)).isfinite().all(-1)
             if bool(bad.any()):
@@ -138,11 +141,8 @@ class CausalCall(BlockCall):
         lead, layout = self.map.layout.lead, self.map.layout
         count = torch.zeros(lead, dtype=torch.int32, device=layout.device)
         none = torch.zeros(lead, device=layout.device)
-        report = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
-        given = Record(count.to(torch.int8), none, none, count, count), report, self.options.effective_solver.remedies
-        if layout.single:
-            return self.initial, Solution(*given, value=self.initial)
-        return self.initial, BlockSolution(*given, value=self.initial, packed=self._packed())
+        record = Record(count.to(torch.int8), none, none, count, count)
+        return self.initial, self._solution(record, self.initial, self._packed())
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         if self.tokens.cache is not None:
@@ -161,10 +161,8 @@ class CausalCall(BlockCall):
         """The record with tokens that are lost, or samples that hold some, after an error or a warning about them."""
         if self.lost is None:
             return record
-        lost = self.lost if record.status.ndim == self.lost.ndim else self.lost.any(-1)
-        status = record.status.masked_fill(lost, int(Status.NONFINITE))
-        record = record._replace(status=status, residual=record.residual.masked_fill(lost, torch.nan))
-        if not (torch.compiler.is_compiling() or is_batched(status) or transforms_active()):
+        record = record.nonfinite_at(self.lost if record.status.ndim == self.lost.ndim else self.lost.any(-1))
+        if not (torch.compiler.is_compiling() or is_batched(record.status) or transforms_active()):
             remedies = self.options.effective_solver.remedies
             report_failures(self.on_failure, type(self.map.block).__name__, record, remedies)
         return record
@@ -204,21 +202,14 @@ class CausalCall(BlockCall):
         if bool(record.failed.any()):
             report_failures(self.on_failure, type(self.map.block).__name__, record, solver.remedies)
         cache.commit(self.tokens.exist(), record.status, count, z.reshape(*lead, -1))
-        adjoint = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
         state = layout.unpack(z) if self.lost is None else self._with_lost(layout.unpack(z))
-        if layout.single:
-            return state, Solution(record, adjoint, solver.remedies, value=state)
-        return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=z)
+        return state, self._solution(record, state, z)
 
     def _with_lost(self, state: Any) -> Any:
         """The state with NaN where tokens are lost."""
         lost = self.lost
         assert lost is not None
-
-        def filled(tensor: Tensor) -> Tensor:
-            return torch.where(lost.reshape(*lost.shape, *(1,) * (tensor.ndim - lost.ndim)), torch.nan, tensor)
-
-        return pytree.tree_map(filled, state)
+        return pytree.tree_map(lambda tensor: torch.where(along(lost, tensor), torch.nan, tensor), state)
 
 
 def begin_tokens(
@@ -239,7 +230,7 @@ def begin_tokens(
         )
     reads, cache, exists = tokens.reads or Reads(), tokens.cache, None
     if cache is not None:
-        check_block_cache(cache, owner, tuple(lead))
+        check_owned(cache, BlockCache, owner, tuple(lead))
         key_mask = cache.all_exist(reads.exists, tuple(lead), count)
         reads = reads._replace(exists=key_mask)
         tokens.reads = reads if tokens.reads is not None or key_mask is not None else None
@@ -294,7 +285,7 @@ def _filled(x: Any, lost: Tensor, lead: torch.Size, count: int) -> Any:
     def filled(leaf: Any) -> Any:
         if not _has_numbers(leaf, lead, count):
             return leaf
-        return leaf.masked_fill(lost.reshape(*lost.shape, *(1,) * (leaf.ndim - lost.ndim)), 0.0)
+        return leaf.masked_fill(along(lost, leaf), 0.0)
 
     return pytree.tree_map(filled, x)
 
@@ -307,22 +298,6 @@ def _from_last(state: Tensor, initial: Any, layout: StateLayout) -> Any:
     return tokens.unpack(torch.where(last.isfinite(), last, packed))
 
 
-class NoGradient(torch.autograd.Function):
-    """States whose backward pass raises: those of a call with a cache, or with rules that end tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        raise RuntimeError(
-            "the states of a call with a cache have no gradient, as keys of earlier tokens are kept without their "
-            "graph, nor have those of a call with `exit`; train by calls on all tokens without both, or decode inside "
-            "torch.no_grad()"
-        )
-
-
 def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
     """The state, with a backward pass that raises where somebody could expect a gradient."""
     if not torch.is_grad_enabled():
@@ -332,4 +307,9 @@ def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
     anchor = next((t for t in (*tensors, *block.parameters()) if t.requires_grad), None)
     if anchor is None:
         return state
-    return pytree.tree_map(lambda z: NoGradient.apply(z, anchor), state)  # type: ignore[no-untyped-call]
+    message = (
+        "the states of a call with a cache have no gradient, as keys of earlier tokens are kept without their graph, "
+        "nor have those of a call with `exit`; train by calls on all tokens without both, or decode inside "
+        "torch.no_grad()"
+    )
+    return pytree.tree_map(lambda z: refusing(z, RuntimeError, message, anchor), state)

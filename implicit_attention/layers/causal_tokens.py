@@ -152,10 +152,9 @@ class Lost(NamedTuple):
         event: number of axes of `tokens` that belong to one problem, beside that of the tokens.
         """
         failed = self.tokens.flatten(-1 - event).any(-1) & ~report.failed
-        status = report.status.masked_fill(failed, int(Status.NONFINITE))
-        record = report.record._replace(status=status, residual=report.residual.masked_fill(failed, torch.nan))
+        record = report.record.nonfinite_at(failed)
         on_failure, site = located(on_failure)
-        only = record._replace(status=status.masked_fill(~failed, int(Status.CONVERGED)))
+        only = record._replace(status=record.status.masked_fill(~failed, int(Status.CONVERGED)))
         if not backward_running():
             remedies = {Status.NONFINITE: "look for NaN and infinities; tokens before the first of them are answered"}
             report_failures(on_failure, layer, only, remedies, site=site)

@@ -130,15 +130,15 @@ class Exits:
         relative = point.residual / norm(point.mapped)
         rules = self.rules
         if rules.rtol is not None:
-            code = self._marked(code, going & (relative <= rules.rtol), 1)
+            code = self._marked(code, going & (relative <= rules.rtol), "tolerance")
         if rules.evaluations is not None and point.step + 1 >= rules.evaluations:
-            code = self._marked(code, going, 2)
+            code = self._marked(code, going, "evaluations")
         if rules.readout is not None:
-            code = self._marked(code, going & (self._change(point) <= rules.nats), 4)
+            code = self._marked(code, going & (self._change(point) <= rules.nats), "readout")
         if rules.mean is not None:
             self.left -= int(active.sum())
             rest = going & (code == 0)
-            code = self._marked(code, rest & ~self._worth_more(rest, relative, index), 3)
+            code = self._marked(code, rest & ~self._worth_more(rest, relative, index), "mean")
         ended = code > 0
         image = point.mapped - self.damping * (point.mapped - point.z) if self.damping else point.mapped
         self._store(ended, code, relative, image, index)
@@ -169,7 +169,7 @@ class Exits:
     def mark_behind(self, settled: Tensor, behind: Tensor, index: Tensor | None) -> None:
         """Note tokens that have settled behind others that a rule ended."""
         code = self.code if index is None else pick(self.code, index)
-        code = self._marked(code, settled & behind & (code == 0), 5)
+        code = self._marked(code, settled & behind, "past")
         self.code = code if index is None else put(self.code, index, code)
 
     def ended_at(self, index: Tensor | None) -> Tensor:
@@ -177,8 +177,9 @@ class Exits:
         return (self.code if index is None else pick(self.code, index)) > 0
 
     @staticmethod
-    def _marked(code: Tensor, which: Tensor, number: int) -> Tensor:
-        return code.masked_fill(which & (code == 0), number)
+    def _marked(code: Tensor, which: Tensor, rule: str) -> Tensor:
+        """The codes in which those of `which` that no rule has ended are ended by this one."""
+        return code.masked_fill(which & (code == 0), RULES.index(rule))
 
     def _change(self, point: Iteration) -> Tensor:
         """The divergence of the distributions that are read out of f(z) and of z, (*lead)."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..attention.masks import check_key_mask
 from ..status import Status
+from .cache import joined_key_mask
 
 #: A cache that is full grows by this factor.
 GROWTH = 2
@@ -236,19 +236,7 @@ class BlockCache:
 
     def all_exist(self, key_mask: Tensor | None, batch: tuple[int, ...], count: int) -> Tensor | None:
         """Which tokens exist, (*batch, length + count), with `key_mask` of the new ones, or of all; None for all."""
-        if key_mask is None and self.exists is None:
-            return None
-        total = self.length + count
-        if isinstance(key_mask, Tensor) and self.length and key_mask.shape[-1:] == (total,):
-            check_key_mask(key_mask, batch, total)
-            return key_mask.expand(*batch, total)
-        if key_mask is not None:
-            check_key_mask(key_mask, batch, count)
-        like = key_mask if key_mask is not None else self.exists
-        assert like is not None
-        every = torch.ones((), dtype=torch.bool, device=like.device)
-        parts = ((self.exists, self.length), (key_mask, count))
-        return torch.cat([(every if m is None else m).expand(*batch, n) for m, n in parts], dim=-1)
+        return joined_key_mask(self.exists, key_mask, batch, self.length, count)
 
     def commit(self, exists: Tensor | None, status: Tensor, num_evals: Tensor, value: Tensor) -> None:
         """Keep new tokens, whose keys and values are in the memory, with their evidence (*batch, n) and states."""
@@ -295,20 +283,6 @@ class BlockCache:
 
     def __repr__(self) -> str:
         return f"BlockCache(length={self.length}, attentions={len(self.memory.held)}, warm_start={self.warm_start})"
-
-
-def check_block_cache(cache: object, owner: object, batch: tuple[int, ...]) -> None:
-    """Raise unless the layer `owner` made the cache, and samples (*batch) can go on with its tokens."""
-    if not isinstance(cache, BlockCache):
-        received = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache).__name__
-        raise TypeError(_validate.message("cache", "be None or a BlockCache", received, "from layer.new_cache()"))
-    remedy = "give every layer its own, from layer.new_cache()"
-    _validate.require(
-        cache.owner is owner, "cache", "be one that this layer made", "the cache of another layer", remedy
-    )
-    if cache.status is not None:
-        held, remedy = tuple(cache.status.shape[:-1]), "make a new one, or reorder it with cache.select_batch(index)"
-        _validate.require(held == batch, "cache", f"be used with the batch that it holds, {held}", batch, remedy)
 
 
 def rows_at(tensor: Tensor, index: Tensor, axis: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _validate
 from .._autograd import host_may_look
+from .._no_derivative import refusing
 
 #: Layers of a cache that can be read again and again.
 KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -189,27 +190,14 @@ def slots_of(block: nn.Module) -> set[int]:
 
 def first_column(cache: Any, block: nn.Module, length: int) -> int:
     """The column of the first of `length` new tokens in a mask for the layers of a block."""
-    if cache is None or not is_cache(cache):
+    if not is_cache(cache):
         return 0
     slot = min(slots_of(block), default=0)
     return int(cache.get_seq_length(slot)) - int(cache.get_mask_sizes(length, slot)[1])
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        required = "be empty before a call whose gradient is computed: none flows into the tokens that a cache holds"
-        remedy = "call without a cache (use_cache=False), on all tokens"
-        raise ValueError(_validate.message("past_key_values", required, "a cache that holds tokens", remedy))
-
-
 def without_gradient(x: Tensor) -> Tensor:
     """x, whose backward pass raises an error."""
-    result: Tensor = _WithoutGradient.apply(x)  # type: ignore[no-untyped-call]
-    return result
+    required = "be empty before a call whose gradient is computed: none flows into the tokens that a cache holds"
+    remedy = "call without a cache (use_cache=False), on all tokens"
+    return refusing(x, ValueError, _validate.message("past_key_values", required, "a cache that holds tokens", remedy))

@@ -13,7 +13,7 @@ from .. import _validate
 from .block import Equilibrium
 from .calls import TieKeywords
 from .slots import find_cache
-from .tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens
+from .tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens, injection
 
 
 class Composed(nn.Module):
@@ -27,9 +27,7 @@ class Composed(nn.Module):
     def __init__(self, layers: list[nn.Module], dim: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        like = next(layers[0].parameters())
-        self.inject = nn.Linear(dim, dim, bias=False, device=like.device, dtype=like.dtype)
-        nn.init.zeros_(self.inject.weight)
+        self.inject = injection(dim, next(layers[0].parameters()))
 
     def forward(
         self,

@@ -52,6 +52,13 @@ def _at(tokens: Tensor, states: Any, value: float = 0.0) -> Any:
     return pytree.tree_map(lambda z: z.masked_fill(tokens[..., None], value), states)
 
 
+def injection(dim: int, like: Tensor) -> nn.Linear:
+    """W, by which a step reads its input, 0 at first, on the device and in the dtype of `like`."""
+    linear = nn.Linear(dim, dim, bias=False, device=like.device, dtype=like.dtype)
+    nn.init.zeros_(linear.weight)
+    return linear
+
+
 def _may_hold(tokens: Tensor) -> bool:
     """Whether any token may be one of these. The host looks, as a solve makes it wait in any case."""
     if torch.compiler.is_compiling() or transforms_active() or is_fake(tokens):

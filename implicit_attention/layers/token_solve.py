@@ -12,12 +12,12 @@ from torch import Tensor
 from .._autograd import is_batched, transforms_active
 from .._norm import norm
 from ..attention.masks import triangle
+from ..linear._vectors import along
 from ..problem import Problem, TokenOrder
 from ..solution import Record, SolveReport
 from ..solvers import Outcome, Solver
 from ..solvers.in_order import of_problems
 from ..status import Status
-from .block_map import BlockMap
 from .exits import RULES, Exit, ExitReport, Exits
 from .past import BlockCache, KeyValueMemory
 from .token_window import (
@@ -113,7 +113,7 @@ class TokenSolve:
         if self.exit is None:
             return None
         count = start.shape[: start.ndim - event_ndim].numel() if exists is None else int(exists.sum())
-        unpack = cast(BlockMap, cast(CausalProblem, problem).function).layout.unpack
+        unpack = cast(CausalProblem, problem).function.layout.unpack
         exits = Exits(self.exit, start, event_ndim, count, unpack, getattr(solver, "damping", 0.0))
         self.ended.append(exits)
         return exits
@@ -125,11 +125,10 @@ class TokenSolve:
             return value, record
         ended = exits.code > 0
         image = ended & (exits.code != RULES.index("past"))
-        wide = image.reshape(*image.shape, *(1,) * (value.ndim - image.ndim))
         status = record.status.masked_fill(ended & ~record.failed, int(Status.BUDGET))
         steps = record.num_steps + image.to(record.num_steps.dtype)
         record = record._replace(status=status, residual=record.residual.masked_fill(image, torch.nan), num_steps=steps)
-        return torch.where(wide, exits.value.view_as(value), value), record
+        return torch.where(along(image, value), exits.value.view_as(value), value), record
 
     def report(self, report: SolveReport) -> SolveReport:
         """The report of a call, with the rules that ended tokens."""
@@ -142,8 +141,7 @@ class TokenSolve:
     def _kept(self, outcome: Outcome) -> Outcome:
         record = outcome.record
         if self.lost is not None:
-            status = record.status.masked_fill(self.lost, int(Status.NONFINITE))
-            record = record._replace(status=status, residual=record.residual.masked_fill(self.lost, torch.nan))
+            record = record.nonfinite_at(self.lost)
         self.record = record
         # Tokens that are lost take no part in the solve, and spoil no gradient.
         return outcome._replace(record=of_problems(outcome.record, 1))

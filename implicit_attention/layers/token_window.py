@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from .. import _validate
 from .._autograd import transforms_active
 from .._declared import picked
 from ..fixed_point_map import PerSample, Shared
+from ..linear._vectors import along
 from ..problem import Problem, TokenOrder, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
-from .block_map import BlockMap, BlockProblem
+from .block_map import BlockProblem
 from .exits import Exits
 from .past import KeyValueMemory, Past, rows_at
 
@@ -101,8 +103,7 @@ class CausalProblem(BlockProblem):
         others = TokensTogether(self.apart())
         mapped = others.fixed_point_map(z)
         changed = [own and t.is_floating_point() for t, own in zip(self.inputs, self.of_tokens, strict=True)]
-        again = object.__new__(type(self))
-        again.__dict__ |= vars(self)
+        again = copy.copy(self)
         again.inputs = tuple(
             torch.cat([t.narrow(event - 1, 0, count - 1), t.narrow(event - 1, count - 1, 1) + 1.0], event - 1)
             if own
@@ -195,7 +196,7 @@ class TokenWindow:
         self.made_of = (problem, start, reads, memory, before, begin, end)
         batch = problem.lead_of(start)
         self.index, self.shared = index, [] if shared is None else shared
-        self.function = cast(BlockMap, problem.function)
+        self.function = problem.function
         device = self.function.layout.device
         own = torch.arange(begin, end, device=device) if index is None else begin + index
 
@@ -319,7 +320,7 @@ def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:
     """States (*batch, N, *event), 0 for tokens that do not exist."""
     if exists is None:
         return z
-    return torch.where(exists.reshape(*exists.shape, *(1,) * (z.ndim - exists.ndim)), z, 0.0)
+    return torch.where(along(exists, z), z, 0.0)
 
 
 def kinds_of(x: Any, args: tuple[Any, ...], batch: torch.Size, count: int) -> list[bool | None]:

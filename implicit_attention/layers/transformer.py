@@ -284,23 +284,18 @@ class EquilibriumTransformer(Equilibrium):
 
     def _reads(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Reads | None:
         """The masks beside causality, for tokens that are solved on their own."""
-        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
-            mask = mask.unsqueeze(-3)
-        shape = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
+        count = x.shape[-2]
         pairs, bias = (
-            t if t is None or t.ndim < 2 else t.expand(*t.shape[:-2], *shape[-2:])
-            for t in mask_and_bias(mask, shape=shape, like=x)
+            t if t is None or t.ndim < 2 else t.expand(*t.shape[:-2], count, count)
+            for t in self._pairs_and_bias(x, mask, None)
         )
         return Reads(pairs, bias, key_mask)
 
     def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
         """All masks as one, computed once for all steps."""
-        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
-            mask = mask.unsqueeze(-3)
         lead, count = x.shape[:-2], x.shape[-2]
         causal = self._draws_triangle or (self.causal and (mask is not None or key_mask is not None))
-        shape = (*lead, self.heads, count, count)
-        pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask)
+        pairs, bias = self._pairs_and_bias(x, mask, key_mask)
         if causal:
             lower = triangle(count, count, 0, x.device)
             pairs = lower if pairs is None else pairs & lower
@@ -313,6 +308,14 @@ class EquilibriumTransformer(Equilibrium):
         merged = merged if merged.ndim > 1 else merged[None]
         own = merged.ndim == x.ndim + 1 and merged.shape[: len(lead)] == lead
         return PerSample(merged) if own else Shared(merged)
+
+    def _pairs_and_bias(
+        self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        shape = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
+        return mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask)
 
     def extra_repr(self) -> str:
         # The tokens of a sample form one problem in every `EquilibriumTransformer`.

@@ -13,7 +13,6 @@ from ..failure_policy import located
 from ..problem import widened
 from ..solution import Record, SolveReport
 from ..status import Status
-from ._nonfinite import fill
 from .approximation import Approximation, Check
 from .methods import listed
 from .system import SpinSystem
@@ -47,9 +46,7 @@ def reported(
     # A later backward pass reports its failures in the same way.
     on_failure, site = located(on_failure)
     report.adjoint.on_failure, report.adjoint.site, report.adjoint.lead = on_failure, site, nonfinite.shape
-    status = report.status.masked_fill(nonfinite, int(Status.NONFINITE))
-    record = report.record._replace(status=status, residual=fill(report.residual, nonfinite))
-    report = SolveReport(record, report.adjoint, method.remedies)
+    report = SolveReport(report.record.nonfinite_at(nonfinite), report.adjoint, method.remedies)
     name = type(method).__name__
     # Checkpointing computes a pass again whose failures were reported before.
     if not backward_running():

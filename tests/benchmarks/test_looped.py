@@ -13,7 +13,7 @@ from benchmarks.looped.models import Contender, OneSlot, Reader, Slots
 from benchmarks.looped.suite import SAME_FLOPS, SAME_PARAMETERS, TIED
 from benchmarks.looped.training import Plan
 from benchmarks.useful_tables import verdict
-from benchmarks.useful_tasks import Examples
+from benchmarks.useful_tasks import Examples, drawn_windows, help_texts, windows
 from implicit_attention import Picard
 from implicit_attention.layers import Exit
 
@@ -22,12 +22,12 @@ QUICK = dataclasses.replace(Plan().quick(), updates=2, seeds=(0, 1))
 
 def reader_of(contender, seed=0):
     torch.manual_seed(seed)
-    return Reader(contender, len(data.text().alphabet)).eval()
+    return Reader(contender, len(help_texts().alphabet)).eval()
 
 
 @pytest.fixture
 def written():
-    return data.text().test[None, :6]
+    return help_texts().test[None, :6]
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +114,10 @@ def test_probabilities_of_counts_sum_to_one():
 
 
 def test_windows_do_not_overlap_and_targets_follow():
-    given = data.text()
-    inputs, targets = data.windows(given.test, None)
+    given = help_texts()
+    inputs, targets = windows(given.test, data.LENGTH, None)
     assert torch.equal(inputs.flatten()[1:], targets.flatten()[:-1])
-    assert len(data.windows(given.test, 7).inputs) == 7
+    assert len(windows(given.test, data.LENGTH, 7).inputs) == 7
     assert len(given.train) + len(given.validation) + len(given.test) == data.described(4)["characters"]
 
 
@@ -126,7 +126,7 @@ def test_windows_do_not_overlap_and_targets_follow():
 
 @torch.no_grad()
 def test_the_loss_asks_for_rest_late_in_the_training(monkeypatch):
-    reader, batch = reader_of(TIED), data.draw(data.text().train, 2, torch.Generator().manual_seed(0))
+    reader, batch = reader_of(TIED), drawn_windows(help_texts().train, data.LENGTH, 2, torch.Generator().manual_seed(0))
     monkeypatch.setattr(torch, "randint", lambda *given: torch.tensor(1))
     early, middle, late = (float(training.loss(reader, batch, done)) for done in (0.5, 0.625, 1.0))
     x = reader.embed(batch.inputs)

@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from tied_models import EXIST, IDS, MODES, TIGHT, generated, hrm, plain, settled, stored
-from transformers.cache_utils import DynamicCache, StaticCache
+from tied_models import EXIST, IDS, MODES, TIGHT, cache_of, generated, hrm, plain, settled, stored
 
 import implicit_attention as ia
 from implicit_attention.integrations.transformers import last_solves, report, settle
@@ -76,12 +75,6 @@ def test_generation_with_a_cache_gives_the_tokens_without_one(low, mode):
     assert with_cache == generated(model, mode, cached=False)
     assert bool(equilibrium.last_solve.converged.all())
     assert len({token for row in with_cache for token in row[7:]}) > 2
-
-
-def cache_of(model, kind, length=12):
-    if kind == "static":
-        return StaticCache(config=model.config, max_cache_len=length)
-    return DynamicCache(config=model.config) if kind == "by config" else DynamicCache()
 
 
 @pytest.mark.parametrize("solver", [TIGHT, ia.Picard(rtol=1e-6, damping=0.3, max_steps=300)])

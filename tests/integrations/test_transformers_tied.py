@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from tied_models import EXIST, IDS, MODES, TIGHT, generated, plain, stored, tied
-from transformers.cache_utils import DynamicCache, StaticCache
+from tied_models import EXIST, IDS, MODES, TIGHT, cache_of, generated, plain, stored, tied
+from transformers.cache_utils import DynamicCache
 
 import implicit_attention as ia
 from implicit_attention.integrations.transformers import last_solves, report
@@ -93,12 +93,6 @@ def test_memory_is_that_of_the_kept_layers_and_one_block(kind, solver):
     assert sizes[0] == sizes[1]
     assert sizes[0][1:] == (4, 10)
     assert int(equilibrium.last_solve.num_evals.max()) > 3
-
-
-def cache_of(model, kind, length=12):
-    if kind == "static":
-        return StaticCache(config=model.config, max_cache_len=length)
-    return DynamicCache(config=model.config) if kind == "by config" else DynamicCache()
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

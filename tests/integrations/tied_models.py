@@ -3,6 +3,7 @@
 import torch
 import transformers as hf
 from torch import nn
+from transformers.cache_utils import DynamicCache, StaticCache
 
 import implicit_attention as ia
 from implicit_attention.integrations.transformers import settle
@@ -100,3 +101,10 @@ def generated(model, mode, cached, ids=IDS, exist=EXIST, count=8):
 def stored(cache):
     """The bytes of a cache."""
     return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+
+
+def cache_of(model, kind, length=12):
+    """An empty cache of this kind, with room for `length` tokens where that is fixed."""
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=length)
+    return DynamicCache(config=model.config) if kind == "by config" else DynamicCache()

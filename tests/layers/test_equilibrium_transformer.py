@@ -198,6 +198,19 @@ def test_samples_leave_with_their_masks():
     torch.testing.assert_close(z[-2:], start[2:4], atol=1e-8, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_chunks_read_masks_that_all_samples_or_all_queries_share(chunk):
+    model, x = made(causal=True, solver=ia.Picard(rtol=1e-12, atol=1e-12, max_steps=400), on_failure="raise")
+    settle(model)
+    # Of different sizes, so that samples leave the work one after the other.
+    x = torch.cat([x, 0.1 * x])
+    exist, bias = torch.tensor([0, 1, 0, 1, 1], dtype=torch.bool), torch.linspace(-1, 1, 5, dtype=torch.float64)
+    want = model(x, bias.expand(5, 5), exist.expand(4, 5))
+    for mask, key_mask in ((bias.expand(5, 5), exist), (bias, exist), (bias[None], exist.expand(4, 5))):
+        torch.testing.assert_close(model(x, mask, key_mask, chunk=chunk), want, atol=1e-9, rtol=0)
+
+
 def test_half_precision_and_autocast():
     model, x = made(solver=None)
     model, x = model.float(), x.float()

@@ -1,22 +1,13 @@
-import io
 import math
 import re
-import warnings
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention.plotting import couplings_figure, site_places
 from implicit_attention.plotting.couplings import lattice_columns
 from implicit_attention.testing.numerics import random
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def lattice(rows, columns, *, closed=False):

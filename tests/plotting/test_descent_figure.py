@@ -1,13 +1,12 @@
 """The two ways down an energy, and what the page of the Energy Transformer says of its committed runs."""
 
-import io
 import json
 import runpy
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention.plotting import descent_figure
 
@@ -39,11 +38,7 @@ def test_every_number_is_drawn_against_the_evaluations_that_it_took():
         "solve for the equilibrium",
     ]
     assert figure.get_suptitle() == "Two"
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    assert stream.getvalue()[:4] == b"\x89PNG"
+    assert png(figure)[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

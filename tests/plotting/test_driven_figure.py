@@ -1,11 +1,10 @@
-import io
 import re
 import runpy
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention.plotting import driven_figure
 from implicit_attention.spins import KineticPlefka, drive
@@ -15,14 +14,6 @@ from implicit_attention.testing.numerics import random
 def path(dim, *batch, sites=3, steps=6, **options):
     fields = 0.7 * random(steps, *batch, sites, dim, seed=1)
     return drive(KineticPlefka(), 0.3 * random(sites, sites), fields, **options)
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def drawn(axes):

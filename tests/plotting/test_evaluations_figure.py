@@ -1,23 +1,14 @@
-import io
 import re
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention import AnchoredEnergy, ImplicitAttention, LogSumExp, Picard, Status, solve
 from implicit_attention.plotting import evaluations_figure
 from implicit_attention.plotting.style import BAD, GOOD
 from implicit_attention.solution import Record, SolveReport
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def report(evaluations, failed=()):

@@ -1,21 +1,11 @@
-import io
-import warnings
-
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
 from implicit_attention.plotting import convergence_figure, rates_figure, retrieval_figure
 from implicit_attention.plotting.convergence import quartiles
 from implicit_attention.solution import Trace
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def trace_of(residual, num_evals):

@@ -1,12 +1,11 @@
 """Landscapes of any energy of the plane: what is drawn, and the numbers behind it against known ones."""
 
-import io
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention import (
     AnchoredEnergy,
@@ -25,14 +24,6 @@ from implicit_attention.testing.numerics import random
 KEYS = torch.tensor([(1.2, 0.3), (-0.8, 1.1), (-0.4, -1.3), (0.9, -0.9), (-1.3, -0.1), (0.2, 0.6)]).double()
 ROOT = 2**0.5
 STARTS = torch.tensor([(1.5, 1.5), (-1.5, 0.5), (0.0, -0.2)]).double()
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def points(axes, name):

@@ -1,21 +1,11 @@
-import io
-import warnings
-
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention import AnchoredEnergy, FixedPointMap, LogSumExp, solve
 from implicit_attention.diagnostics import spectral_radius
 from implicit_attention.plotting import spectrum_figure
 from implicit_attention.testing.numerics import random
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def points(figure):

@@ -1,9 +1,8 @@
 import dataclasses
-import io
-import warnings
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention.plotting.spin_blocks import PARTS, decomposition_figure
 from implicit_attention.spins import Decomposition
@@ -36,11 +35,7 @@ def test_every_part_of_every_block_is_a_bar_of_its_size_and_the_sum_a_line():
         assert line.get_segments()[0][0, 1] == pytest.approx(height**0.5)
     labels = [text.get_text() for text in figure.legends[0].texts]
     assert sorted(labels) == sorted([*PARTS.values(), "sum, m"])
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    assert stream.getvalue()[:4] == b"\x89PNG"
+    assert png(figure)[:4] == b"\x89PNG"
 
 
 def test_sites_without_an_answer_are_left_out_and_blocks_are_numbered():

@@ -1,23 +1,14 @@
-import io
 import re
-import warnings
 
 import pytest
 import torch
+from figure_files import png
 from matplotlib.colors import to_hex, to_rgb
 
 from implicit_attention.plotting.spins import LINES, NOTHING, configuration_figure, phase_figure
 from implicit_attention.spins import LowRank, SpinSystem
 from implicit_attention.studies.magnetization_figures import _graph
 from implicit_attention.testing.numerics import random
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def panels(figure):

@@ -1,22 +1,12 @@
 """Text whose characters have the colour of their evaluations."""
 
-import io
-import warnings
-
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention.plotting import text_figure
 
 TEXT = "def f(x):\n    return $x_1$\n"
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def letters(figure):
@@ -41,8 +31,9 @@ def test_every_character_stands_in_its_cell_in_the_colour_of_its_number():
     assert png(figure)[:4] == b"\x89PNG"
 
 
-def test_long_lines_are_broken():
-    figure = text_figure("abcdefgh", torch.ones(8), columns=3)
+def test_long_lines_are_broken_and_the_colours_have_the_name_that_is_given():
+    figure = text_figure("abcdefgh", torch.ones(8), columns=3, label="steps")
+    assert figure.axes[1].get_ylabel() == "steps"
     assert letters(figure) == {divmod(i, 3): letter for i, letter in enumerate("abcdefgh")}
 
 

@@ -1,22 +1,13 @@
 import csv
-import io
 import re
-import warnings
 
 import pytest
 import torch
+from figure_files import png
 
 from implicit_attention import ImplicitAttention
 from implicit_attention.plotting import training_figure
 from implicit_attention.training import CSVFile, JSONLines, watch
-
-
-def png(figure):
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def observe(layers=2, steps=4, numbered=True, backward=True, **options):

@@ -14,7 +14,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from ... import _validate
 from ...layers.slots import slots_of
-from ...layers.tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens
+from ...layers.tied_call import EVERY, StepTokens, TiedCall, TokenEquilibrium, absent_tokens, injection
 
 
 class HighCycle(nn.Module):
@@ -33,9 +33,7 @@ class HighCycle(nn.Module):
         self.L_module, self.H_module = model.L_module, model.H_module
         self.low_cycles: int = model.config.L_cycles
         self.layers_per_stack: int = model.config.num_layers_per_stack
-        like, dim = model.embed_tokens.weight, model.config.hidden_size
-        self.inject = nn.Linear(dim, dim, bias=False, device=like.device, dtype=like.dtype)
-        nn.init.zeros_(self.inject.weight)
+        self.inject = injection(model.config.hidden_size, model.embed_tokens.weight)
         self.slots = frozenset(range(2 * self.layers_per_stack))
         self._register_load_state_dict_pre_hook(self._keep_stacks)  # type: ignore[no-untyped-call]
 
