@@ -87,7 +87,11 @@ def stack(**options):
 
 def of_graphs(exists):
     features = torch.arange(30.0, dtype=torch.float64).reshape(2, 5, 3).sin()
-    return torch.tensor([PATH, RING]), features, exists
+    edges = torch.tensor([PATH, RING])
+    if exists is not None:
+        # From a node that does not exist.
+        edges[0, -1] = torch.tensor([3, 1])
+    return edges, features, exists
 
 
 CASES = {
