@@ -91,6 +91,8 @@ def of_graphs(exists):
     if exists is not None:
         # From a node that does not exist.
         edges[0, -1] = torch.tensor([3, 1])
+        features = features.clone()
+        features[0, 3:] = torch.nan
     return edges, features, exists
 
 
