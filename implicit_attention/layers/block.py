@@ -345,7 +345,7 @@ class Equilibrium(Remembering):
             report = report if tokens is None or report is None else tokens.report(report)
             self._remember(report, eager=eager)
         if tokens is not None and not tokens.differentiable:
-            state = refusing_gradient(state, (given, args, tokens.reads), self.block)
+            state = refusing_gradient(state, (given, args, start, tokens.reads), self)
         return state, solution
 
     def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:

@@ -246,6 +246,8 @@ def begin_tokens(
             initial = _from_last(cache.state, initial, layout)
     if reads.exists is not None:
         exists = reads.exists[..., -count:].expand(*lead, count)
+        # What stands in their places may overflow in the block, and 0 * NaN would reach shared tensors.
+        x, initial = (_filled(t, ~exists, lead, count) for t in (x, initial))
     x, own = _without_nonfinite(x, lead, count)
     initial, unknown = _without_nonfinite(initial, lead, count)
     if unknown is not None:
@@ -278,7 +280,7 @@ def _without_nonfinite(x: Any, lead: torch.Size, count: int) -> tuple[Any, Tenso
 
 
 def _filled(x: Any, lost: Tensor, lead: torch.Size, count: int) -> Any:
-    """The input with 0 for tokens (*batch, N) that are lost."""
+    """An input, or a start, with 0 for tokens (*batch, N) that are lost or do not exist."""
 
     def filled(leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and per_token(leaf, lead, count)):
@@ -312,13 +314,16 @@ class NoGradient(torch.autograd.Function):
         )
 
 
-def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
-    """The state, with a backward pass that raises where somebody could expect a gradient."""
+def refusing_gradient(state: Any, arguments: Any, layer: nn.Module) -> Any:
+    """The state, with a backward pass that raises where somebody could expect a gradient.
+
+    arguments: of the call, its start among them.
+    """
     if not torch.is_grad_enabled():
         return state
     leaves = pytree.tree_leaves(arguments)
     tensors = [t for leaf in leaves for t in pytree.tree_leaves(getattr(leaf, "value", leaf)) if isinstance(t, Tensor)]
-    anchor = next((t for t in (*tensors, *block.parameters()) if t.requires_grad), None)
+    anchor = next((t for t in (*tensors, *layer.parameters()) if t.requires_grad), None)
     if anchor is None:
         return state
     return pytree.tree_map(lambda z: NoGradient.apply(z, anchor), state)  # type: ignore[no-untyped-call]

@@ -176,11 +176,16 @@ def test_a_mean_budget_is_kept_by_chunks_and_with_padding(chunk):
         assert mean - 0.7 < float(spent[exists].double().mean()) <= mean
 
 
-def test_the_argument_that_needs_a_gradient_is_told_of_too():
-    layer = Equilibrium(Scaled(), causal=True, solver=TIGHT).double().requires_grad_(False)
-    gain = (0.5 + tokens(8).sigmoid()).requires_grad_()
+@pytest.mark.parametrize("needed", ["argument", "start", "start of the layer"])
+def test_the_tensor_that_needs_a_gradient_is_told_of_too(needed):
+    start, x = tokens(5, 8), tokens(2, 5, 8)
+    gain = (0.5 + tokens(8).sigmoid()).requires_grad_(needed == "argument")
+    given = nn.Parameter(start) if needed == "start of the layer" else "zeros"
+    layer = Equilibrium(Scaled(), start=given, causal=True, solver=TIGHT).double()
+    layer.block.requires_grad_(False)
+    own = {"start": start.expand(2, 5, 8).clone().requires_grad_()} if needed == "start" else {}
     for options in ({"exit": 0.1}, {"cache": layer.new_cache()}):
-        z = layer(tokens(2, 5, 8), gain, **options)
+        z = layer(x, gain, **own, **options)
         with pytest.raises(RuntimeError, match="have no gradient"):
             z.sum().backward()
 
