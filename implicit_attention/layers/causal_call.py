@@ -20,6 +20,7 @@ from .block_call import BlockCall, BlockSolution
 from .block_map import BlockProblem
 from .block_state import StateLayout
 from .past import BlockCache, check_block_cache
+from .past_check import check_past, check_update
 from .token_solve import TokenSolve
 from .token_window import (
     CausalProblem,
@@ -177,6 +178,7 @@ class CausalCall(BlockCall):
         _validate.require(steps > 0, "steps", required, steps)
         layout, solver, problem, z = self.map.layout, self.options.effective_solver, self._problem(), self._packed()
         self._check_windows(problem, z)
+        check_past(problem, z, self.tokens.reads, cache)
         damping = solver.damping if isinstance(solver, Picard) else 0.0
         step, start, lead = self.tokens.window(problem, z), z, z.shape[: z.ndim - layout.event_ndim]
         later: Any = step
@@ -184,6 +186,7 @@ class CausalCall(BlockCall):
             mapped = later(z)
             later = step.later() or step if index == 0 else later
             z = mapped if damping == 0 else mapped - damping * (mapped - z)
+        check_update(problem, cache)
         count = torch.full(lead, steps, dtype=torch.int32, device=z.device)
         finite = z.reshape(*lead, -1).isfinite().all(-1)
         if not bool(finite.all()):

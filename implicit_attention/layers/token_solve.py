@@ -20,6 +20,7 @@ from ..status import Status
 from .block_map import BlockMap
 from .exits import RULES, Exit, ExitReport, Exits
 from .past import BlockCache, KeyValueMemory
+from .past_check import check_past, check_update
 from .token_window import (
     CausalProblem,
     OneToken,
@@ -79,7 +80,10 @@ class TokenSolve:
         graph = graph and (torch.is_grad_enabled() or transforms_active())
         windows = self.past and not (trace or graph or transforms_active())
         if windows and isinstance(problem, CausalProblem) and self._holds_windows(problem):
+            check_past(problem, initial, self.reads, self.cache)
             outcome = self._in_windows(solver, problem, initial)
+            if self.cache is not None:
+                check_update(problem, self.cache)
             # The first evaluation shows whether the block draws random numbers.
             if self._holds_windows(problem):
                 return self._kept(outcome)
