@@ -265,6 +265,9 @@ class Equilibrium(Remembering):
         if isinstance(steps, range):
             # By torch's generator, so that a checkpoint draws the same number again.
             steps = steps[int(torch.randint(len(steps), ()))]
+        if tokens is not None and not torch.compiler.is_compiling():
+            # Here, and not in `_tokens`, which a compiler of the model around the layer traces.
+            tokens.past = takes_past(self.block)
         answer = self._answer(x, args, start, steps, options, measured, tokens)
         return answer if measured else answer[0]
 
@@ -285,8 +288,7 @@ class Equilibrium(Remembering):
             _validate.require(given is None or not transforms_active(), name, required, "one", remedy)
         chunk = self.chunk if chunk is None else _checked_chunk(chunk)
         # A loop in a graph asks for no windows.
-        past = not torch.compiler.is_compiling() and takes_past(self.block)
-        return TokenSolve(reads, past, cache, chunk, checked_exit(exit))
+        return TokenSolve(reads, False, cache, chunk, checked_exit(exit))
 
     def _answer(
         self,
