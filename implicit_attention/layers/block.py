@@ -403,6 +403,8 @@ class Equilibrium(Remembering):
         """
         _validate.check_integer("count", count, low=1)
         noise = _validate.check_number("noise", noise, low=0.0)
+        required, remedy = "be None for segments, each of which would add the tokens once more", "call the layer"
+        _validate.require(options.get("cache") is None, "cache", required, "one", remedy)
         state = start
         for _ in range(count):
             state = self(x, *args, steps=steps, start=state, **options)

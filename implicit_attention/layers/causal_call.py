@@ -242,13 +242,18 @@ def begin_tokens(
     reads, cache, exists = tokens.reads or Reads(), tokens.cache, None
     if cache is not None:
         check_block_cache(cache, owner, tuple(lead))
+        given = [x] if isinstance(x, Tensor) else [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+        if not any(per_token(tensor, lead, count) for tensor in given):
+            required, shapes = "have as many tokens as x beside a cache", [tuple(tensor.shape) for tensor in given]
+            remedy = "pass the start of the new tokens alone"
+            raise ValueError(_validate.message("start", required, f"{count} for x {shapes}", remedy))
         key_mask = cache.all_exist(reads.exists, tuple(lead), count)
         reads = reads._replace(exists=key_mask)
         tokens.reads = reads if tokens.reads is not None or key_mask is not None else None
         if warm and cache.warm_start and cache.state is not None:
             initial = _from_last(cache.state, initial, layout)
     if reads.exists is not None:
-        exists = reads.exists[..., -count:].expand(*lead, count)
+        exists = reads.exists[..., reads.exists.shape[-1] - count :].expand(*lead, count)
         # What stands in their places may overflow in the block, and 0 * NaN would reach shared tensors.
         x, initial = (_filled(t, ~exists, lead, count) for t in (x, initial))
     x, own = _without_nonfinite(x, lead, count)

@@ -300,6 +300,7 @@ class BlockCache:
             return
         _validate.require(self.status.ndim > 1, "cache", "hold a batch to select from", "one sequence")
         index = torch.as_tensor(index, device=self.status.device)
+        _validate.require(index.ndim == 1, "index", "have one axis", f"shape {tuple(index.shape)}")
         self.memory.select_batch(index)
         self.exists, self.status, self.num_evals, self.state = (
             None if t is None else t[index] for t in (self.exists, self.status, self.num_evals, self.state)

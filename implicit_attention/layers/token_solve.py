@@ -96,7 +96,7 @@ class TokenSolve:
             outcome = solver.run(alone, initial, trace=trace, graph=graph)
             record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
             return self._kept(outcome._replace(record=record))
-        exits = self._exits(solver, problem, initial, problem.event_ndim - 1, getattr(problem, "exists", None))
+        exits = self._exits(solver, problem, initial, problem.event_ndim - 1, getattr(problem, "in_mask", None))
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
         if is_batched(outcome.record.status) or transforms_active() or not isinstance(problem, CausalProblem):
@@ -188,7 +188,7 @@ class TokenSolve:
             window = self.window(problem, initial, memory, slice(begin, end))
             order = self.order.restricted(torch.arange(begin, end, device=initial.device))
             start = initial.narrow(axis, begin, end - begin)
-            exits = self._exits(solver, problem, start, event_ndim, window.exists)
+            exits = self._exits(solver, problem, start, event_ndim, window.in_mask)
             one = end - begin == 1 and exits is None
             tokens = OneToken(window, event_ndim) if one else TokensInWindow(window, order, event_ndim, exits)
             outcome = solver.run(tokens, start)
