@@ -33,7 +33,8 @@ class Past:
     The first call of a layer with two tokens or more that uses `past` tries whether each half of the tokens has the
     same image beside a memory of those before as among all, and raises ValueError if not. Tokens may leave each other
     alone: such a block need not call `update`, and is to be called with two tokens first. Nothing is tried where calls
-    have one token, where the block draws random numbers, and in transforms; weights of 0 hide what they multiply.
+    have one token, where the block draws random numbers, and in transforms; weights of 0 hide what they multiply, and
+    so does rounding (0.5 % of an image in float32, 20 % in bfloat16).
 
     Attributes:
         positions: of the tokens of this evaluation, (n,) or (*batch, n).

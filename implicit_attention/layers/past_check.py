@@ -16,7 +16,8 @@ from .block_map import BlockMap
 from .past import BlockCache, KeyValueMemory
 from .token_window import CausalProblem, Reads, TokenWindow
 
-#: Images that differ by less, in parts of their size, differ by rounding: kernels in the block may be of tf32.
+#: Images that differ by less, in parts of their size, differ by rounding: kernels in the block may be of tf32, and
+#: blocks of many layers make more of it.
 LEAST = 1e-3
 REMEDY = (
     "let every attention call `past.update` once and read what it returns by `past.mask` and `past.is_causal`, or "
@@ -94,7 +95,7 @@ def _agrees(problem: CausalProblem, image: Callable[[], Tensor], among: Tensor, 
     finite = rows.isfinite().all(-1) & expected.isfinite().all(-1)
     off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (rows - expected, expected))
     dtype = function.autocast or function.layout.dtype
-    if bool((finite & (off > max(torch.finfo(dtype).eps ** 0.5, LEAST) * size)).any()):
+    if bool((finite & (off > max(torch.finfo(dtype).eps ** (1 / 3), LEAST) * size)).any()):
         raise _refusal(f"{name}, whose tokens have another image beside a memory of those before than among all tokens")
     return bool(finite.all())
 
