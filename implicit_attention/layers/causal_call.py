@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
 from .._reporting import report_failures
-from ..adjoints import Adjoint, Request
+from ..adjoints import Adjoint, Request, Reversible
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
 from ..status import Status
@@ -156,6 +156,16 @@ class CausalCall(BlockCall):
         if isinstance(solution, Record):
             return state, self._judged(solution)
         return state, dataclasses.replace(solution, record=self._judged(solution.record), value=state)
+
+    def _stepped(self, steps: int, damping: float) -> Any:
+        return self._existing(super()._stepped(steps, damping))
+
+    def _coupled(self, steps: int, adjoint: Reversible) -> Any:
+        return self._existing(super()._coupled(steps, adjoint))
+
+    def _existing(self, state: Any) -> Any:
+        """The state after plain steps with 0 for tokens that do not exist, as a solve has it."""
+        return pytree.tree_map(lambda z: only_existing(z, self.exists), state)
 
     def _judged(self, record: Record) -> Record:
         """The record with tokens that are lost, or samples that hold some, after an error or a warning about them."""

@@ -32,9 +32,11 @@ def padded(side, content):
 
 
 def answered(model, x, exists, **way):
-    """States and evidence of tokens that exist, with the gradients of these states."""
+    """States and evidence of tokens that exist, with the gradients of these states; others have the state 0."""
     x = x.clone().requires_grad_()
-    z = model(x, key_mask=exists, **way)[exists]
+    z = model(x, key_mask=exists, **way)
+    assert not z[~exists].any()
+    z = z[exists]
     gradients = torch.autograd.grad(z.square().sum(), [x, *model.parameters()])
     return [z.detach(), model.last_solve.status[exists], model.last_solve.num_evals[exists], *gradients]
 
