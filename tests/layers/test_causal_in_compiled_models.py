@@ -102,6 +102,17 @@ def test_caches_and_exits():
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("adjoint", [None, ia.Reversible(damping=0.5)], ids=str)
+def test_steps_of_padded_tokens(adjoint):
+    model = Model(made(rotary=Rotary(), adjoint=adjoint)).double()
+    compiled, x = torch.compile(model, backend="eager"), tokens(3, 7, 8)
+    for training in (True, False):
+        model.train(training)
+        expected, found = (answered(call, model.layer, x, key_mask=LEFT, steps=4) for call in (model, compiled))
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12, equal_nan=True, check_dtype=False)
+
+
 def test_a_block_of_its_own():
     model = Model(Equilibrium(Gated(8), causal=True, solver=TIGHT, on_failure="raise")).double()
     compiled, x = torch.compile(model, backend="eager"), tokens(3, 7, 8)
