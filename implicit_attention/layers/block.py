@@ -39,7 +39,7 @@ from .exits import Exit
 from .past import BlockCache
 from .remembering import Remembering
 from .token_solve import TokenSolve
-from .token_window import Reads, kinds_of
+from .token_window import Reads, kinds_of, takes_past
 
 #: The solver of a block without a solver of its own.
 DEFAULT_SOLVER = Picard(rtol=1e-3, max_steps=200)
@@ -264,6 +264,9 @@ class Equilibrium(Remembering):
         if isinstance(steps, range):
             # By torch's generator, so that a checkpoint draws the same number again.
             steps = steps[int(torch.randint(len(steps), ()))]
+        if tokens is not None and not torch.compiler.is_compiling():
+            # Not in `solve_of_tokens`, which a compiler of the model around the layer traces.
+            tokens.past = takes_past(self.block)
         answer = self._answer(x, args, start, steps, options, measured, tokens)
         return answer if measured else answer[0]
 
@@ -324,7 +327,7 @@ class Equilibrium(Remembering):
             report = report if tokens is None or report is None else tokens.report(report)
             self._remember(report, eager=eager)
         if tokens is not None and not tokens.differentiable:
-            state = refusing_gradient(state, (given, args, tokens.reads), self.block)
+            state = refusing_gradient(state, (given, args, start, tokens.reads), self)
         return state, solution
 
     def _check_start(self, error: Exception, start: Start | None, initial: Any, x: Any) -> None:
@@ -385,6 +388,8 @@ class Equilibrium(Remembering):
         """
         _validate.check_integer("count", count, low=1)
         noise = _validate.check_number("noise", noise, low=0.0)
+        required, remedy = "be None for segments, each of which would add the tokens once more", "call the layer"
+        _validate.require(options.get("cache") is None, "cache", required, "one", remedy)
         state = start
         for _ in range(count):
             state = self(x, *args, steps=steps, start=state, **options)

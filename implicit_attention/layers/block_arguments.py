@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from .. import _validate
@@ -84,5 +83,4 @@ def solve_of_tokens(
         required, remedy = "be None inside torch.func and torch.vmap", "call the layer outside of transforms"
         _validate.require(given is None or not transforms_active(), name, required, "one", remedy)
     # A loop in a graph asks for no windows.
-    past = not torch.compiler.is_compiling() and takes_past(block)
-    return TokenSolve(reads, past, cache, checked_chunk(chunk), checked_exit(exit))
+    return TokenSolve(reads, False, cache, checked_chunk(chunk), checked_exit(exit))

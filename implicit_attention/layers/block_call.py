@@ -122,7 +122,9 @@ class BlockCall:
         count = torch.full_like(finite, steps, dtype=torch.int32)
         status = torch.full_like(count, int(Status.BUDGET if steps else Status.EXPLICIT), dtype=torch.int8)
         status = status.masked_fill(~finite, int(Status.DIVERGED))
-        record = Record(status, residual, torch.zeros_like(residual), count, count + 1 if measured else count)
+        # Two evaluations make a reversible step.
+        evaluations = 2 * count if isinstance(adjoint, Reversible) else count
+        record = Record(status, residual, torch.zeros_like(residual), count, evaluations + int(measured))
         if torch.compiler.is_compiling():
             return state, record
         return state, self._solution(record, state, layout.pack(state))

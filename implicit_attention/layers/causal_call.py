@@ -14,7 +14,7 @@ from .. import _validate
 from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
 from .._no_derivative import refusing
 from .._reporting import report_failures
-from ..adjoints import Adjoint, Request
+from ..adjoints import Adjoint, Request, Reversible
 from ..linear._vectors import along
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
@@ -24,6 +24,7 @@ from .block_map import BlockProblem
 from .block_state import StateLayout
 from .cache import check_owned
 from .past import BlockCache
+from .past_check import check_past, check_update
 from .token_solve import TokenSolve
 from .token_window import (
     CausalProblem,
@@ -157,6 +158,16 @@ class CausalCall(BlockCall):
             return state, self._judged(solution)
         return state, dataclasses.replace(solution, record=self._judged(solution.record), value=state)
 
+    def _stepped(self, steps: int, damping: float) -> Any:
+        return self._existing(super()._stepped(steps, damping))
+
+    def _coupled(self, steps: int, adjoint: Reversible) -> Any:
+        return self._existing(super()._coupled(steps, adjoint))
+
+    def _existing(self, state: Any) -> Any:
+        """The state after plain steps with 0 for tokens that do not exist, as a solve has it."""
+        return pytree.tree_map(lambda z: only_existing(z, self.exists), state)
+
     def _judged(self, record: Record) -> Record:
         """The record with tokens that are lost, or samples that hold some, after an error or a warning about them."""
         if self.lost is None:
@@ -176,6 +187,7 @@ class CausalCall(BlockCall):
         _validate.require(steps > 0, "steps", required, steps)
         layout, solver, problem, z = self.map.layout, self.options.effective_solver, self._problem(), self._packed()
         self._check_windows(problem, z)
+        check_past(problem, z, self.tokens.reads, cache)
         damping = solver.damping if isinstance(solver, Picard) else 0.0
         step, start, lead = self.tokens.window(problem, z), z, z.shape[: z.ndim - layout.event_ndim]
         later: Any = step
@@ -183,6 +195,7 @@ class CausalCall(BlockCall):
             mapped = later(z)
             later = step.later() or step if index == 0 else later
             z = mapped if damping == 0 else mapped - damping * (mapped - z)
+        check_update(problem, cache)
         count = torch.full(lead, steps, dtype=torch.int32, device=z.device)
         finite = z.reshape(*lead, -1).isfinite().all(-1)
         if not bool(finite.all()):
@@ -231,13 +244,20 @@ def begin_tokens(
     reads, cache, exists = tokens.reads or Reads(), tokens.cache, None
     if cache is not None:
         check_owned(cache, BlockCache, owner, tuple(lead))
+        given = [x] if isinstance(x, Tensor) else [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+        if not any(per_token(tensor, lead, count) for tensor in given):
+            required, shapes = "have as many tokens as x beside a cache", [tuple(tensor.shape) for tensor in given]
+            remedy = "pass the start of the new tokens alone"
+            raise ValueError(_validate.message("start", required, f"{count} for x {shapes}", remedy))
         key_mask = cache.all_exist(reads.exists, tuple(lead), count)
         reads = reads._replace(exists=key_mask)
         tokens.reads = reads if tokens.reads is not None or key_mask is not None else None
         if warm and cache.warm_start and cache.state is not None:
             initial = _from_last(cache.state, initial, layout)
     if reads.exists is not None:
-        exists = reads.exists[..., -count:].expand(*lead, count)
+        exists = reads.exists[..., reads.exists.shape[-1] - count :].expand(*lead, count)
+        # What stands in their places may overflow in the block, and 0 * NaN would reach shared tensors.
+        x, initial = (_filled(t, ~exists, lead, count) for t in (x, initial))
     x, own = _without_nonfinite(x, lead, count)
     initial, unknown = _without_nonfinite(initial, lead, count)
     if unknown is not None:
@@ -280,7 +300,7 @@ def _flat(tensor: Tensor, lead: torch.Size) -> Tensor:
 
 
 def _filled(x: Any, lost: Tensor, lead: torch.Size, count: int) -> Any:
-    """The input with 0 for tokens (*batch, N) that are lost."""
+    """An input, or a start, with 0 for tokens (*batch, N) that are lost or do not exist."""
 
     def filled(leaf: Any) -> Any:
         if not _has_numbers(leaf, lead, count):
@@ -298,13 +318,16 @@ def _from_last(state: Tensor, initial: Any, layout: StateLayout) -> Any:
     return tokens.unpack(torch.where(last.isfinite(), last, packed))
 
 
-def refusing_gradient(state: Any, arguments: Any, block: nn.Module) -> Any:
-    """The state, with a backward pass that raises where somebody could expect a gradient."""
+def refusing_gradient(state: Any, arguments: Any, layer: nn.Module) -> Any:
+    """The state, with a backward pass that raises where somebody could expect a gradient.
+
+    arguments: of the call, its start among them.
+    """
     if not torch.is_grad_enabled():
         return state
     leaves = pytree.tree_leaves(arguments)
     tensors = [t for leaf in leaves for t in pytree.tree_leaves(getattr(leaf, "value", leaf)) if isinstance(t, Tensor)]
-    anchor = next((t for t in (*tensors, *block.parameters()) if t.requires_grad), None)
+    anchor = next((t for t in (*tensors, *layer.parameters()) if t.requires_grad), None)
     if anchor is None:
         return state
     message = (

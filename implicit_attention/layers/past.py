@@ -30,6 +30,12 @@ class Past:
     A block takes it as the keyword argument `past`, which is None where the block gets all tokens at once. Each
     attention of the block then calls `update` once, at every evaluation in the same order, and reads what it returns.
 
+    The first call of a layer with two tokens or more that uses `past` tries whether each half of the tokens has the
+    same image beside a memory of those before as among all, and raises ValueError if not. Tokens may leave each other
+    alone: such a block need not call `update`, and is to be called with two tokens first. Nothing is tried where calls
+    have one token, where the block draws random numbers, and in transforms; weights of 0 hide what they multiply, and
+    so does rounding (0.5 % of an image in float32, 20 % in bfloat16).
+
     Attributes:
         positions: of the tokens of this evaluation, (n,) or (*batch, n).
         mask: additive, broadcasts to (*batch, heads, n, M); None where `is_causal` says it all.
@@ -90,6 +96,16 @@ class Past:
         """Begin an evaluation, in which the first attention is to call `update` first."""
         self._called = 0
 
+    def end(self) -> None:
+        """End an evaluation; raise where `update` was called more or less often than at the first one."""
+        memory, called = self._memory, self._called
+        if memory.attentions is None:
+            memory.attentions = called
+        elif called != memory.attentions:
+            required = f"call `past.update` as often at every evaluation, {memory.attentions} times"
+            remedy = "let every attention of the block call it once, in the same order"
+            raise ValueError(_validate.message("block", required, f"{called} calls", remedy))
+
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens up to the last one, with those of these tokens in their places.
 
@@ -134,6 +150,8 @@ class KeyValueMemory:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.held: list[KeysAndValues] = []
+        #: How many attentions have called `update` at the first evaluation; None before it.
+        self.attentions: int | None = None
 
     def of(self, attention: int, keys: Tensor, values: Tensor) -> KeysAndValues:
         """The memory of an attention, by its number within an evaluation, for such keys and values."""
@@ -171,6 +189,7 @@ class KeyValueMemory:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueMemory:
         clone = memo[id(self)] = KeyValueMemory(self.capacity)
+        clone.attentions = self.attentions
         with torch.inference_mode(False):
             clone.held = [KeysAndValues(*(t.clone() for t in held)) for held in self.held]
         return clone
@@ -270,6 +289,7 @@ class BlockCache:
             return
         _validate.require(self.status.ndim > 1, "cache", "hold a batch to select from", "one sequence")
         index = torch.as_tensor(index, device=self.status.device)
+        _validate.require(index.ndim == 1, "index", "have one axis", f"shape {tuple(index.shape)}")
         self.memory.select_batch(index)
         self.exists, self.status, self.num_evals, self.state = (
             None if t is None else t[index] for t in (self.exists, self.status, self.num_evals, self.state)

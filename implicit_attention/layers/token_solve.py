@@ -20,6 +20,7 @@ from ..solvers.in_order import of_problems
 from ..status import Status
 from .exits import RULES, Exit, ExitReport, Exits
 from .past import BlockCache, KeyValueMemory
+from .past_check import check_past, check_update
 from .token_window import (
     CausalProblem,
     OneToken,
@@ -79,7 +80,10 @@ class TokenSolve:
         graph = graph and (torch.is_grad_enabled() or transforms_active())
         windows = self.past and not (trace or graph or transforms_active())
         if windows and isinstance(problem, CausalProblem) and self._holds_windows(problem):
+            check_past(problem, initial, self.reads, self.cache)
             outcome = self._in_windows(solver, problem, initial)
+            if self.cache is not None:
+                check_update(problem, self.cache)
             # The first evaluation shows whether the block draws random numbers.
             if self._holds_windows(problem):
                 return self._kept(outcome)
@@ -92,7 +96,7 @@ class TokenSolve:
             outcome = solver.run(alone, initial, trace=trace, graph=graph)
             record = self.judged(outcome.record.map(lambda field: field.unsqueeze(-1)))
             return self._kept(outcome._replace(record=record))
-        exits = self._exits(solver, problem, initial, problem.event_ndim - 1, getattr(problem, "exists", None))
+        exits = self._exits(solver, problem, initial, problem.event_ndim - 1, getattr(problem, "in_mask", None))
         tokens = TokensTogether(problem, exits)
         outcome = solver.run(tokens, initial, trace=trace, graph=graph)
         if is_batched(outcome.record.status) or transforms_active() or not isinstance(problem, CausalProblem):
@@ -181,7 +185,7 @@ class TokenSolve:
             end = min(begin + chunk, count)
             window = self.window(problem, initial, memory, slice(begin, end))
             start = initial.narrow(axis, begin, end - begin)
-            exits = self._exits(solver, problem, start, event_ndim, window.exists)
+            exits = self._exits(solver, problem, start, event_ndim, window.in_mask)
             if end - begin == 1 and exits is None:
                 outcome = solver.run(OneToken(window, event_ndim), start)
             else:

@@ -235,6 +235,7 @@ class TokenWindow:
         written = [writes_to(tensor) for tensor in self.tensors]
         with function.precision():
             result = function.draws.evaluate(self.block, state, *self.arguments)
+        self.past.end()
         if written != [writes_to(tensor) for tensor in self.tensors]:
             function._refuse_writes([False])
         cast = function.autocast is not None
@@ -254,6 +255,7 @@ class TokenWindow:
             past.begin()
             before = [tensor._version for tensor in tensors]
             result = block(z, *arguments)
+            past.end()
             if [tensor._version for tensor in tensors] != before:
                 function._refuse_writes([False])
             if not is_like(result, z):

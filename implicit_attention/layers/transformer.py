@@ -259,7 +259,7 @@ class EquilibriumTransformer(Equilibrium):
             mask: boolean (True = attend) or additive: (N, N), (*batch, N, N), or (*batch, heads, N, N). A causal model
                 reads no later token by it: packed documents need no triangle of their own.
             key_mask: which tokens exist, boolean, (*batch, N); beside a cache those of x, or of all tokens. In a causal
-                model a solve gives other tokens the state 0.
+                model other tokens have the state 0, and nothing of x is read there.
             cache: of a causal model, from `new_cache`: x are the tokens that follow those of the cache.
             **options: `steps`, `solver`, `adjoint`, `start`, `on_failure` and `return_solution`, as of `Equilibrium`.
 

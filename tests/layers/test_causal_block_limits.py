@@ -176,18 +176,51 @@ def test_a_mean_budget_is_kept_by_chunks_and_with_padding(chunk):
         assert mean - 0.7 < float(spent[exists].double().mean()) <= mean
 
 
-def test_the_argument_that_needs_a_gradient_is_told_of_too():
-    layer = Equilibrium(Scaled(), causal=True, solver=TIGHT).double().requires_grad_(False)
-    gain = (0.5 + tokens(8).sigmoid()).requires_grad_()
+@pytest.mark.parametrize("needed", ["argument", "start", "start of the layer"])
+def test_the_tensor_that_needs_a_gradient_is_told_of_too(needed):
+    start, x = tokens(5, 8), tokens(2, 5, 8)
+    gain = (0.5 + tokens(8).sigmoid()).requires_grad_(needed == "argument")
+    given = nn.Parameter(start) if needed == "start of the layer" else "zeros"
+    layer = Equilibrium(Scaled(), start=given, causal=True, solver=TIGHT).double()
+    layer.block.requires_grad_(False)
+    own = {"start": start.expand(2, 5, 8).clone().requires_grad_()} if needed == "start" else {}
     for options in ({"exit": 0.1}, {"cache": layer.new_cache()}):
-        z = layer(tokens(2, 5, 8), gain, **options)
+        z = layer(x, gain, **own, **options)
         with pytest.raises(RuntimeError, match="have no gradient"):
             z.sum().backward()
+
+
+@torch.no_grad()
+def test_a_call_without_tokens_beside_a_padded_cache():
+    model, x, exists = made(), tokens(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
+    exists[0, 0] = False
+    cache, found = model.new_cache(), []
+    for part in (slice(0, 2), slice(2, 2), slice(2, 6)):
+        found.append(model(x[:, part], key_mask=exists[:, part], cache=cache))
+    assert cache.length == 6
+    torch.testing.assert_close(torch.cat(found, 1), model(x, key_mask=exists), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_lost_tokens_have_a_part_in_a_mean_budget(chunk):
+    model, x = made(solver=Picard(rtol=1e-8, max_steps=300), on_failure="ignore"), tokens(3, 9, 8)
+    x[0, 1] = torch.nan
+    for mean in (2.0, 3.0, 5.0):
+        model(x, exit=Exit(mean=mean), chunk=chunk)
+        assert mean - 0.3 < float(model.last_solve.num_evals.double().mean()) <= mean
 
 
 def reversible(**options):
     model = made(adjoint=ia.Reversible(damping=0.5))
     return model(tokens(1, 3, 8), **{"cache": model.new_cache(), **options})
+
+
+def cached():
+    model = made()
+    cache = model.new_cache()
+    decoded(model, tokens(2, 3, 8), cache)
+    return cache
 
 
 REFUSED = {
@@ -201,6 +234,21 @@ REFUSED = {
         lambda: Equilibrium(Gated(), causal=True)(tokens(1, 2, 6), reads="all"),
         TypeError,
         "`reads` must be None",
+    ),
+    "start of all tokens": (
+        lambda: decoded(made(start=tokens(6, 8)), tokens(2, 6, 8)),
+        ValueError,
+        r"`start` must have as many tokens as x beside a cache, got 6 for x \[\(2, 1, 8\)\]",
+    ),
+    "segments": (
+        lambda: next(made().segments(tokens(2, 6, 8), count=2, cache=made().new_cache())),
+        ValueError,
+        "`cache` must be None for segments",
+    ),
+    "beams of beams": (
+        lambda: cached().select_batch(torch.tensor([[0, 1]])),
+        ValueError,
+        r"`index` must have one axis, got shape \(1, 2\)",
     ),
     "readout": (
         lambda: made()(tokens(1, 2, 8), exit=Exit(readout=torch.sum)),
