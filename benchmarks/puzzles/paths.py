@@ -15,8 +15,13 @@ from .contenders import Claim, Contender, Plan
 from .models import NONE, Examples, Model, Shape
 from .training import RTOL, Fixed, Loop, Progressive, Recipe, Solved
 
-#: Nodes of graphs to learn from, the mean number of neighbours, and the most of a node.
-NODES, DEGREE, MOST_NEIGHBOURS = 16, 2.2, 10
+#: Nodes of graphs to learn from.
+NODES = 16
+#: A node is joined to one of this many before it, with the chance `TWICE` to a second one, and so grow paths with the
+#: number of nodes. It belongs to a part that no path from the source reaches with the chance `APART`.
+BEFORE, TWICE, APART = 3, 0.3, 0.25
+#: The most neighbours of a node: two before it, and two edges of each of as many behind it.
+MOST_NEIGHBOURS = 2 + 2 * BEFORE
 #: Classes: lengths 0, 1, 2 modulo 3, and nodes that no path reaches. Neighbours differ by one at most, so that three
 #: classes tell who is nearer.
 MODULUS, UNREACHED = 3, 3
@@ -30,29 +35,46 @@ class Lists(Examples):
 
 
 def graphs(count: int, nodes: int, generator: torch.Generator) -> Lists:
-    """Undirected graphs of independent edges, node 0 of which is the source; a node's list begins with itself."""
-    upper = torch.rand(count, nodes, nodes, generator=generator).triu(1) > 1 - DEGREE / (nodes - 1)
-    near = upper | upper.mT
-    # No node has more neighbours than a list has places.
-    near = near & (near.cumsum(-1) < MOST_NEIGHBOURS)
-    near = near & near.mT
-    length = torch.full((count, nodes), -1)
-    front = torch.zeros(count, nodes, dtype=torch.bool)
-    front[:, 0] = True
+    """Undirected graphs of two long parts, node 0 of one of which is the source; a node's list begins with itself."""
+
+    def drawn(high: int) -> Tensor:
+        return torch.randint(high, (count, nodes), generator=generator)
+
+    part = (torch.rand(count, nodes, generator=generator) < APART).long()
+    part[:, 0] = 0
+    # Which node has which rank within its part.
+    rank = torch.where(part == 0, (part == 0).cumsum(-1), (part == 1).cumsum(-1)) - 1
+    place = torch.zeros(count, 2 * nodes, dtype=torch.long)
+    place.scatter_(1, part * nodes + rank, torch.arange(nodes).expand(count, -1))
+    near = torch.zeros(count, nodes, nodes, dtype=torch.bool)
+    second = torch.rand(count, nodes, generator=generator) < TWICE
+    for wanted in (rank > 0, (rank > 0) & second):
+        to = place.gather(1, part * nodes + (rank - 1 - drawn(BEFORE)).clamp(min=0))
+        near |= torch.zeros_like(near).scatter_(2, to[..., None], wanted[..., None])
+    # The source is anywhere in its part, and the numbers of other nodes say nothing.
+    order = torch.rand(count, nodes, generator=generator).argsort(-1)
+    near = (near | near.mT).gather(1, order[..., None].expand_as(near)).gather(2, order[:, None].expand_as(near))
+    source = (part.gather(1, order) == 0).long().argmax(-1)
+    return _asked(near, source)
+
+
+def _asked(near: Tensor, source: Tensor) -> Lists:
+    """Graphs with neighbours `near` (B, N, N), and how far every node is from the source (B,)."""
+    count, nodes = near.shape[:2]
+    front = torch.nn.functional.one_hot(source, nodes).bool()
+    inputs, length = front.float()[..., None], torch.full((count, nodes), -1)
     for step in range(nodes):
         length[front] = step
         front = (near & front[:, None, :]).any(-1) & (length < 0)
     order = (~near).to(torch.int8).argsort(dim=-1, stable=True)[..., :MOST_NEIGHBOURS]
     others = order.where(near.gather(-1, order), NONE)
     own = torch.arange(nodes).expand(count, -1)[..., None]
-    inputs = torch.zeros(count, nodes, 1)
-    inputs[:, 0] = 1
     targets = torch.where(length < 0, UNREACHED, length % MODULUS)
     return Lists(inputs, torch.cat([own, others], -1), targets)
 
 
 class Paths:
-    """How far is each node from the first, modulo 3?"""
+    """How far is each node from the source, modulo 3?"""
 
     shape = Shape(features=1, classes=MODULUS + 1)
 
@@ -96,10 +118,8 @@ class Passing(Model):
 
 
 def all_unreached(examples: Examples) -> Tensor:
-    """No node but the first is reached."""
-    guess = torch.full_like(examples.targets, UNREACHED)
-    guess[:, 0] = 0
-    return guess
+    """No node but the source is reached."""
+    return torch.where(examples.inputs[..., 0] > 0, 0, UNREACHED)
 
 
 STEPS, MEAN = range(8, 17), 12
@@ -130,7 +150,7 @@ CONTENDERS = (
 PLAN = Plan(
     "PATHS",
     Paths(),
-    f"how far is each node from the first, modulo {MODULUS}? Random graphs, trained on {NODES} nodes.",
+    f"how far is each node from the source, modulo {MODULUS}? Long random graphs, trained on {NODES} nodes.",
     CONTENDERS,
     SETS,
     costs=SETS[2],
@@ -145,7 +165,8 @@ PLAN = Plan(
     ),
     claims=(Claim(TIED, "solved", "128 nodes", ">=", 0.9), Claim(TIED, "12 steps", "128 nodes", "<=", 0.1)),
     notes=(
-        f"Paths: edges are independent, {DEGREE} for each node in the mean. A step of messages is `GraphReasoner`'s, "
-        "with 2 d^2 (4 + K) FLOPs for a node whose list has K places, itself among them.",
+        f"Paths: a node is joined to one or two of the {BEFORE} before it, so that paths grow with the graph; "
+        f"{APART:.0%} of the nodes are in a part that no path reaches. A step of messages is `GraphReasoner`'s, with "
+        "2 d^2 (4 + K) FLOPs for a node whose list has K places, itself among them.",
     ),
 )
