@@ -118,7 +118,7 @@ def scale(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 def usefulness(
     quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None, keep: Keep = None
 ) -> None:
-    """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
+    """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, PATHS, RECIPES: a block repeated until it settles.
 
     DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays. INPAINT: blocks that descend an energy.
     LOOPED: a language model of two layers that are repeated.

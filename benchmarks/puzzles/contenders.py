@@ -18,7 +18,7 @@ from implicit_attention.studies.measure import peak_memory
 
 from ..measure import interleaved, once
 from ..targets import Row, Target
-from .models import IGNORED, Examples, Model, Shape, flops
+from .models import IGNORED, Examples, Model, Shape
 from .solvers import compared_solvers
 from .training import Answer, Fixed, Recipe, Task, Way, answered, loss, scored, train
 
@@ -193,8 +193,7 @@ def entry_row(entry: Entry, runs: list[dict[str, Any]]) -> Row:
         "puzzles": plan.puzzles,
         "flops": {
             way: {
-                name: flops(
-                    plan.task.shape,
+                name: model.flops(
                     tokens[name].inputs.shape[1],
                     tokens[name].edges.shape[-1],
                     statistics.mean(run["ways"][way][name]["evaluations_mean"] for run in runs),

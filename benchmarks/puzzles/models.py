@@ -119,6 +119,10 @@ class Model(nn.Module):
         (only,) = self.blocks
         return only
 
+    def flops(self, tokens: int, edges: int, steps: float) -> float:
+        """Multiplications and additions of matrix products of one puzzle with `edges` for each of its `tokens`."""
+        return flops(self.shape, tokens, edges, steps)
+
     def steps(self, z: Tensor, x: Tensor, edges: Tensor, count: int) -> Tensor:
         """`count` blocks in turn from z."""
         for index in range(count):

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +58,14 @@ class Loop:
     noise: normal noise of this size that every step adds to the state: what is to last must be held with a margin.
     settle: weight of the last step's relative change in the loss, which asks the state to come to rest. It grows from 0
         in the third quarter of the updates: asked for at once, states come to rest before they answer anything.
+    half: a loss at half of the steps too.
     """
 
     steps: int | range
     every: int | None = None
     noise: float = 0.0
     settle: float = 0.0
+    half: bool = False
 
     def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
         x, edges = model.embed(batch.inputs), batch.edges
@@ -74,7 +76,8 @@ class Loop:
             last, z = z, model.blocks[index % len(model.blocks)](z, x, edges)
             z = z + self.noise * torch.randn_like(z) if self.noise else z
             left = steps - 1 - index
-            if left == 0 or (self.every is not None and left % self.every == 0 and 2 * (index + 1) >= steps):
+            regular = self.every is not None and left % self.every == 0 and 2 * (index + 1) >= steps
+            if left == 0 or regular or (self.half and left == steps // 2):
                 kept.append(z)
         states = kept[0] if len(kept) == 1 else torch.stack(kept)
         weight = self.settle * min(max(4 * done - 2, 0.0), 1.0)
@@ -83,6 +86,26 @@ class Loop:
             yield states, weight * (change / size).mean()
         else:
             yield states
+
+
+@dataclasses.dataclass(frozen=True)
+class Progressive:
+    """The progressive loss of deep-thinking networks: a number of steps without a graph, then some with one.
+
+    steps: of both together, at most. share: of this loss; the rest is that of the last of `steps` steps.
+    """
+
+    steps: int
+    share: Literal[0.5, 1.0] = 1.0
+
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
+        x, edges = model.embed(batch.inputs), batch.edges
+        begun = draw.randrange(self.steps)
+        with torch.no_grad():
+            z = model.steps(torch.zeros_like(x), x, edges, begun)
+        z = model.steps(z, x, edges, draw.randint(1, self.steps - begun))
+        # Both have the same share: the mean of two losses.
+        yield z if self.share == 1 else torch.stack([z, model.steps(torch.zeros_like(x), x, edges, self.steps)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,179 @@
+"""Recurrent networks as others write them: in `Equilibrium` they are their own loops, bit for bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from implicit_attention import Equilibrium, PerSample, Shared
+
+
+class DeepThinking(nn.Module):
+    """Recall and residual convolutions with a progressive loss (Bansal et al., 2022)."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.projection = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.recall = nn.Conv2d(width + 3, width, 3, padding=1, bias=False)
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.head = nn.Conv2d(width, 2, 3, padding=1, bias=False)
+
+    def recur(self, thought, x):
+        thought = self.recall(torch.cat([thought, x], 1))
+        return F.relu(thought + self.second(F.relu(self.first(thought))))
+
+    def forward(self, x, iters, thought=None):
+        thought = F.relu(self.projection(x)) if thought is None else thought
+        for _ in range(iters):
+            thought = self.recur(thought, x)
+        return thought, self.head(thought)
+
+
+class Recurrence(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, thought, x):
+        return self.net.recur(thought, x)
+
+
+class Recursive(nn.Module):
+    """Two levels, a carry, tokens as integers, rotary tables, a halting head (Wang et al., 2025)."""
+
+    def __init__(self, dim=8, words=7, length=5):
+        super().__init__()
+        self.embed = nn.Embedding(words, dim)
+        self.low, self.high = (nn.TransformerEncoderLayer(dim, 2, 16, 0.0, batch_first=True) for _ in range(2))
+        self.head, self.halt = nn.Linear(dim, words), nn.Linear(dim, 2)
+        angle = torch.arange(float(length))[:, None] / 10 ** torch.arange(dim // 2)
+        self.register_buffer("cos", angle.cos().repeat(1, 2))
+        self.register_buffer("sin", angle.sin().repeat(1, 2))
+
+    def turned(self, z, cos, sin):
+        left, right = z.chunk(2, -1)
+        return z * cos + torch.cat([-right, left], -1) * sin
+
+    def cycle(self, carry, tokens, tables, padding, cycles):
+        high, low = carry
+        x = self.embed(tokens)
+        for _ in range(cycles):
+            low = self.low(self.turned(low + high + x, *tables), src_key_padding_mask=padding)
+        return self.high(high + low, src_key_padding_mask=padding), low
+
+
+class Level(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, carry, tokens, tables, padding, cycles):
+        return self.net.cycle(carry, tokens, tables, padding, cycles)
+
+
+class Refinement(nn.Module):
+    """A gated cell that refines an estimate by what it finds there (Teed and Deng, 2020)."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.cell, self.delta = nn.GRUCell(2 * width + 2, width), nn.Linear(width, 2)
+
+    def forward(self, state, x):
+        hidden, flow = state["hidden"], state["flow"]
+        near = x["features"] * torch.exp(-flow.square().sum(-1, keepdim=True))
+        hidden = self.cell(torch.cat([x["context"], near, flow], -1), hidden)
+        return {"hidden": hidden, "flow": flow + 0.1 * self.delta(hidden)}
+
+
+def same(found, expected, parameters):
+    """The same bits, and the same bits of the gradients."""
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    grads = [torch.autograd.grad(sum(t.square().sum() for t in part), parameters) for part in (found, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)
+
+
+def test_a_deep_thinking_network_is_its_own_loop(seeded):
+    net, x = DeepThinking(), torch.randn(3, 3, 6, 5)
+    layer = Equilibrium(Recurrence(net))
+    z = layer(x, start=F.relu(net.projection(x)), steps=7)
+    same((z, net.head(z)), net(x, 7), list(net.parameters()))
+
+
+def test_its_progressive_loss_starts_from_a_loop_without_a_graph(seeded):
+    net, x = DeepThinking(), torch.randn(3, 3, 6, 5)
+    layer = Equilibrium(Recurrence(net))
+    with torch.no_grad():
+        theirs, _ = net(x, 4)
+        ours = layer(x, start=F.relu(net.projection(x)), steps=4)
+    z = layer(x, start=ours, steps=3)
+    same((z, net.head(z)), net(x, 3, theirs.detach()), [p for p in net.parameters() if p is not net.projection.weight])
+
+
+def arguments(net):
+    tokens, padding = torch.randint(7, (5, 5)), torch.zeros(5, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    # As many samples as tokens: tables (N, D) look like (B, D).
+    return tokens, padding, (net.cos, net.sin), torch.zeros(5, 5, 8)
+
+
+def test_two_levels_with_integers_tables_masks_and_numbers(seeded):
+    net = Recursive()
+    tokens, padding, tables, zero = arguments(net)
+    layer = Equilibrium(Level(net), event_ndim=2)
+    found = layer(tokens, Shared(tables), PerSample(padding), 2, start=(zero, zero), steps=3)
+    carry = zero, zero
+    for _ in range(3):
+        carry = net.cycle(carry, tokens, tables, padding, 2)
+    same(found, carry, [p for p in net.parameters() if p not in {*net.head.parameters(), *net.halt.parameters()}])
+    solved = layer(tokens, Shared(tables), PerSample(padding), 2, start=(zero, zero), on_failure="ignore")
+    assert layer.last_solve.status.shape == (5,)
+    assert solved[0].shape == zero.shape
+
+
+def test_detached_carries_are_segments(seeded):
+    net = Recursive()
+    tokens, padding, tables, zero = arguments(net)
+    layer, read = Equilibrium(Level(net), event_ndim=2), [*net.low.parameters(), *net.head.parameters()]
+    given = tokens, Shared(tables), PerSample(padding), 2
+    for high, _ in layer.segments(*given, count=3, steps=2, start=(zero, zero)):
+        (net.head(high).square().mean() + net.halt(high[:, 0]).square().mean()).backward()
+    ours = [parameter.grad.clone() for parameter in read]
+    net.zero_grad()
+    carry = zero, zero
+    for _ in range(3):
+        for _ in range(2):
+            carry = net.cycle(carry, tokens, tables, padding, 2)
+        (net.head(carry[0]).square().mean() + net.halt(carry[0][:, 0]).square().mean()).backward()
+        carry = tuple(z.detach() for z in carry)
+    for found, parameter in zip(ours, read, strict=True):
+        assert torch.equal(found, parameter.grad)
+
+
+def test_steps_without_a_graph_and_one_with(seeded):
+    net = Recursive()
+    tokens, padding, tables, zero = arguments(net)
+    layer, read = Equilibrium(Level(net), event_ndim=2), [*net.low.parameters(), *net.high.parameters()]
+    given = tokens, Shared(tables), PerSample(padding), 2
+    with torch.no_grad():
+        start = layer(*given, start=(zero, zero), steps=4)
+        carry = zero, zero
+        for _ in range(4):
+            carry = net.cycle(carry, tokens, tables, padding, 2)
+    same(layer(*given, start=start, steps=1), net.cycle(carry, tokens, tables, padding, 2), read)
+
+
+def test_a_refinement_head_with_several_inputs(seeded):
+    head, x = Refinement(), {"context": torch.randn(4, 6), "features": torch.randn(4, 6)}
+    start = {"hidden": torch.zeros(4, 6), "flow": torch.zeros(4, 2)}
+    found, state = Equilibrium(head)(x, start=start, steps=5), start
+    for _ in range(5):
+        state = head(state, x)
+    same(list(found.values()), list(state.values()), list(head.parameters()))
