@@ -1,13 +1,15 @@
-"""The two tables of docs/equilibrium_blocks.md: who solves mazes, and which recipe makes fixed points right."""
+"""The tables of docs/equilibrium_blocks.md: who solves larger puzzles, and which recipe makes fixed points right."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import report
-from . import mazes, recipes
-from .contenders import values
+from . import mazes, prefix, recipes
+from .contenders import Plan, values
 from .tables import label, percent
 
 PAGE = report.HERE.parent / "docs" / "equilibrium_blocks.md"
@@ -15,8 +17,14 @@ BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 
 
 def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
-    """Put what the newest runs of MAZES and RECIPES say between its markers."""
-    for metric, table in (("MAZES", _mazes), ("RECIPES", _recipes)):
+    """Put what the newest runs say between its markers."""
+    of_mazes = {f"{size} x {size}": name for size, name in zip(mazes.SIZES, mazes.SHOWN, strict=True)}
+    tables: dict[str, Callable[..., Any]] = {
+        "MAZES": partial(_exact, mazes.PLAN, of_mazes | {"13 x 13 by Prim": "Prim 13"}),
+        "PREFIX": partial(_exact, prefix.PLAN, {name: name for name in prefix.SETS}),
+        "RECIPES": _recipes,
+    }
+    for metric, table in tables.items():
         found = report.newest_by_metric("usefulness", (metric,), folder)
         content = "Not run yet."
         if found:
@@ -27,16 +35,15 @@ def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
         report.between(page, BEGIN.format(name), END.format(name), content)
 
 
-def _mazes(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Share of mazes whose whole path is right, by size, for those who lead and for the trivial guess."""
+def _exact(plan: Plan, sets: dict[str, str], rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Share of puzzles that are wholly right, by set, for those who are drawn and for stacks."""
     lines = []
     for row in rows:
         for way in row["runs"][0]["ways"]:
-            if (row["contender"], way) in mazes.PLAN.drawn or row["contender"].startswith("stack"):
-                found = [percent(values(row["runs"], way, each)) for each in (*mazes.SHOWN, "Prim 13")]
+            if (row["contender"], way) in plan.drawn or row["contender"].startswith("stack"):
+                found = [percent(values(row["runs"], way, each)) for each in sets.values()]
                 lines.append([label(row, way), str(row["parameters"]), *found])
-    sizes = [f"{size} x {size}" for size in mazes.SIZES]
-    return ["exact, in %", "parameters", *sizes, "13 x 13 by Prim"], lines
+    return ["exact, in %", "parameters", *sets], lines
 
 
 def _recipes(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -52,7 +52,7 @@ class SettlingLoss:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
 
-    Reference: measured in `python -m benchmarks usefulness --only MAZES,RECIPES`.
+    Reference: measured in `python -m benchmarks usefulness --only MAZES,PREFIX,RECIPES`.
 
     Not for a layer that is to be used with the number of steps of its training: a loss of the last state is as good.
     """
