@@ -168,6 +168,10 @@ def check_cache_of(cache: Any, slots: set[int]) -> None:
     for index in sorted(slots):
         if index < len(cache.layers):
             check_layer(cache.layers[index])
+    needed = max(slots, default=-1) + 1
+    fits = needed <= len(cache.layers) or cache.layer_class_to_replicate is not None
+    required, remedy = f"have the {needed} layers that tied layers write to", "make it for the config of this model"
+    _validate.require(fits, "past_key_values", required, f"{len(cache.layers)} of them", remedy)
     if not cache.layers:
         check_layer(cache.layer_class_to_replicate())
 

@@ -197,6 +197,15 @@ def test_no_gradient_beside_tokens_that_a_cache_holds():
         logits.sum().backward()
 
 
+@pytest.mark.parametrize("kind", [hf.DynamicCache, lambda config: hf.StaticCache(config, max_cache_len=12)])
+def test_a_cache_of_fewer_layers_is_refused_and_stays_empty(kind):
+    model, _ = settled()
+    cache = kind(config=hf.LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2))
+    with pytest.raises(ValueError, match=r"`past_key_values` must have the \d layers .* got 1 of them; make it for"):
+        model(IDS, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 0
+
+
 def test_it_trains_from_the_published_model_and_w_learns():
     model = settle(hrm().train(), steps=range(2, 5))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -59,7 +59,8 @@ def settle(
     Caches: those of transformers hold the keys of the settled states, one slot for each layer of both stacks instead of
     H_cycles (L_cycles + 1) slots for each layer of one. `generate` gives the tokens of `use_cache=False` as far as the
     tolerance of the solve decides them, if the low cycles stand still at the fixed point, as they do where L contracts.
-    With a number of steps it needs `use_cache=False`. A call that raises leaves the cache as it was.
+    With a number of steps it needs `use_cache=False`, and cannot take `inputs_embeds`, beside which transformers sets
+    `use_cache=True`. A call that raises leaves the cache as it was.
 
     Saving: `torch.save(model.state_dict())` and `load_state_dict` into a model that was settled keep everything; the
     names are the published ones, and one more for W. `save_pretrained` writes all of them, and `from_pretrained` reads
