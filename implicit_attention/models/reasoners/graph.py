@@ -40,26 +40,27 @@ class GraphBlock(nn.Module):
         exists: Tensor | None = None,
     ) -> Tensor:
         h = only_existing(z + x, exists)
-        lead, count = h.shape[:-2], h.shape[-2]
-        source, target = edges.clamp(min=0).expand(*lead, *edges.shape[-2:]).unbind(-1)
-        used = edges[..., 0].expand(*lead, -1) >= 0
+        lead, (count, dim) = h.shape[:-2], h.shape[-2:]
+        nodes, graphs = h.reshape(-1, dim), lead.numel()
+        pairs = edges.expand(*lead, *edges.shape[-2:]).reshape(graphs, -1, 2)
+        # Nodes of all graphs have numbers of their own: torch gathers whole rows much faster than entries.
+        first = count * torch.arange(graphs, device=h.device)[:, None]
+        source, target = ((pairs[..., i].clamp(min=0) + first).flatten() for i in (0, 1))
+        used = (pairs[..., 0] >= 0).flatten()
         if exists is not None:
-            used = used & exists.gather(-1, source) & exists.gather(-1, target)
-        inner = _at(self.source(h), source) + _at(self.target(h), target)
+            known = exists.expand(*lead, count).flatten()
+            used = used & known[source] & known[target]
+        inner = self.source(nodes).index_select(0, source) + self.target(nodes).index_select(0, target)
         if self.edge is not None and edge_features is not None:
-            inner = inner + self.edge(only_existing(edge_features.expand(*lead, -1, -1), used))
+            features = edge_features.expand(*lead, *edge_features.shape[-2:]).flatten(0, -2)
+            inner = inner + self.edge(only_existing(features, used))
         messages = self.message(inner.relu())
         # Edges that fill up go to a node behind the last.
-        to = target.where(used, count)[..., None].expand(messages.shape)
-        gathered = messages.new_zeros(*lead, count + 1, messages.shape[-1])
-        gathered = gathered.scatter_reduce(-2, to, messages, self.reduction, include_self=self.reduction == "sum")
-        change = self.update(torch.cat([h, gathered[..., :count, :]], -1))
-        return only_existing(self.norm(h + change), exists)
-
-
-def _at(nodes: Tensor, index: Tensor) -> Tensor:
-    """The rows `index` (*lead, E) of nodes (*lead, N, n)."""
-    return nodes.gather(-2, index[..., None].expand(*index.shape, nodes.shape[-1]))
+        to = target.where(used, len(nodes))[:, None].expand(messages.shape)
+        gathered = messages.new_zeros(len(nodes) + 1, messages.shape[-1])
+        gathered = gathered.scatter_reduce(0, to, messages, self.reduction, include_self=self.reduction == "sum")
+        change = self.update(torch.cat([nodes, gathered[:-1]], -1))
+        return only_existing(self.norm(nodes + change).reshape(h.shape), exists)
 
 
 class GraphReasoner(Equilibrium):
