@@ -66,7 +66,8 @@ class ConvolutionalBlock(nn.Module):
 
     def forward(self, z: Tensor, x: Tensor, exists: Tensor | None = None) -> Tensor:
         lead, space = z.shape[: -1 - self.axes], z.shape[-self.axes :]
-        h = (z if self.recall is None else torch.cat([z, x], -1 - self.axes)).reshape(-1, *self._shape(z, x, space))
+        h = z if self.recall is None else torch.cat([z, x], -1 - self.axes)
+        h = h.reshape(-1, *h.shape[-1 - self.axes :])
         cells = None if exists is None else exists.expand(*lead, *space).reshape(-1, 1, *space)
         if cells is not None:
             h = h.masked_fill(~cells, 0.0)
@@ -76,10 +77,6 @@ class ConvolutionalBlock(nn.Module):
         for layer in self.layers:
             h = layer(h, cells)
         return h.reshape(z.shape)
-
-    def _shape(self, z: Tensor, x: Tensor, space: torch.Size) -> tuple[int, ...]:
-        channels = z.shape[-1 - self.axes] + (0 if self.recall is None else x.shape[-1 - self.axes])
-        return (channels, *space)
 
 
 def convolution(axes: int, inputs: int, channels: int, kernel: int) -> nn.Module:
