@@ -87,7 +87,9 @@ class SettlingLoss:
         """The loss of a batch.
 
         Args:
-            x, *args, **options: of a call of the layer.
+            x: as for a call of the layer.
+            *args: the same.
+            **options: the same.
             target: what `loss` compares logits with: for cross-entropy the classes, logits without their axis.
             done: the part of the training that has been made, in [0, 1], such as update / updates.
 
