@@ -110,6 +110,18 @@ def test_what_is_said_of_stacks_and_solvers_is_what_the_committed_run_shows():
     assert all(mean(f"Picard, random start {number}") == 0 for number in (1, 2, 3))
 
 
+def test_what_is_said_of_parities_is_what_the_committed_run_shows():
+    (_, run), *_ = report.newest_by_metric("usefulness", ("PREFIX",))
+    (tied,) = (row for row in run["rows"] if row["contender"] == "convolutions, tied, 8 to 16 steps drawn")
+    asked = {way: [trial["ways"][way]["512 bits"] for trial in tied["runs"]] for way in ("solved", "12 steps")}
+    assert len(tied["runs"]) == 3
+    assert [trial["exact"] for trial in asked["solved"]] == [1.0] * 3
+    assert [trial["exact"] for trial in asked["12 steps"]] == [0.0] * 3
+    mean = statistics.mean(trial["evaluations_mean"] for trial in asked["solved"])
+    said = f"right on all of {tied['puzzles']} held-out strings of 512 bits in three seeds, with {mean:.0f} evaluations"
+    assert said in " ".join(README.split())
+
+
 def test_what_is_said_of_recipes_is_what_the_committed_run_shows():
     (_, run), *_ = report.newest_by_metric("usefulness", ("RECIPES",))
 
