@@ -101,8 +101,7 @@ class TransformerLayer(nn.Module):
 class TransformerStack(nn.Module):
     """Transformer layers in turn, h -> h, whose result a norm keeps bounded: a part of a block that repeats.
 
-    Args:
-        dim, heads, depth, attention, norm, causal, rotary, mlp_ratio, dropout: as of `EquilibriumTransformer`.
+    Its arguments are those of `EquilibriumTransformer` of the same names.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
