@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ MOST_NEIGHBOURS = 2 + 2 * BEFORE
 #: Classes: lengths 0, 1, 2 modulo 3, and nodes that no path reaches. Neighbours differ by one at most, so that three
 #: classes tell who is nearer.
 MODULUS, UNREACHED = 3, 3
+
+Aggregation: TypeAlias = Literal["max", "sum"]
 
 
 class Lists(Examples):
@@ -90,9 +93,9 @@ class Paths:
 class Messages(nn.Module):
     """The block of `GraphReasoner` on lists of neighbours."""
 
-    def __init__(self, dim: int, aggregation: str) -> None:
+    def __init__(self, dim: int, aggregation: Aggregation) -> None:
         super().__init__()
-        self.block = GraphReasoner(dim, aggregation=aggregation).block  # type: ignore[arg-type]
+        self.block = GraphReasoner(dim, aggregation=aggregation).block
 
     def forward(self, z: Tensor, x: Tensor, edges: Tensor) -> Tensor:
         others = edges[..., 1:]
@@ -105,7 +108,7 @@ class Messages(nn.Module):
 class Passing(Model):
     """Embedding, blocks of messages in turn (one is tied), and a linear head."""
 
-    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None, aggregation: str = "max") -> None:
+    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None, aggregation: Aggregation = "max") -> None:
         shape = dataclasses.replace(shape, dim=dim or shape.dim)
         super().__init__(shape, blocks=0)
         self.blocks.extend(Messages(shape.dim, aggregation) for _ in range(blocks))

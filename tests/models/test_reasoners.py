@@ -291,6 +291,20 @@ def test_finished_samples_leave_and_change_no_other(name):
         assert layer.last_solve.num_evals == counts[i]
 
 
+def test_a_pair_with_one_end_is_no_edge_and_batches_may_be_empty():
+    layer, x = made("graphs, max")
+    edges, features, _ = of_graphs(None)
+    expected = layer(x, edges, features)
+    for half in ([-1, 2], [2, -1]):
+        other = edges.clone()
+        other[0, -1] = torch.tensor(half)
+        torch.testing.assert_close(layer(x, other, features), expected, rtol=0, atol=0)
+    assert layer(x[:0], edges[:0], features[:0]).shape == (0, 4, 8)
+    assert layer(x, edges[:, :0], features[:, :0]).isfinite().all()
+    image, pixels = made("images")
+    assert image(pixels[:0]).shape == (0, 6, 5, 7)
+
+
 def test_starts_are_of_the_states_kind():
     layer, x = made("images")
     assert layer(x, start="random", steps=0).shape == (2, 6, 5, 7)

@@ -42,11 +42,11 @@ class GraphBlock(nn.Module):
         h = only_existing(z + x, exists)
         lead, (count, dim) = h.shape[:-2], h.shape[-2:]
         nodes, graphs = h.reshape(-1, dim), lead.numel()
-        pairs = edges.expand(*lead, *edges.shape[-2:]).reshape(graphs, -1, 2)
+        pairs = edges.expand(*lead, *edges.shape[-2:]).reshape(graphs, *edges.shape[-2:])
         # Nodes of all graphs have numbers of their own: torch gathers whole rows much faster than entries.
         first = count * torch.arange(graphs, device=h.device)[:, None]
         source, target = ((pairs[..., i].clamp(min=0) + first).flatten() for i in (0, 1))
-        used = (pairs[..., 0] >= 0).flatten()
+        used = (pairs >= 0).all(-1).flatten()
         if exists is not None:
             known = exists.expand(*lead, count).flatten()
             used = used & known[source] & known[target]
@@ -130,7 +130,7 @@ class GraphReasoner(Equilibrium):
         Args:
             x: (*batch, N, dim).
             edges: integers, (E, 2) for all graphs or (*batch, E, 2): the nodes from which and to which each edge leads;
-                a pair of -1 is no edge. An edge in both directions is two.
+                a pair that holds -1 is no edge. An edge in both directions is two.
             edge_features: (E, F) or (*batch, E, F), for a layer with `edge_features=F`.
             exists: which nodes exist, boolean, (*batch, N); None for all. The state of others is 0, and their edges do
                 not count, so that a batch of padded graphs answers as each of them does alone.
