@@ -1,4 +1,4 @@
-"""What an `Equilibrium` is told: its block, its steps, and how a call of a causal one solves its tokens."""
+"""Checks of the arguments of an `Equilibrium`: its block, its steps, and how a causal one solves its tokens."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class _Answer:
     options: dict[str, Any]
 
     def judged(self, confirm: int, noise: float, around: str, generator: torch.Generator) -> tuple[Any, ...]:
-        """What a `Calibration` holds of the batch."""
+        """The fields of a `Calibration` for the batch."""
         state = self._called()
         report = self.layer.last_solve
         assert report is not None
