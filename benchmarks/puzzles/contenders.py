@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from implicit_attention.studies.measure import peak_memory
 
 from ..measure import interleaved, once
 from ..targets import Row, Target
+from .checks import compared_checks
 from .models import IGNORED, Examples, Model, Shape
 from .solvers import compared_solvers
 from .training import Answer, Fixed, Recipe, Task, Way, answered, loss, scored, train
@@ -43,6 +45,8 @@ class Contender:
     guess: Guess | None = None
     #: Whether its trained blocks are solved by every solver that is compared.
     solvers: bool = False
+    #: The most evaluations of a puzzle where checks beside the residual are compared; 0 compares none.
+    checks: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,14 +145,17 @@ def model_of(task: Task, contender: Contender, seed: int) -> Model:
     return contender.make(task.shape)
 
 
-def trial(plan: Plan, contender: Contender, seed: int) -> dict[str, Any]:
-    """One training from one seed with its scores, or the error that a rival's solver ended it with."""
+def trial(plan: Plan, contender: Contender, seed: int, weights: Path | None = None) -> dict[str, Any]:
+    """One training from one seed with its scores, or the error that a rival's solver ended it with.
+
+    weights: a file that keeps what was trained, so that it is asked other questions without a training.
+    """
     begin = time.perf_counter()
     found: dict[str, Any] = {"seed": seed, "training": None, "ways": {}}
     model = model_of(plan.task, contender, seed)
     if contender.recipe is not None:
         try:
-            found["training"] = train(plan.task, model, contender.recipe, seed)
+            found["training"] = _trained(plan.task, model, contender.recipe, seed, weights)
         except torch.linalg.LinAlgError as error:
             # torchdeq's Anderson, where its least-squares problem is singular.
             said = f"{type(error).__name__}: {error}"[:200]
@@ -166,10 +173,31 @@ def trial(plan: Plan, contender: Contender, seed: int) -> dict[str, Any]:
             answer, right = answered(model, examples, way)
             score = scored(answer, right, examples.targets) | {"process_seconds": time.process_time() - start}
             found["ways"].setdefault(way.name, {})[name] = score
+    few = slice(0, plan.solver_puzzles)
     if contender.solvers:
-        examples = plan.task.test(plan.solver_set, plan.puzzles).at(slice(0, plan.solver_puzzles))
-        found["solvers"] = compared_solvers(model, examples)
+        found["solvers"] = compared_solvers(model, plan.task.test(plan.solver_set, plan.puzzles).at(few))
+    if contender.checks:
+        found["checks"] = {
+            name: compared_checks(model, plan.task.test(name, plan.puzzles).at(few), contender.checks)
+            for name in contender.sets or plan.sets
+        }
     return found | {"wall_seconds": time.perf_counter() - begin}
+
+
+def _trained(task: Task, model: Model, recipe: Recipe, seed: int, weights: Path | None) -> dict[str, float]:
+    """Train a model in place, or give it the weights that the same recipe had from the same seed."""
+    asked = repr((recipe, seed, {name: tuple(w.shape) for name, w in model.state_dict().items()}))
+    if weights is not None and weights.exists():
+        kept = torch.load(weights, weights_only=True)
+        if kept["asked"] == asked:
+            model.load_state_dict(kept["weights"])
+            model.eval()
+            return dict(kept["training"])
+    training = train(task, model, recipe, seed)
+    if weights is not None:
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"asked": asked, "training": training, "weights": model.state_dict()}, weights)
+    return training
 
 
 def entry_row(entry: Entry, runs: list[dict[str, Any]]) -> Row:

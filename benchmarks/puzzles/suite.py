@@ -64,7 +64,8 @@ def run(
 ) -> list[Row]:
     """Train and ask every contender with every seed; then time those of a plan in turns.
 
-    What each of them found is kept in the folder `keep`, so that a run that was ended goes on where it was.
+    Weights, and what they found, are kept in the folder `keep`: a run that was ended goes on where it was, and one that
+    asks other questions trains nothing anew.
     """
     settings = list(settings)
     entries = [setting for setting in settings if isinstance(setting, Entry)]
@@ -85,11 +86,20 @@ def _kept(keep: Path | None, plan: Plan, contender: Contender, seed: int) -> dic
         return trial(plan, contender, seed)
     name = re.sub(r"[^a-z0-9]+", "-", f"{plan.metric} {contender.name} {seed}".lower())
     sets = contender.sets or plan.sets
-    asked = repr((contender.recipe, [way.name for way in contender.ways], sets, plan.puzzles, contender.solvers))
+    asked = repr(
+        (
+            contender.recipe,
+            [way.name for way in contender.ways],
+            sets,
+            plan.puzzles,
+            contender.solvers,
+            contender.checks,
+        )
+    )
     path = keep / f"{name}.json"
     if path.exists() and (known := json.loads(path.read_text()))["asked"] == asked:
         return dict(known["found"])
-    found = trial(plan, contender, seed)
+    found = trial(plan, contender, seed, path.with_suffix(".pt"))
     keep.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
     return found

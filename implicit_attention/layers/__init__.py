@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .attention import ImplicitAttention
 from .block import Equilibrium
 from .cache import KeyValueCache
+from .confirm import Confirm, ConfirmReport
 from .contractive import contractive
 from .exits import Exit, ExitReport
 from .memory import MemoryLookup
@@ -44,6 +45,8 @@ __all__ = [
     "BlockCache",
     "Exit",
     "ExitReport",
+    "Confirm",
+    "ConfirmReport",
     "Past",
     "Rotary",
 ]

@@ -35,6 +35,7 @@ from .calls import StateCall
 from .causal_call import CausalCall, begin_tokens, refusing_gradient
 from .compiled_block import check_compiled
 from .compiled_graphs import Graphs
+from .confirm import Confirm, Confirmation, checked_confirm, confirmed
 from .exits import Exit
 from .past import BlockCache
 from .remembering import Remembering
@@ -110,6 +111,8 @@ class Equilibrium(Remembering):
             Where the block takes a keyword argument `past` (see `Past`), settled tokens leave the work and later ones
             read their keys, which `new_cache` keeps for decoding. `Picard` or `Anderson`; not with `compiled`.
         chunk: of a causal layer: how many tokens are solved at a time, each chunk beside the settled tokens before it.
+        confirm: how many further solves from other starts each sample gets in evaluation mode, or a `Confirm`;
+            `last_solve.agreement` is the share of them that gave the same answer.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, detached, one entry a sample, or a token of a causal layer. Not
@@ -162,6 +165,7 @@ class Equilibrium(Remembering):
         warm_adjoint: bool = False,
         causal: bool = False,
         chunk: int | None = None,
+        confirm: Confirmation = None,
     ) -> None:
         super().__init__()
         check_block(block)
@@ -185,6 +189,7 @@ class Equilibrium(Remembering):
         self.warm_adjoint = warm_adjoint
         check_causal(causal, self.event_ndim, compiled, chunk)
         self.causal, self.chunk = causal, checked_chunk(chunk)
+        self.confirm = checked_confirm(confirm, causal)
         #: What the caches of this layer know it by.
         self._identity = object()
         self._memory = AdjointMemory()
@@ -204,6 +209,7 @@ class Equilibrium(Remembering):
         cache: BlockCache | None = None,
         chunk: int | None = None,
         exit: Exit | float | None = None,
+        confirm: Confirmation = None,
         return_solution: bool = False,
         reads: Reads | None = None,
     ) -> Any:
@@ -222,6 +228,7 @@ class Equilibrium(Remembering):
             chunk: the same as for the layer, for this call; plain steps go by all tokens at once.
             exit: of a causal layer: rules that end tokens before they settle, or a relative tolerance. The state then
                 has no gradient, and `last_solve` says which rule ended each token.
+            confirm: replaces the layer's for this call; 0 for none.
             reads: masks beside causality, for layers built on this one.
             return_solution: return (state, `Solution`). With `steps` that costs one evaluation more, at which the
                 residual of the returned state is measured; without it the residual of `last_solve` is NaN.
@@ -238,6 +245,9 @@ class Equilibrium(Remembering):
         if isinstance(steps, range) and not self.training:
             steps = None
         chunk = self.chunk if chunk is None else chunk
+        further = self.confirm if confirm is None else checked_confirm(confirm, self.causal)
+        if self.training or is_exporting():
+            further = None
         tokens = solve_of_tokens(self.block, self.causal, cache, chunk, exit, reads)
         if is_exporting():
             check_no_evidence(return_solution, "return_solution")
@@ -248,7 +258,7 @@ class Equilibrium(Remembering):
         if isinstance(steps, int) and not self.training and not return_solution and cache is None:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
             return self._answer(x, args, start, steps, options, False, tokens)[0]
-        return self._on_host(x, args, start, steps, options, return_solution, tokens)
+        return self._on_host(x, args, start, steps, options, return_solution, tokens, further)
 
     @uncompiled
     def _on_host(
@@ -260,6 +270,7 @@ class Equilibrium(Remembering):
         options: SolveOptions,
         measured: bool,
         tokens: TokenSolve | None,
+        further: Confirm | None,
     ) -> Any:
         if isinstance(steps, range):
             # By torch's generator, so that a checkpoint draws the same number again.
@@ -267,7 +278,7 @@ class Equilibrium(Remembering):
         if tokens is not None and not torch.compiler.is_compiling():
             # Not in `solve_of_tokens`, which a compiler of the model around the layer traces.
             tokens.past = takes_past(self.block)
-        answer = self._answer(x, args, start, steps, options, measured, tokens)
+        answer = self._answer(x, args, start, steps, options, measured, tokens, further)
         return answer if measured else answer[0]
 
     def _answer(
@@ -279,6 +290,7 @@ class Equilibrium(Remembering):
         options: SolveOptions,
         measured: bool = False,
         tokens: TokenSolve | None = None,
+        further: Confirm | None = None,
     ) -> tuple[Any, Solution | Record]:
         """The state and its evidence, which the layer keeps."""
         given = x
@@ -316,6 +328,9 @@ class Equilibrium(Remembering):
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
             self._check_start(error, start, initial, x)
             raise
+        report = None if isinstance(solution, Record) or is_batched(solution.status) else solution.report
+        if further is not None and steps is None and report is not None:
+            report = confirmed(further, call, state, report)
         draws.finish()
         if steps is None and draws.repeated:
             self._drawing.add(mode)
@@ -323,7 +338,6 @@ class Equilibrium(Remembering):
             self._remember(solution)
         else:
             eager = steps is None and not is_exporting()
-            report = None if is_batched(solution.status) else solution.report
             report = report if tokens is None or report is None else tokens.report(report)
             self._remember(report, eager=eager)
         if tokens is not None and not tokens.differentiable:

@@ -70,6 +70,7 @@ class StepKeywords(TieKeywords, total=False):
     """Options of an `Equilibrium`, and of one call of it."""
 
     start: Any
+    confirm: Any
 
 
 class EquilibriumKeywords(StepKeywords, total=False):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import _validate
 from ..layers.block import Equilibrium
+from ..layers.confirm import Confirm, Confirmation, ConfirmReport, checked_confirm
 from .settling import classes_last
 
 #: The quantile of the normal law for an interval of 95 %.
@@ -63,6 +63,7 @@ class Calibration:
         exact: which answers are right in all parts that are asked for, (n,).
         evaluations: (n,).
         agreement: the share of solves from other starts that gave the same answer, (n,); None where none was made.
+        confirm_evals: evaluations of those solves, (n,).
 
     Examples:
         >>> import torch
@@ -81,6 +82,7 @@ class Calibration:
     exact: Tensor
     evaluations: Tensor
     agreement: Tensor | None = None
+    confirm_evals: Tensor | None = None
 
     def given(self, which: Tensor | None = None) -> Share:
         """The share of right answers among `which` samples, (n,), or all."""
@@ -112,17 +114,13 @@ def calibrate(
     *,
     exact: Callable[[Tensor, Tensor], Tensor] | None = None,
     axis: int = -1,
-    confirm: int = 0,
-    noise: float = 0.3,
-    around: Literal["start", "answer"] = "start",
-    seed: int = 0,
+    confirm: Confirmation = None,
     **options: Any,
 ) -> dict[str, Calibration]:
     """Solve the problems of several sets, and compare what the solves say with what is right.
 
     A status says that a state is a fixed point; training decides whether that is the answer. With `confirm` each
-    problem is solved again from states beside the start, or the answer: a second check, which turns up fixed points
-    that are one of several.
+    problem is solved again from other starts: a second check, which turns up fixed points that are one of several.
 
     Args:
         layer: the trained block; it is solved in evaluation mode.
@@ -132,10 +130,8 @@ def calibrate(
         exact: of (logits, target): which samples are right, boolean, (B,); None compares the largest logits with the
             targets, where those below 0 are not asked for.
         axis: that of logits which numbers classes.
-        confirm: how many further solves of each problem.
-        noise: of their starts, in units of the root mean square of the settled state.
-        around: what the noise is added to: the layer's "start", or the "answer".
-        seed: of the noise.
+        confirm: how many further solves of each problem, or a `Confirm`; None is that of the layer. What they agree on
+            is the answer, the largest logits where something is asked for, unless the `Confirm` has a read-out.
         **options: of each call, such as `solver`.
 
     Returns:
@@ -161,14 +157,11 @@ def calibrate(
     Not for the set of the training: weights are right there, and settle.
     """
     _validate.check_instance("layer", layer, Equilibrium, "be an Equilibrium", "wrap the block: Equilibrium(block)")
-    _validate.check_integer("confirm", confirm, low=0)
-    noise = _validate.check_number("noise", noise, low=0.0)
-    _validate.check_choice("around", around, ("start", "answer"))
+    further = layer.confirm if confirm is None else checked_confirm(confirm, layer.causal)
     _validate.check_instance("sets", sets, Mapping, "be a dict from names to batches", "for example {'9 x 9': batches}")
     modules = [part for part in (layer, readout) if isinstance(part, nn.Module)]
     modes = [module.training for module in modules]
     options = {"on_failure": "ignore"} | options
-    generator = torch.Generator().manual_seed(_validate.check_integer("seed", seed, low=0))
     try:
         for module in modules:
             module.eval()
@@ -178,7 +171,7 @@ def calibrate(
                 parts = []
                 for inputs, target in batches:
                     answer = _Answer(layer, readout, inputs, target, exact, axis, options)
-                    parts.append(answer.judged(confirm, noise, around, generator))
+                    parts.append(answer.judged(further))
                 _validate.require(bool(parts), f"sets[{name!r}]", "hold at least one batch", "none")
                 fields = zip(*parts, strict=True)
                 found[name] = Calibration(*(None if f[0] is None else torch.cat(f) for f in fields))  # type: ignore[arg-type]
@@ -200,25 +193,21 @@ class _Answer:
     axis: int
     options: dict[str, Any]
 
-    def judged(self, confirm: int, noise: float, around: str, generator: torch.Generator) -> tuple[Any, ...]:
+    def judged(self, further: Confirm | None) -> tuple[Any, ...]:
         """The fields of a `Calibration` for the batch."""
-        state = self._called()
+        if further is not None and further.readout is None:
+            further = dataclasses.replace(further, readout=self._asked)
+        state = self._called(confirm=0 if further is None else further)
         report = self.layer.last_solve
         assert report is not None
         settled, evaluations = report.converged.clone(), report.num_evals.clone()
         required, received = "have one sample an entry of the first axis", f"a status of shape {tuple(settled.shape)}"
         _validate.require(settled.ndim == 1, "layer", required, received, "pass event_ndim, or batches with one axis")
         logits = self.readout(state)
-        right, classes = self._right(logits, self.target), self._classes(logits)
-        if not confirm:
-            return settled, right, evaluations, None
-        begin = state if around == "answer" else self._called(steps=0)
-        agreement = torch.zeros_like(settled, dtype=torch.double)
-        for _ in range(confirm):
-            again = self._classes(self.readout(self._called(start=_beside(begin, state, noise, generator))))
-            same = (again == classes) | (self.target < 0) if again.shape == self.target.shape else again == classes
-            agreement += same.flatten(1).all(-1)
-        return settled, right, evaluations, agreement / confirm
+        right = self._right(logits, self.target)
+        if not isinstance(report, ConfirmReport):
+            return settled, right, evaluations, None, None
+        return settled, right, evaluations, report.agreement, report.confirm_evals
 
     def _called(self, **options: Any) -> Any:
         options = self.options | options
@@ -226,8 +215,10 @@ class _Answer:
             return self.layer(**self.inputs, **options)
         return self.layer(*self.inputs, **options)
 
-    def _classes(self, logits: Tensor) -> Tensor:
-        return logits.movedim(self.axis, -1).argmax(-1)
+    def _asked(self, state: Any) -> Tensor:
+        """The classes of an answer, 0 where none is asked for."""
+        classes = self.readout(state).movedim(self.axis, -1).argmax(-1)
+        return classes.where(self.target >= 0, 0) if classes.shape == self.target.shape else classes
 
     def _right(self, logits: Tensor, target: Tensor) -> Tensor:
         if self.exact is None:
@@ -238,17 +229,6 @@ class _Answer:
         received = f"{right.dtype} of shape {tuple(right.shape)}" if isinstance(right, Tensor) else type(right).__name__
         _validate.require(fits, "exact", f"return booleans of shape {(len(target),)}", received)
         return right
-
-
-def _beside(begin: Any, state: Any, noise: float, generator: torch.Generator) -> Any:
-    """The states `begin` plus noise of the size of `state`, sample by sample."""
-
-    def moved(z: Tensor, settled: Tensor) -> Tensor:
-        size = settled.nan_to_num(0.0, 0.0, 0.0).flatten(1).square().mean(1).sqrt()
-        drawn = torch.randn(z.shape, generator=generator, dtype=torch.float32).to(z)
-        return z + noise * size.reshape(-1, *(1,) * (z.ndim - 1)) * drawn
-
-    return pytree.tree_map(moved, begin, state)
 
 
 def calibration_table(found: Mapping[str, Calibration]) -> str:

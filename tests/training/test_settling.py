@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from implicit_attention import Equilibrium, Picard
+from implicit_attention.layers import Confirm
 from implicit_attention.models.reasoners import TransformerStack, TwoStreamReasoner
 from implicit_attention.training import Calibration, SettlingLoss, calibrate, calibration_table
 from implicit_attention.training.calibration import Share
@@ -135,15 +136,15 @@ def test_other_starts_turn_up_fixed_points_that_are_one_of_several():
     # At gain 3 and small inputs each sign has a fixed point of its own, and noise decides.
     layer, _, x, _ = problem(3.0)
     x = torch.cat([0.05 * x[:, 0, :1], 3 * x[:, 0, :1].sign()])
-    found = signs(layer, x, confirm=20, noise=0.8)
+    found = signs(layer, x, confirm=Confirm(count=20, noise=0.8))
     assert found.settled.all()
     assert found.exact.all()
     assert (found.agreement[:4] < 1).all()
     assert (found.agreement[4:] == 1).all()
     assert torch.equal(found.confirmed, found.agreement == 1)
-    near = signs(layer, x, confirm=20, noise=0.3, around="answer")
+    near = signs(layer, x, confirm=Confirm(count=20, around="answer"))
     assert (near.agreement == 1).all()
-    again = signs(layer, x, confirm=20, noise=0.8)
+    again = signs(layer, x, confirm=Confirm(count=20, noise=0.8))
     assert torch.equal(found.agreement, again.agreement)
 
 
@@ -192,7 +193,7 @@ WRONG = {
         ValueError,
         r"`exact` must return booleans of shape \(4,\)",
     ),
-    "around": (lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, around="zero"), ValueError, "`around`"),
+    "confirm": (lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, confirm=-1), ValueError, "`confirm`"),
 }
 
 

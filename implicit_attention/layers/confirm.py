@@ -1,0 +1,172 @@
+"""Further solves of the same problems, from other starts: whether they give the same answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import _validate
+from .._autograd import at_least_single
+from .._norm import norm
+from ..failure_policy import Located
+from ..solution import SolveReport
+from .block_call import BlockCall
+from .block_state import StateLayout
+
+#: States that differ by fewer of their tolerances than this are the same fixed point.
+SAME = 100.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Confirm:
+    """Further solves of each sample of an `Equilibrium` in evaluation mode, to see whether they give the same answer.
+
+    A residual says that a state is a fixed point, not that it is the only one. Solves from states beside the start (or
+    the answer) turn up others.
+
+    Args:
+        count: the number of further solves.
+        around: what they start beside: the "start" of the solve, or its "answer".
+        noise: the size of the normal numbers that are added to it, in units of the root mean square of the answer.
+        readout: a function of a state, or a module, whose results, the classes of an answer, are compared; None
+            compares states, which are the same where they differ by less than 100 tolerances.
+        seed: of the noise, which leaves torch's random numbers as they are.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.layers import Confirm
+        >>> from implicit_attention.models.reasoners import ConvolutionalReasoner
+        >>> layer = ConvolutionalReasoner(8, inputs=1, axes=1, confirm=Confirm(count=2, noise=1.0)).eval()
+        >>> with torch.no_grad():
+        ...     z = layer(torch.randn(3, 1, 12))
+        >>> layer.last_solve.agreement.shape, layer.last_solve.confirmed.dtype
+        (torch.Size([3]), torch.bool)
+
+    Not for blocks with one fixed point, which each further solve finds again at the price of the first.
+    """
+
+    count: int = 2
+    around: Literal["start", "answer"] = "start"
+    noise: float = 0.3
+    readout: Callable[[Any], Tensor] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _validate.check_integer("count", self.count, low=1)
+        _validate.check_choice("around", self.around, ("start", "answer"))
+        _validate.check_number("noise", self.noise, low=0.0)
+        _validate.check_integer("seed", self.seed, low=0)
+        readout: Any = self.readout
+        if readout is not None and not callable(readout):
+            received = type(readout).__name__
+            raise TypeError(_validate.message("readout", "be a function of states, or a module", received))
+
+
+#: How a layer is told of further solves: by their number, or a `Confirm`.
+Confirmation: TypeAlias = int | Confirm | None
+
+
+def checked_confirm(given: Any, causal: bool = False) -> Confirm | None:
+    """The further solves of an argument `confirm`: a number is their count, and 0 is none."""
+    if given is None:
+        return None
+    remedy = "compare calls with other values of `start`"
+    _validate.require(not causal, "confirm", "be None for a layer with causal=True", given, remedy)
+    if isinstance(given, Confirm):
+        return given
+    count: int = _validate.check_integer("confirm", given, low=0, remedy="or pass a Confirm")
+    return Confirm(count=count) if count else None
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class ConfirmReport(SolveReport):
+    """The report of a solve that further solves were held against.
+
+    Attributes:
+        agreement: the share of the further solves that have settled at the same answer, (*lead).
+        confirm_evals: evaluations that they made, beside `num_evals`, (*lead).
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.models.reasoners import ConvolutionalReasoner
+        >>> layer = ConvolutionalReasoner(8, inputs=1, axes=1).eval()
+        >>> with torch.no_grad():
+        ...     z = layer(torch.randn(3, 1, 12), confirm=1)
+        >>> bool((layer.last_solve.confirm_evals > 0).all())
+        True
+
+    Not for solves without `confirm`, whose `SolveReport` says all.
+    """
+
+    agreement: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    confirm_evals: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+
+    @property
+    def confirmed(self) -> Tensor:
+        """(*lead), True where the solve and all further ones have settled at the same answer."""
+        return self.converged & (self.agreement == 1)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()[:-1]
+        return f"{text}; {int(self.confirmed.sum())} confirmed by further solves)"
+
+
+@torch.no_grad()
+def confirmed(how: Confirm, call: BlockCall, state: Any, report: SolveReport) -> ConfirmReport:
+    """The report of a solve, with what further solves of the same call say."""
+    layout = call.map.layout
+    begin = state if how.around == "answer" else call.initial
+    generator = torch.Generator(layout.device).manual_seed(how.seed)
+    own = _flat(layout, state), _classes(how, state, layout.lead)
+    agreement, evaluations = torch.zeros(layout.lead, device=layout.device), torch.zeros_like(report.num_evals)
+    # A further solve that fails confirms nothing, and is no failure of the call.
+    quiet = Located("ignore", call.on_failure.site)
+    for _ in range(how.count):
+        start = _beside(begin, state, how.noise, len(layout.lead), generator)
+        other, found = dataclasses.replace(call, initial=start, on_failure=quiet).solved()
+        if how.readout is None:
+            apart = norm(_flat(layout, other) - own[0])
+            same = found.converged & (apart <= SAME * report.tolerance)
+        else:
+            same = found.converged & (_classes(how, other, layout.lead) == own[1]).all(-1)
+        agreement += same
+        evaluations += found.num_evals
+    fields = report.record, report.adjoint, report.remedies
+    return ConfirmReport(*fields, agreement=agreement / how.count, confirm_evals=evaluations)
+
+
+def _flat(layout: StateLayout, state: Any) -> Tensor:
+    packed: Tensor = at_least_single(layout.pack(state))
+    return packed.reshape(*layout.lead, -1)
+
+
+def _classes(how: Confirm, state: Any, lead: torch.Size) -> Tensor:
+    """What the read-out says of each sample, (*lead, n)."""
+    if how.readout is None:
+        return torch.zeros(0)
+    read: Any = how.readout(state)
+    fits = isinstance(read, Tensor) and read.shape[: len(lead)] == lead
+    received = f"shape {tuple(read.shape)}" if isinstance(read, Tensor) else type(read).__name__
+    required, remedy = f"return a tensor whose first axes are {tuple(lead)}", "for example head(z).argmax(-1)"
+    _validate.require(fits, "readout", required, received, remedy)
+    classes: Tensor = read.reshape(*lead, -1)
+    return classes
+
+
+def _beside(begin: Any, state: Any, noise: float, lead: int, generator: torch.Generator) -> Any:
+    """The states `begin` plus noise of the size of `state`, sample by sample."""
+
+    def moved(z: Tensor, settled: Tensor) -> Tensor:
+        size = settled.nan_to_num(0.0, 0.0, 0.0).reshape(*z.shape[:lead], -1).square().mean(-1).sqrt()
+        drawn = torch.randn(z.shape, generator=generator, dtype=torch.float32, device=z.device).to(z)
+        return z + noise * size.reshape(*size.shape, *(1,) * (z.ndim - lead)).to(z) * drawn
+
+    return pytree.tree_map(moved, begin, state)

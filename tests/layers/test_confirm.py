@@ -1,0 +1,214 @@
+"""Further solves of an `Equilibrium`, which say whether its answer is the only one."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from implicit_attention import Equilibrium, EquilibriumTransformer, Picard
+from implicit_attention.layers import Confirm, ConfirmReport
+from implicit_attention.models.reasoners import TransformerStack, TwoStreamReasoner
+
+SOLVER = Picard(rtol=1e-5, max_steps=300)
+
+
+class Wells(nn.Module):
+    """z -> tanh(3 z + x): where x is small each sign has a fixed point of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, z, x):
+        return torch.tanh(self.gain * z + x)
+
+
+#: One answer for the first two samples, two for the others.
+X = torch.tensor([[4.0], [-4.0], [0.05], [-0.05]])
+
+
+def settled(x=X, block=None, **options):
+    layer = Equilibrium(block or Wells(), solver=SOLVER, on_failure="ignore", **options).eval()
+    with torch.no_grad():
+        layer(x)
+    return layer.last_solve
+
+
+def ends(x, how, count=40):
+    """How many of many starts end where the first solve did, by a loop."""
+    z, generator = torch.zeros_like(x), torch.Generator().manual_seed(3)
+    for _ in range(300):
+        z = torch.tanh(3 * z + x)
+    begin, agree = z if how.around == "answer" else torch.zeros_like(x), torch.zeros(len(x))
+    for _ in range(count):
+        other = begin + how.noise * z.abs() * torch.randn(x.shape, generator=generator)
+        for _ in range(300):
+            other = torch.tanh(3 * other + x)
+        agree += (other - z).abs()[:, 0] < 1e-3
+    return agree / count
+
+
+@pytest.mark.parametrize("around", ["start", "answer"])
+def test_agreement_is_the_share_of_starts_that_end_at_the_answer(around):
+    how = Confirm(count=40, around=around, noise=0.8)
+    found = settled(confirm=how)
+    assert isinstance(found, ConfirmReport)
+    torch.testing.assert_close(found.agreement, ends(X, how), atol=0.25, rtol=0)
+    assert found.agreement[:2].tolist() == [1, 1]
+    assert (found.agreement[2:] < 1).all()
+    assert found.confirmed.tolist() == [True, True, False, False]
+    assert "2 confirmed by further solves" in repr(found)
+
+
+def test_the_answer_and_its_record_are_those_without_further_solves():
+    layer, x = Equilibrium(Wells(), solver=SOLVER).eval(), X
+    plain = layer(x)
+    record = layer.last_solve
+    torch.manual_seed(0)
+    random = torch.rand(1)
+    torch.manual_seed(0)
+    answer = layer(x, confirm=3)
+    assert torch.equal(torch.rand(1), random)
+    assert torch.equal(answer, plain)
+    found = layer.last_solve
+    assert all(torch.equal(a, b) for a, b in zip(found.record, record.record, strict=True))
+    # Gradients are those of the answer.
+    (own,) = torch.autograd.grad(answer.sum(), layer.block.gain)
+    (expected,) = torch.autograd.grad(plain.sum(), layer.block.gain)
+    assert torch.equal(own, expected)
+    assert found.adjoint.status is not None
+
+
+def test_evaluations_of_further_solves_are_counted():
+    class Counted(Wells):
+        calls = 0
+
+        def forward(self, z, x):
+            Counted.calls += 1
+            return super().forward(z, x)
+
+    x = X[:1]
+    layer = Equilibrium(Counted(), solver=SOLVER).eval()
+    with torch.no_grad():
+        layer(x)
+        Counted.calls = 0
+        layer(x, confirm=2)
+    found = layer.last_solve
+    assert int(found.num_evals + found.confirm_evals) == Counted.calls
+    assert found.confirm_evals > found.num_evals
+
+
+def test_a_layer_in_training_and_plain_steps_are_not_confirmed():
+    layer = Equilibrium(Wells(), solver=SOLVER, confirm=2)
+    layer(X)
+    assert not isinstance(layer.last_solve, ConfirmReport)
+    layer.eval()
+    layer(X, steps=3)
+    assert not isinstance(layer.last_solve, ConfirmReport)
+    layer(X, confirm=0)
+    assert not isinstance(layer.last_solve, ConfirmReport)
+    layer(X)
+    assert isinstance(layer.last_solve, ConfirmReport)
+    assert isinstance(copy.deepcopy(layer).confirm, Confirm)
+
+
+def test_a_readout_says_what_is_compared():
+    # Both wells have the same square; the sign tells them apart.
+    same = settled(confirm=Confirm(count=20, noise=0.8, readout=lambda z: z.abs() > 0.5))
+    assert same.agreement.tolist() == [1, 1, 1, 1]
+    apart = settled(confirm=Confirm(count=20, noise=0.8, readout=lambda z: z > 0))
+    assert torch.equal(apart.agreement, settled(confirm=Confirm(count=20, noise=0.8)).agreement)
+
+
+class Cycle(nn.Module):
+    def forward(self, z, x):
+        return torch.where(x > 0, 1 - z, 0.5 * z + x)
+
+
+def test_a_further_solve_that_does_not_settle_confirms_nothing_and_warns_of_nothing():
+    # From .5 the first sample rests; from anywhere else it goes to and fro.
+    x = torch.tensor([[1.0], [-1.0], [torch.nan]])
+    layer = Equilibrium(Cycle(), solver=Picard(rtol=1e-5, max_steps=50), on_failure="ignore").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = layer(x, confirm=2, start=torch.tensor([[0.5], [0.5], [0.5]]))
+    found = layer.last_solve
+    assert found.converged.tolist() == [True, True, False]
+    assert found.agreement.tolist() == [0, 1, 0]
+    assert z[2].isnan().all()
+    strict = Equilibrium(Cycle(), solver=Picard(rtol=1e-5, max_steps=50), on_failure="raise", confirm=2).eval()
+    strict(x[:2], start=torch.full((2, 1), 0.5))
+    assert strict.last_solve.agreement.tolist() == [0, 1]
+
+
+def test_several_streams_and_transformers():
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 8)
+    for layer in (
+        TwoStreamReasoner(TransformerStack(8, heads=2), TransformerStack(8, heads=2), confirm=2),
+        EquilibriumTransformer(8, heads=2, confirm=2),
+    ):
+        layer.eval()
+        with torch.no_grad():
+            layer(x)
+        found = layer.last_solve
+        assert found.agreement.shape == (3,)
+        assert torch.equal(found.confirmed, found.converged & (found.agreement == 1))
+        assert found.confirmed.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_compiled_layers():
+    how = Confirm(count=20, noise=0.8)
+    eager, compiled = settled(confirm=how), settled(confirm=how, compiled=True)
+    assert torch.equal(eager.agreement, compiled.agreement)
+
+
+def test_several_axes_or_none_of_samples():
+    one = settled(X[2], event_ndim=1, confirm=3)
+    assert one.agreement.shape == ()
+    grid = settled(X.reshape(2, 2, 1), event_ndim=1, confirm=3)
+    assert grid.agreement.shape == (2, 2)
+    assert grid.agreement[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(dtype):
+    found = settled(X.to(dtype), block=Wells().to(dtype), confirm=Confirm(count=20, noise=0.8))
+    assert found.confirmed.tolist() == [True, True, False, False]
+
+
+def test_inside_transforms_no_further_solve_is_made():
+    layer = Equilibrium(Wells(), solver=SOLVER, confirm=2).eval()
+    z = torch.vmap(lambda x: layer(x))(X[:, None])
+    assert torch.equal(z[:, 0], layer(X))
+
+
+WRONG = {
+    "count": (lambda: Confirm(count=0), ValueError, "`count`"),
+    "around": (lambda: Confirm(around="zero"), ValueError, "`around` must be"),
+    "noise": (lambda: Confirm(noise=-1.0), ValueError, "`noise`"),
+    "seed": (lambda: Confirm(seed=-1), ValueError, "`seed`"),
+    "readout": (lambda: Confirm(readout=3), TypeError, "`readout` must be a function"),
+    "a word": (lambda: Equilibrium(Wells(), confirm="twice"), TypeError, "`confirm`.*or pass a Confirm"),
+    "negative": (lambda: Equilibrium(Wells(), confirm=-1), ValueError, "`confirm`"),
+    "causal": (
+        lambda: EquilibriumTransformer(8, heads=2, causal=True, confirm=2),
+        ValueError,
+        "`confirm` must be None for a layer with causal=True",
+    ),
+    "shape": (
+        lambda: settled(confirm=Confirm(readout=lambda z: z.sum())),
+        ValueError,
+        r"`readout` must return a tensor whose first axes are \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name):
+    call, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
