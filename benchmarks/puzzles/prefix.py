@@ -96,9 +96,13 @@ def _with(training: object) -> Recipe:
 
 
 CONTENDERS = (
-    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional),
-    Contender("convolutions, tied, 12 steps", _with(Loop(MEAN)), (SOLVED, *LOOPS), FEW, make=Convolutional),
-    Contender("the same, progressive loss", _with(Progressive(16)), (SOLVED, *LOOPS), FEW, make=Convolutional),
+    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional, checks=MOST),
+    Contender(
+        "convolutions, tied, 12 steps", _with(Loop(MEAN)), (SOLVED, *LOOPS), FEW, make=Convolutional, checks=MOST
+    ),
+    Contender(
+        "the same, progressive loss", _with(Progressive(16)), (SOLVED, *LOOPS), FEW, make=Convolutional, checks=MOST
+    ),
     Contender("the same, half of it", _with(Progressive(16, share=0.5)), (SOLVED, *LOOPS), FEW, make=Convolutional),
     Contender(
         "stack of 12, the same FLOPs", _with(Loop(MEAN)), LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN)

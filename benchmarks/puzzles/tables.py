@@ -18,7 +18,7 @@ def tables(plan: Plan, rows: list[Row]) -> list[Table]:
     entries = [row for row in rows if "contender" in row]
     if not entries:
         return []
-    return [_exact(plan, entries), _details(plan, entries), *_solvers(plan, entries)]
+    return [_exact(plan, entries), _details(plan, entries), *_solvers(plan, entries), *_checks(plan, entries)]
 
 
 def times(rows: list[Row]) -> list[Table]:
@@ -132,6 +132,29 @@ def _solvers(plan: Plan, entries: list[Row]) -> list[Table]:
         header += ["elsewhere %", "s"]
         made.append(Table(f"{plan.metric.lower()}: solvers", intro, header, lines))
     return made
+
+
+def _checks(plan: Plan, entries: list[Row]) -> list[Table]:
+    """Checks beside the residual, over all seeds of the contenders that are checked."""
+    lines = []
+    for row in entries:
+        runs = [run["checks"] for run in row["runs"] if "checks" in run]
+        for name in [each for each in plan.sets if runs and each in runs[0]]:
+            plain = percent([c["exact_settled"] for run in runs for c in list(run[name].values())[:1] if c["settled"]])
+            for check in runs[0][name]:
+                found = [run[name][check] for run in runs]
+                shares = (
+                    percent([each[key] for each in found if each[key] is not None])
+                    for key in ("passed", "exact_passed", "exact_refused")
+                )
+                cost = statistics.mean(each["evaluations_ratio"] for each in found)
+                lines.append([row["contender"], name, check, plain, *shares, f"{cost:.1f}"])
+    if not lines:
+        return []
+    header = ["contender", "set", "check", "exact % given settled", "passed %", "exact % given passed", "not"]
+    header += ["further evaluations / those of the solve"]
+    intro = f"Settled answers of {plan.solver_puzzles} puzzles of each set, and a second check of each:"
+    return [Table(f"{plan.metric.lower()}: checks", intro, header, lines)]
 
 
 def percent(found: list[float]) -> str:
