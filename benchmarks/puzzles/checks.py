@@ -14,13 +14,20 @@ from implicit_attention.training import calibrate
 from .models import IGNORED, Examples, Model
 from .training import AT_ONCE, RTOL
 
-#: Further solves of each puzzle, and how large the noise is that they start with.
-COUNT = 2
-CHECKS = {
-    f"{COUNT} starts beside {place}, noise {noise:g}": Confirm(count=COUNT, around=around, noise=noise)
-    for around, place in (("start", "the start"), ("answer", "the answer"))
-    for noise in (0.3, 1.0)
-}
+#: Puzzles of a set, and further solves of each.
+PUZZLES, COUNT = 100, 2
+
+
+def _checks(most: int) -> dict[str, Confirm]:
+    found = {
+        f"{COUNT} starts beside the {around}, noise {noise:g}": Confirm(count=COUNT, around=around, noise=noise)
+        for around in ("start", "answer")
+        for noise in (0.1, 1.0)
+    }
+    damped = Picard(rtol=RTOL, max_steps=2 * most, damping=0.5)
+    return found | {"steps damped by half": Confirm(count=1, noise=0.0, solver=damped)}
+
+
 #: The trivial check: the smallest probability of a class that is answered.
 SURE = 0.9
 CONFIDENCE, TIGHTER = f"every probability >= {SURE:g}", "solved on, to a tenth of the tolerance"
@@ -34,7 +41,7 @@ def compared_checks(model: Model, examples: Examples, most: int) -> dict[str, An
     parts = [examples.at(slice(begin, begin + at_once)) for begin in range(0, len(examples.inputs), at_once)]
     batches = [((model.embed(part.inputs), part.edges), part.targets) for part in parts]
     found: dict[str, Any] = {}
-    for name, how in CHECKS.items():
+    for name, how in _checks(most).items():
         known = calibrate(layer, model.head, {"all": batches}, confirm=how)["all"]
         assert known.agreement is not None
         assert known.confirm_evals is not None

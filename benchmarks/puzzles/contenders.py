@@ -19,7 +19,7 @@ from implicit_attention.studies.measure import peak_memory
 
 from ..measure import interleaved, once
 from ..targets import Row, Target
-from .checks import compared_checks
+from .checks import PUZZLES, compared_checks
 from .models import IGNORED, Examples, Model, Shape
 from .solvers import compared_solvers
 from .training import Answer, Fixed, Recipe, Task, Way, answered, loss, scored, train
@@ -173,12 +173,12 @@ def trial(plan: Plan, contender: Contender, seed: int, weights: Path | None = No
             answer, right = answered(model, examples, way)
             score = scored(answer, right, examples.targets) | {"process_seconds": time.process_time() - start}
             found["ways"].setdefault(way.name, {})[name] = score
-    few = slice(0, plan.solver_puzzles)
     if contender.solvers:
-        found["solvers"] = compared_solvers(model, plan.task.test(plan.solver_set, plan.puzzles).at(few))
+        examples = plan.task.test(plan.solver_set, plan.puzzles).at(slice(0, plan.solver_puzzles))
+        found["solvers"] = compared_solvers(model, examples)
     if contender.checks:
         found["checks"] = {
-            name: compared_checks(model, plan.task.test(name, plan.puzzles).at(few), contender.checks)
+            name: compared_checks(model, plan.task.test(name, plan.puzzles).at(slice(0, PUZZLES)), contender.checks)
             for name in contender.sets or plan.sets
         }
     return found | {"wall_seconds": time.perf_counter() - begin}

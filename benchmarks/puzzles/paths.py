@@ -133,7 +133,7 @@ FEW = SETS[:3]
 SOLVED = Solved(Picard(rtol=RTOL, max_steps=MOST))
 ANDERSON = Solved(Anderson(history=1, rtol=RTOL, max_steps=MOST), "solved, Anderson(1)")
 LOOPS = (Fixed(MEAN), Fixed(8 * MEAN))
-RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1500, batch=128, rate=2e-3)
+RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1200, batch=64, rate=2e-3)
 TIED = "messages, tied, 8 to 16 steps drawn"
 
 

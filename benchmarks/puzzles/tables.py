@@ -10,6 +10,7 @@ from implicit_attention.plotting.style import COLORS, DASHES, MARKERS, new_figur
 
 from ..report import Table
 from ..targets import Row
+from .checks import PUZZLES
 from .contenders import Plan, values, verdict
 
 
@@ -153,7 +154,7 @@ def _checks(plan: Plan, entries: list[Row]) -> list[Table]:
         return []
     header = ["contender", "set", "check", "exact % given settled", "passed %", "exact % given passed", "not"]
     header += ["further evaluations / those of the solve"]
-    intro = f"Settled answers of {plan.solver_puzzles} puzzles of each set, and a second check of each:"
+    intro = f"Settled answers among {PUZZLES} puzzles of each set, and a second check of each:"
     return [Table(f"{plan.metric.lower()}: checks", intro, header, lines)]
 
 

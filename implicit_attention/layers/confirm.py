@@ -15,6 +15,7 @@ from .._autograd import at_least_single
 from .._norm import norm
 from ..failure_policy import Located
 from ..solution import SolveReport
+from ..solvers import Solver
 from .block_call import BlockCall
 from .block_state import StateLayout
 
@@ -27,7 +28,7 @@ class Confirm:
     """Further solves of each sample of an `Equilibrium` in evaluation mode, to see whether they give the same answer.
 
     A residual says that a state is a fixed point, not that it is the only one. Solves from states beside the start (or
-    the answer) turn up others.
+    the answer), or by another solver, turn up others.
 
     Args:
         count: the number of further solves.
@@ -35,6 +36,8 @@ class Confirm:
         noise: the size of the normal numbers that are added to it, in units of the root mean square of the answer.
         readout: a function of a state, or a module, whose results, the classes of an answer, are compared; None
             compares states, which are the same where they differ by less than 100 tolerances.
+        solver: of the further solves; None is that of the first. Damped steps from the same start, `noise=0.0` and
+            `Picard(damping=0.5)`, take another way to the answer.
         seed: of the noise, which leaves torch's random numbers as they are.
 
     Raises:
@@ -57,6 +60,7 @@ class Confirm:
     around: Literal["start", "answer"] = "start"
     noise: float = 0.3
     readout: Callable[[Any], Tensor] | None = None
+    solver: Solver | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,7 +68,10 @@ class Confirm:
         _validate.check_choice("around", self.around, ("start", "answer"))
         _validate.check_number("noise", self.noise, low=0.0)
         _validate.check_integer("seed", self.seed, low=0)
+        solver: Any = self.solver
         readout: Any = self.readout
+        if solver is not None:
+            _validate.check_instance("solver", solver, Solver, "be a solver", "for example Picard(damping=0.5)")
         if readout is not None and not callable(readout):
             received = type(readout).__name__
             raise TypeError(_validate.message("readout", "be a function of states, or a module", received))
@@ -131,7 +138,7 @@ def confirmed(how: Confirm, call: BlockCall, state: Any, report: SolveReport) ->
     quiet = Located("ignore", call.on_failure.site)
     for _ in range(how.count):
         start = _beside(begin, state, how.noise, len(layout.lead), generator)
-        other, found = dataclasses.replace(call, initial=start, on_failure=quiet).solved()
+        other, found = dataclasses.replace(call, initial=start, on_failure=quiet).solved(how.solver)
         if how.readout is None:
             apart = norm(_flat(layout, other) - own[0])
             same = found.converged & (apart <= SAME * report.tolerance)

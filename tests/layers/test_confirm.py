@@ -122,6 +122,23 @@ def test_a_readout_says_what_is_compared():
     assert torch.equal(apart.agreement, settled(confirm=Confirm(count=20, noise=0.8)).agreement)
 
 
+class Overshoot(nn.Module):
+    """From 0 plain steps end at x, which damped steps do not reach: they stop at the fixed point before it."""
+
+    def forward(self, z, x):
+        return torch.where(z < 0.1, x, torch.where(z < 0.8, 0.5 * z + 0.2, x))
+
+
+def test_another_solver_takes_another_way():
+    x = torch.tensor([[1.0], [0.05]])
+    how = Confirm(count=1, noise=0.0, solver=Picard(rtol=1e-5, max_steps=300, damping=0.5))
+    found = settled(x, Overshoot(), confirm=how)
+    assert found.converged.all()
+    assert found.agreement.tolist() == [0, 1]
+    # The same way again says nothing.
+    assert settled(x, Overshoot(), confirm=Confirm(count=1, noise=0.0)).agreement.tolist() == [1, 1]
+
+
 class Cycle(nn.Module):
     def forward(self, z, x):
         return torch.where(x > 0, 1 - z, 0.5 * z + x)
@@ -191,6 +208,7 @@ WRONG = {
     "around": (lambda: Confirm(around="zero"), ValueError, "`around` must be"),
     "noise": (lambda: Confirm(noise=-1.0), ValueError, "`noise`"),
     "seed": (lambda: Confirm(seed=-1), ValueError, "`seed`"),
+    "solver": (lambda: Confirm(solver="damped"), TypeError, "`solver` must be a solver"),
     "readout": (lambda: Confirm(readout=3), TypeError, "`readout` must be a function"),
     "a word": (lambda: Equilibrium(Wells(), confirm="twice"), TypeError, "`confirm`.*or pass a Confirm"),
     "negative": (lambda: Equilibrium(Wells(), confirm=-1), ValueError, "`confirm`"),
