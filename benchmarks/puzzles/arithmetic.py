@@ -85,12 +85,13 @@ def no_carries(examples: Examples) -> Tensor:
 
 #: The steps that are drawn; three carry news over the numbers to learn from.
 STEPS, MEAN = range(6, 13), 9
-SETS = ("8 digits", "16 digits", "32 digits", "64 digits")
+SETS = ("8 digits", "16 digits", "32 digits", "64 digits", "128 digits")
 FEW = SETS[:3]
 SOLVED = Solved(Picard(rtol=RTOL, max_steps=MOST))
 ANDERSON = Solved(Anderson(history=1, rtol=RTOL, max_steps=MOST), "solved, Anderson(1)")
 LOOPS = (Fixed(MEAN), Fixed(8 * MEAN))
-RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=3000, batch=128, rate=2e-3)
+#: With half of that weight, and of the updates three quarters, settled answers to 8 digits were wrong in 6 of 100.
+RECIPE = Recipe(Loop(STEPS, half=True, settle=1.0), updates=4000, batch=128, rate=2e-3)
 MODEL = partial(Convolutional, depth=DEPTH)
 TIED = "convolutions, tied, 6 to 12 steps drawn"
 
@@ -128,9 +129,9 @@ PLAN = Plan(
         ("digits added without carries", "guess"),
     ),
     claims=(
-        Claim(TIED, "solved", "32 digits", ">=", 0.95),
-        Claim(TIED, "9 steps", "64 digits", "<=", 0.5),
-        Claim(TIED, "solved", "32 digits", ">=", 0.95, "converged"),
+        Claim(TIED, "solved", "64 digits", ">=", 0.95),
+        Claim(TIED, "9 steps", "128 digits", "<=", 0.6),
+        Claim(TIED, "solved", "64 digits", ">=", 0.95, "converged"),
     ),
     notes=(
         f"Additions: last digits come first; {DECIDING} places of a sum, in the mean, decide whether there is a carry, "
