@@ -120,8 +120,8 @@ def usefulness(
 ) -> None:
     """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, PATHS, RECIPES: a block repeated until it settles.
 
-    DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays. INPAINT: blocks that descend an energy.
-    LOOPED: a language model of two layers that are repeated.
+    MAZES_IMAGE, ARITHMETIC: convolutions that do. DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays.
+    INPAINT: blocks that descend an energy. LOOPED: a language model of two layers that are repeated.
     """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out, keep=keep)
 

@@ -52,9 +52,9 @@ class Prefix:
 class Convolutions(nn.Module):
     """The block of `ConvolutionalReasoner` on tokens (B, N, dim); it needs no edges."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, depth: int) -> None:
         super().__init__()
-        self.block = ConvolutionalReasoner(dim, axes=1, depth=DEPTH).block
+        self.block = ConvolutionalReasoner(dim, axes=1, depth=depth).block
 
     def forward(self, z: Tensor, x: Tensor, edges: Tensor) -> Tensor:
         out: Tensor = self.block(z.mT, x.mT).mT
@@ -64,14 +64,15 @@ class Convolutions(nn.Module):
 class Convolutional(Model):
     """Embedding, blocks of convolutions in turn (one is tied), and a linear head."""
 
-    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None) -> None:
+    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None, depth: int = DEPTH) -> None:
         shape = dataclasses.replace(shape, dim=dim or shape.dim)
         super().__init__(shape, blocks=0)
-        self.blocks.extend(Convolutions(shape.dim) for _ in range(blocks))
+        self.depth = depth
+        self.blocks.extend(Convolutions(shape.dim, depth) for _ in range(blocks))
 
     def flops(self, tokens: int, edges: int, steps: float) -> float:
         shape = self.shape
-        step = 2 * 3 * shape.dim**2 * (2 + 2 * DEPTH)
+        step = 2 * 3 * shape.dim**2 * (2 + 2 * self.depth)
         return tokens * (steps * step + 2 * shape.dim * (shape.features + shape.classes))
 
 

@@ -14,11 +14,19 @@ from typing import Any, TypeAlias
 import torch
 
 from ..targets import Row
-from . import mazes, paths, prefix, recipes, sudoku
+from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, sudoku
 from .contenders import Contender, Costs, Entry, Plan, costs_row, entry_row, trial
 from .training import CAP, RTOL
 
-PLANS: tuple[Plan, ...] = (mazes.PLAN, *sudoku.PLANS, prefix.PLAN, paths.PLAN, recipes.PLAN)
+PLANS: tuple[Plan, ...] = (
+    mazes.PLAN,
+    *sudoku.PLANS,
+    prefix.PLAN,
+    paths.PLAN,
+    mazes_image.PLAN,
+    arithmetic.PLAN,
+    recipes.PLAN,
+)
 METRICS = (*(plan.metric for plan in PLANS), Costs.metric)
 TARGETS = tuple(claim.target(plan.metric) for plan in PLANS for claim in plan.claims)
 #: Trainings run side by side, each in a process with one thread; a look is not worth the start of one.

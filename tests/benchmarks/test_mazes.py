@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import report, usefulness  # noqa: E402
-from benchmarks.puzzles import contenders, mazes, solvers, suite, training  # noqa: E402
+from benchmarks.puzzles import contenders, mazes, mazes_image, solvers, suite, training  # noqa: E402
 from benchmarks.puzzles import tables as puzzle_tables  # noqa: E402
 from benchmarks.puzzles.models import IGNORED, NONE, Examples, Model, flops, mask_of  # noqa: E402
 from benchmarks.puzzles.training import Answer, Fixed, Loop, Recipe, Solved, answered, scored  # noqa: E402
@@ -393,6 +393,10 @@ def written(tmp_path_factory):
         patch.setattr(mazes, "TRAIN_CROSSED", 10)
         for name in ("learnt", "masked", "held_out"):
             patch.setattr(mazes, name, functools.cache(getattr(mazes, name).__wrapped__))
+        # TIMES are those of all puzzles.
+        patch.setattr(mazes_image, "LEARNT", 60)
+        patch.setattr(mazes_image, "CROSSED", 6)
+        patch.setattr(mazes_image, "learnt", functools.cache(mazes_image.learnt.__wrapped__))
         done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes,times", "--out", str(folder)])
     assert done.exit_code == 0, done.output
     (path,) = folder.glob("usefulness-partial-*.json")
