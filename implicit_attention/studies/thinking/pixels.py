@@ -1,0 +1,123 @@
+"""Mazes as pixels: convolutions find the path, learnt from 9 x 9 squares and asked of larger ones."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import Picard
+from ...models.reasoners import ConvolutionalReasoner
+from ..mazes import depth_first, path
+from .maze_files import Plan, plan_of
+from .puzzle import RTOL, Asked, Problems, Puzzle, Recipe, Thinker, View
+
+CHANNELS = 24
+#: Squares along a side of mazes to learn from, and of those to ask for.
+LEARNT, SMALLEST, LARGEST = 9, 5, 65
+MOST = 600
+
+
+class PixelMaze(Puzzle):
+    """Mazes without loops between two random squares; the class of a square is whether it is on the path."""
+
+    name, places, sized = "maze", "squares", "{0} x {0}"
+    kind, learnt = "maze of pixels", f"ones of {LEARNT} x {LEARNT}"
+    size, sizes, count = 17, (9, 17, 25), 50
+    lettered, judge = False, "breadth-first search"
+    usage = f"an odd number of squares from {SMALLEST} to {LARGEST}"
+    recipe = Recipe(updates=1000, batch=32, rate=2e-3, steps=range(8, 17))
+
+    def fits(self, size: int) -> bool:
+        return size % 2 == 1 and SMALLEST <= size <= LARGEST
+
+    def model(self) -> Thinker:
+        layer = ConvolutionalReasoner(CHANNELS, depth=1, solver=Picard(rtol=RTOL, max_steps=MOST))
+        return Thinker(nn.Conv2d(3, CHANNELS, 1), layer, nn.Conv2d(CHANNELS, 2, 1), axis=1)
+
+    def learn(self, count: int, generator: torch.Generator) -> Problems:
+        return mazes(LEARNT, count, f"to learn from, {int(torch.randint(2**62, (), generator=generator))}")
+
+    def ask(self, size: int, count: int, seed: int) -> Problems:
+        return mazes(size, count, f"to ask, {seed}")
+
+    def read(self, file: Path, **places: Any) -> Asked:
+        plan, notes = plan_of(file, **places), []
+        sides = f"{len(plan.free)} x {len(plan.free[0])}"
+        if plan.has_loops():
+            notes.append("it has loops, the model was trained on mazes without; any shortest path is right")
+        if not plan.is_usual():
+            notes.append("the model was trained on mazes where ways and walls between them are one square wide")
+        return Asked(problems([plan]), f"{sides}, {file.name}", tuple(notes))
+
+    def wrong(self, problem: Problems, classes: Tensor) -> int:
+        plan, answer = plan_in(problem), {(row, column) for row, column in classes.nonzero().tolist()}
+        way = plan.shortest()
+        free = [[square and (r, c) in answer for c, square in enumerate(row)] for r, row in enumerate(plan.free)]
+        # As many squares as a shortest path has, which lead from start to goal, are one.
+        if plan.start in answer and len(answer) == len(way) == len(plan._replace(free=free).shortest()):
+            return 0
+        return len(answer ^ set(way))
+
+    def view(self, problem: Problems, answer: Tensor) -> View:
+        """Free squares have a shade; there is a frame of walls."""
+        plan = plan_in(problem)
+        levels = torch.nn.functional.pad(
+            torch.where(problem.inputs[0, 0] > 0, answer[..., 1], torch.nan), (1, 1, 1, 1), value=torch.nan
+        )
+        cells = [["#" if value != value else "." if value > 0.5 else " " for value in row] for row in levels.tolist()]
+        marks = [(row + 1, column + 1) for row, column in (plan.start, plan.goal)]
+        for (row, column), letter in zip(marks, "SG", strict=True):
+            cells[row][column] = letter
+        return View(levels, cells, tuple(marks))
+
+
+def mazes(size: int, count: int, seed: str) -> Problems:
+    """Draw mazes of size x size squares: cells at even places, walls or ways between them."""
+    draw, cells = random.Random(f"{size} x {size}, {seed}"), (size + 1) // 2
+    plans, ways = [], []
+    for _ in range(count):
+        parent = depth_first(cells, draw)
+        free = [[False] * size for _ in range(size)]
+        for ends in enumerate(parent):
+            for row, column in _between(ends, cells):
+                free[row][column] = True
+        start, goal = draw.sample(range(cells * cells), 2)
+        way = path(parent, start, goal)
+        plans.append(Plan(free, *(_place(cell, cells) for cell in (start, goal))))
+        ways.append([square for ends in itertools.pairwise(way) for square in _between(ends, cells)])
+    return problems(plans, ways)
+
+
+def _place(cell: int, cells: int) -> tuple[int, int]:
+    return 2 * (cell // cells), 2 * (cell % cells)
+
+
+def _between(ends: tuple[int, int], cells: int) -> list[tuple[int, int]]:
+    """Return the squares of two cells, and the one between them."""
+    (a, b), (c, d) = (_place(cell, cells) for cell in ends)
+    return [(a, b), ((a + c) // 2, (b + d) // 2), (c, d)]
+
+
+def problems(plans: list[Plan], ways: list[list[tuple[int, int]]] | None = None) -> Problems:
+    """Return mazes as images with the channels free, start and goal, and their paths, searched for unless known."""
+    free = torch.tensor([plan.free for plan in plans])
+    inputs = torch.stack([free, torch.zeros_like(free), torch.zeros_like(free)], 1).float()
+    target = torch.zeros(free.shape, dtype=torch.long)
+    for index, plan in enumerate(plans):
+        for channel, (row, column) in ((1, plan.start), (2, plan.goal)):
+            inputs[index, channel, row, column] = 1
+        rows, columns = zip(*(plan.shortest() if ways is None else ways[index]), strict=True)
+        target[index, list(rows), list(columns)] = 1
+    return Problems(inputs, target)
+
+
+def plan_in(problem: Problems) -> Plan:
+    """Return the one maze of a batch."""
+    free, *ends = problem.inputs[0]
+    start, goal = (tuple(end.nonzero()[0].tolist()) for end in ends)
+    return Plan((free > 0).tolist(), start, goal)
