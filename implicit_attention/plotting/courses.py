@@ -45,7 +45,7 @@ def save_course_gif(
         every: how many evaluations lie between two frames; the last evaluation is always drawn.
 
     Raises:
-        ValueError: no frames, or as many residuals or texts as there are no frames.
+        ValueError: no frames, frames of several shapes, or another number of residuals or texts than of frames.
 
     Examples:
         >>> import tempfile, torch
@@ -63,6 +63,12 @@ def save_course_gif(
     if texts is not None:
         required = f"hold {len(frames)} pictures in words, one for each frame"
         _validate.require(len(texts) == len(frames), "texts", required, len(texts))
+    required, received = "have the shape (H, W)", f"shape {tuple(frames[0].shape)}"
+    _validate.require(frames[0].ndim == 2, "frames[0]", required, received)
+    for index, frame in enumerate(frames):
+        required, received = f"have the shape {tuple(frames[0].shape)}", f"shape {tuple(frame.shape)}"
+        _validate.require(frame.shape == frames[0].shape, f"frames[{index}]", required, received)
+    frames = [frame.detach().float().cpu() for frame in frames]
     height, width = frames[0].shape
 
     def draw(axes: Any) -> Callable[[int], None]:

@@ -298,7 +298,7 @@ def test_bits_and_digits_of_ones_own(tmp_path):
 
 def test_a_path_is_the_shortest_one():
     for seed in range(5):
-        plan = pixels.plan_in(MAZE.ask(9, 1, seed))
+        plan = pixels.squares_in(MAZE.ask(9, 1, seed))
         before, waiting = {plan.start: 0}, collections.deque([plan.start])
         while waiting:
             row, column = waiting.popleft()
@@ -342,7 +342,7 @@ def written(tmp_path, text, name="own.txt"):
         ("sudoku", "11" + 14 * ".", "must hold a puzzle that has a solution, got one that none of all 288 grids fits"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path, puzzle, text, message):
+def test_wrong_files_are_refused(tmp_path, puzzle, text, message):
     refused([puzzle, "--file", written(tmp_path, text)], message)
 
 
@@ -373,7 +373,7 @@ def refused(arguments, message):
         (["maze", "--calibration", "a.pdf"], "`--calibration` must end in .png, got 'a.pdf'"),
     ],
 )
-def test_options_that_cannot_be_used(arguments, message):
+def test_wrong_options_are_refused(arguments, message):
     refused(arguments, message)
 
 
@@ -386,7 +386,7 @@ def test_options_that_cannot_be_used(arguments, message):
         (["--start", "1,3"], "`--file` must have one start, got 2"),
     ],
 )
-def test_places_that_cannot_be_used(tmp_path, places, message):
+def test_wrong_places_are_refused(tmp_path, places, message):
     refused(["maze", "--file", written(tmp_path, DRAWN), *places], message)
 
 
@@ -397,7 +397,7 @@ def test_start_and_goal_have_to_differ(tmp_path):
     )
 
 
-def test_images_that_cannot_be_used(tmp_path):
+def test_wrong_images_are_refused(tmp_path):
     large, other = tmp_path / "large.png", written(tmp_path, b"no image", "other.png")
     Image.new("RGB", (200, 9), "white").save(large)
     refused(["maze", "--file", large], "must have one pixel for each square, and at most 67 a side, got 200 x 9")

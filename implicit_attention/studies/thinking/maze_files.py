@@ -20,7 +20,7 @@ STANDS_OUT, DARK = 60, 127
 SMALLEST, LARGEST = 2, 65
 
 
-class Plan(NamedTuple):
+class Squares(NamedTuple):
     """A maze: which squares are free, row by row, and two of them."""
 
     free: list[list[bool]]
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
         return even and not odd and len(self.free) % 2 == len(self.free[0]) % 2 == 1
 
 
-def plan_of(file: Path, start: Square | None = None, goal: Square | None = None) -> Plan:
+def squares_of(file: Path, start: Square | None = None, goal: Square | None = None) -> Squares:
     """Read a maze, an image if the name ends in .png; `start` and `goal` are rows and columns that it does not mark."""
     free, starts, goals = _image(file) if file.suffix.lower() == ".png" else _text(file)
     height, width = len(free), len(free[0])
@@ -86,14 +86,14 @@ def plan_of(file: Path, start: Square | None = None, goal: Square | None = None)
             raise InputError(f"`--file` must have one {word}, got {received}; {remedy}")
     if starts == goals:
         raise InputError(f"`--file` must have a start and a goal apart, got {starts[0]} for both; move one")
-    plan = _without_frame(Plan(free, starts[0], goals[0]))
-    sides = len(plan.free), len(plan.free[0])
+    drawing = _without_frame(Squares(free, starts[0], goals[0]))
+    sides = len(drawing.free), len(drawing.free[0])
     if not (min(sides) >= SMALLEST and max(sides) <= LARGEST):
         required = f"have sides of {SMALLEST} to {LARGEST} squares without its frame"
         raise InputError(f"`--file` must {required}, got {sides[0]} x {sides[1]}; choose another maze")
-    if not plan.shortest():
+    if not drawing.shortest():
         raise InputError("`--file` must have a path from start to goal, got walls between them; open one")
-    return plan
+    return drawing
 
 
 def _text(file: Path) -> tuple[list[list[bool]], list[Square], list[Square]]:
@@ -147,10 +147,10 @@ def _letter(red: int, green: int, blue: int) -> str:
     return WALL if (red + green + blue) / 3 <= DARK else FREE[0]
 
 
-def _without_frame(plan: Plan) -> Plan:
+def _without_frame(drawing: Squares) -> Squares:
     """Return the maze without walls all around it, which it has anyway."""
-    free = plan.free
+    free = drawing.free
     if any(map(any, (free[0], free[-1], [row[0] for row in free], [row[-1] for row in free]))):
-        return plan
-    start, goal = ((row - 1, column - 1) for row, column in plan[1:])
-    return Plan([row[1:-1] for row in free[1:-1]], start, goal)
+        return drawing
+    start, goal = ((row - 1, column - 1) for row, column in drawing[1:])
+    return Squares([row[1:-1] for row in free[1:-1]], start, goal)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ... import Picard
 from ...models.reasoners import ConvolutionalReasoner
 from ..mazes import depth_first, path
-from .maze_files import Plan, plan_of
-from .puzzle import RTOL, Asked, Problems, Puzzle, Recipe, Thinker, View
+from .maze_files import Squares, squares_of
+from .puzzle import RTOL, Asked, LoopRecipe, Problems, Puzzle, Thinker, View
 
 CHANNELS = 24
 #: Squares along a side of mazes to learn from, and of those to ask for.
@@ -30,7 +30,7 @@ class PixelMaze(Puzzle):
     size, sizes, count = 17, (9, 17, 25), 50
     lettered, judge = False, "breadth-first search"
     usage = f"an odd number of squares from {SMALLEST} to {LARGEST}"
-    recipe = Recipe(updates=1000, batch=32, rate=2e-3, steps=range(8, 17))
+    recipe = LoopRecipe(updates=1000, batch=32, rate=2e-3, steps=range(8, 17))
 
     def fits(self, size: int) -> bool:
         return size % 2 == 1 and SMALLEST <= size <= LARGEST
@@ -46,31 +46,31 @@ class PixelMaze(Puzzle):
         return mazes(size, count, f"to ask, {seed}")
 
     def read(self, file: Path, **places: Any) -> Asked:
-        plan, notes = plan_of(file, **places), []
-        sides = f"{len(plan.free)} x {len(plan.free[0])}"
-        if plan.has_loops():
+        drawing, notes = squares_of(file, **places), []
+        sides = f"{len(drawing.free)} x {len(drawing.free[0])}"
+        if drawing.has_loops():
             notes.append("it has loops, the model was trained on mazes without; any shortest path is right")
-        if not plan.is_usual():
+        if not drawing.is_usual():
             notes.append("the model was trained on mazes where ways and walls between them are one square wide")
-        return Asked(problems([plan]), f"{sides}, {file.name}", tuple(notes))
+        return Asked(problems([drawing]), f"{sides}, {file.name}", tuple(notes))
 
     def wrong(self, problem: Problems, classes: Tensor) -> int:
-        plan, answer = plan_in(problem), {(row, column) for row, column in classes.nonzero().tolist()}
-        way = plan.shortest()
-        free = [[square and (r, c) in answer for c, square in enumerate(row)] for r, row in enumerate(plan.free)]
+        drawing, answer = squares_in(problem), {(row, column) for row, column in classes.nonzero().tolist()}
+        way = drawing.shortest()
+        free = [[square and (r, c) in answer for c, square in enumerate(row)] for r, row in enumerate(drawing.free)]
         # As many squares as a shortest path has, which lead from start to goal, are one.
-        if plan.start in answer and len(answer) == len(way) == len(plan._replace(free=free).shortest()):
+        if drawing.start in answer and len(answer) == len(way) == len(drawing._replace(free=free).shortest()):
             return 0
         return len(answer ^ set(way))
 
     def view(self, problem: Problems, answer: Tensor) -> View:
         """Free squares have a shade; there is a frame of walls."""
-        plan = plan_in(problem)
+        drawing = squares_in(problem)
         levels = torch.nn.functional.pad(
             torch.where(problem.inputs[0, 0] > 0, answer[..., 1], torch.nan), (1, 1, 1, 1), value=torch.nan
         )
         cells = [["#" if value != value else "." if value > 0.5 else " " for value in row] for row in levels.tolist()]
-        marks = [(row + 1, column + 1) for row, column in (plan.start, plan.goal)]
+        marks = [(row + 1, column + 1) for row, column in (drawing.start, drawing.goal)]
         for (row, column), letter in zip(marks, "SG", strict=True):
             cells[row][column] = letter
         return View(levels, cells, tuple(marks))
@@ -79,7 +79,7 @@ class PixelMaze(Puzzle):
 def mazes(size: int, count: int, seed: str) -> Problems:
     """Draw mazes of size x size squares: cells at even places, walls or ways between them."""
     draw, cells = random.Random(f"{size} x {size}, {seed}"), (size + 1) // 2
-    plans, ways = [], []
+    drawings, ways = [], []
     for _ in range(count):
         parent = depth_first(cells, draw)
         free = [[False] * size for _ in range(size)]
@@ -88,9 +88,9 @@ def mazes(size: int, count: int, seed: str) -> Problems:
                 free[row][column] = True
         start, goal = draw.sample(range(cells * cells), 2)
         way = path(parent, start, goal)
-        plans.append(Plan(free, *(_place(cell, cells) for cell in (start, goal))))
+        drawings.append(Squares(free, *(_place(cell, cells) for cell in (start, goal))))
         ways.append([square for ends in itertools.pairwise(way) for square in _between(ends, cells)])
-    return problems(plans, ways)
+    return problems(drawings, ways)
 
 
 def _place(cell: int, cells: int) -> tuple[int, int]:
@@ -103,21 +103,21 @@ def _between(ends: tuple[int, int], cells: int) -> list[tuple[int, int]]:
     return [(a, b), ((a + c) // 2, (b + d) // 2), (c, d)]
 
 
-def problems(plans: list[Plan], ways: list[list[tuple[int, int]]] | None = None) -> Problems:
+def problems(drawings: list[Squares], ways: list[list[tuple[int, int]]] | None = None) -> Problems:
     """Return mazes as images with the channels free, start and goal, and their paths, searched for unless known."""
-    free = torch.tensor([plan.free for plan in plans])
+    free = torch.tensor([drawing.free for drawing in drawings])
     inputs = torch.stack([free, torch.zeros_like(free), torch.zeros_like(free)], 1).float()
     target = torch.zeros(free.shape, dtype=torch.long)
-    for index, plan in enumerate(plans):
-        for channel, (row, column) in ((1, plan.start), (2, plan.goal)):
+    for index, drawing in enumerate(drawings):
+        for channel, (row, column) in ((1, drawing.start), (2, drawing.goal)):
             inputs[index, channel, row, column] = 1
-        rows, columns = zip(*(plan.shortest() if ways is None else ways[index]), strict=True)
+        rows, columns = zip(*(drawing.shortest() if ways is None else ways[index]), strict=True)
         target[index, list(rows), list(columns)] = 1
     return Problems(inputs, target)
 
 
-def plan_in(problem: Problems) -> Plan:
+def squares_in(problem: Problems) -> Squares:
     """Return the one maze of a batch."""
     free, *ends = problem.inputs[0]
     start, goal = (tuple(end.nonzero()[0].tolist()) for end in ends)
-    return Plan((free > 0).tolist(), start, goal)
+    return Squares((free > 0).tolist(), start, goal)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ... import Picard
 from ...models.reasoners import ConvolutionalReasoner
 from ..errors import InputError
-from .puzzle import RTOL, Asked, Problems, Puzzle, Recipe, Thinker, View
+from .puzzle import RTOL, Asked, LoopRecipe, Problems, Puzzle, Thinker, View
 from .reading import text_of
 
 CHANNELS = 32
@@ -45,7 +45,7 @@ class Prefix(Puzzle):
     size, sizes, count = 128, (32, 64, 128), 50
     lettered, judge = True, "cumulative sums"
     usage = f"a number of bits from {SMALLEST} to {LARGEST}"
-    recipe = Recipe(updates=1000, batch=128, rate=1e-3, steps=range(8, 17))
+    recipe = LoopRecipe(updates=1000, batch=128, rate=1e-3, steps=range(8, 17))
 
     def fits(self, size: int) -> bool:
         return SMALLEST <= size <= LARGEST

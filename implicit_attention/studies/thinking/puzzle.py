@@ -81,7 +81,7 @@ class Thought(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class LoopRecipe:
     """A training by `SettlingLoss` and AdamW with one cycle of the learning rate.
 
     steps, every, rest: as of `SettlingLoss`.
@@ -128,7 +128,7 @@ class Puzzle(ABC):
     lettered: ClassVar[bool]
     judge: ClassVar[str]
     usage: ClassVar[str]
-    recipe: ClassVar[Recipe]
+    recipe: ClassVar[LoopRecipe]
 
     @abstractmethod
     def fits(self, size: int) -> bool:

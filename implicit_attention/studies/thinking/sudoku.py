@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ... import EquilibriumTransformer, Picard
 from ..errors import InputError
 from .grids import CELLS, SIDE, drawn, solutions
-from .puzzle import RTOL, Asked, Problems, Puzzle, Recipe, Thinker, View
+from .puzzle import RTOL, Asked, LoopRecipe, Problems, Puzzle, Thinker, View
 from .reading import text_of
 
 DIM, HEADS = 32, 4
@@ -30,7 +30,7 @@ class Sudoku(Puzzle):
     size, sizes, count = 4, (4, 5, 7), 200
     lettered, judge = True, "comparison with all 288 grids"
     usage = f"a number of givens from {SMALLEST} to {LARGEST}"
-    recipe = Recipe(updates=1000, batch=64, rate=3e-3, steps=range(4, 17))
+    recipe = LoopRecipe(updates=1000, batch=64, rate=3e-3, steps=range(4, 17))
 
     def fits(self, size: int) -> bool:
         return SMALLEST <= size <= LARGEST
