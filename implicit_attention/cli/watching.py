@@ -119,6 +119,8 @@ def check_file(option: str, file: Path | None, ending: str) -> None:
         return
     if file.suffix.lower() != ending:
         raise InputError(f"`{option}` must end in {ending}, got {file.name!r}; try {option} {file.stem}{ending}")
+    if file.is_dir():
+        raise InputError(f"`{option}` must be a file, got the folder {str(file)!r}; choose another name")
     if not file.absolute().parent.is_dir():
         folder = str(file.parent)
         raise InputError(f"`{option}` must lie in a folder that exists, got {folder!r}; make it, or choose another")

@@ -113,11 +113,12 @@ def animate(
     every: int,
 ) -> None:
     """Write an animated GIF: `draw` draws on the upper axes, and returns what changes them to an evaluation."""
-    from matplotlib.animation import PillowWriter
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
 
     figure = new_figure(5.4, 6.2, title, fontsize=11)
-    FigureCanvasAgg(figure)
+    figure.set_dpi(80)
+    canvas: Any = FigureCanvasAgg(figure)
     picture, curve = figure.subplots(2, 1, height_ratios=(5, 1))
     update = draw(picture)
     x, y = list(range(1, len(residuals) + 1)), [max(float(r), 1e-12) for r in residuals]
@@ -132,16 +133,17 @@ def animate(
     # The places of all parts are found once, and not for every frame.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    writer = PillowWriter(fps=fps)
-    with writer.saving(figure, str(path), dpi=80):
-        last = len(residuals) - 1
-        for index in (*range(0, last, every), *[last] * (2 * fps)):
-            update(index)
-            line.set_data(x[: index + 1], y[: index + 1])
-            dot.set_data(x[index : index + 1], y[index : index + 1])
-            words, color = (", settled", COLORS[2]) if y[index] <= tolerance else ("", "0.2")
-            curve.set_title(f"evaluation {x[index]}, residual {y[index]:.1e}{words}", fontsize=9, color=color)
-            writer.grab_frame()
+    last, images = len(residuals) - 1, []
+    for index in (*range(0, last, every), last):
+        update(index)
+        line.set_data(x[: index + 1], y[: index + 1])
+        dot.set_data(x[index : index + 1], y[index : index + 1])
+        words, color = (", settled", COLORS[2]) if y[index] <= tolerance else ("", "0.2")
+        curve.set_title(f"evaluation {x[index]}, residual {y[index]:.1e}{words}", fontsize=9, color=color)
+        canvas.draw()
+        images.append(Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB"))
+    durations = [*[1000 // fps] * (len(images) - 1), 2000]
+    images[0].save(path, "GIF", save_all=True, append_images=images[1:], duration=durations, loop=0)
 
 
 def shaded(levels: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -58,12 +59,10 @@ class Squares(NamedTuple):
         squares = self.reached()
         return sum(len(self.ways(square)) for square in squares) // 2 >= len(squares)
 
-    def is_usual(self) -> bool:
-        """Return whether cells and walls take turns, one square each, as in the mazes of the training."""
-        rows = range(len(self.free))
-        even = all(self.free[row][column] for row in rows[::2] for column in range(0, len(self.free[0]), 2))
-        odd = any(self.free[row][column] for row in rows[1::2] for column in range(1, len(self.free[0]), 2))
-        return even and not odd and len(self.free) % 2 == len(self.free[0]) % 2 == 1
+    def is_narrow(self) -> bool:
+        """Return whether all ways are one square wide: no four free squares make a larger one."""
+        pairs = [[a and b for a, b in itertools.pairwise(row)] for row in self.free]
+        return not any(a and b for rows in itertools.pairwise(pairs) for a, b in zip(*rows, strict=True))
 
 
 def squares_of(file: Path, start: Square | None = None, goal: Square | None = None) -> Squares:

@@ -61,10 +61,14 @@ class Thinker(nn.Module):
         super().__init__()
         self.embed, self.layer, self.readout, self.axis = embed, layer, readout, axis
 
+    def told(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of the block."""
+        return (self.embed(inputs),)
+
     @torch.no_grad()
     def solved(self, inputs: Tensor) -> Thought:
         """Solve one problem, and keep the answers on the way."""
-        course = course_of(self.layer, self.embed(inputs))
+        course = course_of(self.layer, *self.told(inputs))
         answers = [self.readout(z).softmax(self.axis).movedim(self.axis, -1)[0] for z in course.states]
         return Thought(course, answers)
 
@@ -82,23 +86,18 @@ class Thought(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LoopRecipe:
-    """A training by `SettlingLoss` and AdamW with one cycle of the learning rate.
-
-    steps, every, rest: as of `SettlingLoss`.
-    """
+    """A training by `SettlingLoss`, of steps that it draws, and AdamW with one cycle of the learning rate."""
 
     updates: int
     batch: int
     rate: float
     steps: range
-    every: int | None = None
-    rest: float = 0.5
     seed: int = 0
 
     def text(self, updates: int) -> str:
         """Return the recipe in one line, with this number of updates."""
         steps = f"{self.steps[0]} to {self.steps[-1]} steps drawn"
-        return f"{updates} updates of {self.batch} problems, {steps}, rate {self.rate:g}, rest {self.rest:g}"
+        return f"{updates} updates of {self.batch} problems, {steps}, rate {self.rate:g}"
 
 
 class Puzzle(ABC):
@@ -110,7 +109,8 @@ class Puzzle(ABC):
         places: what an answer has, in the plural.
         learnt: the problems of the training, in words.
         size: of a problem to watch, by default.
-        sizes: those of the table, and how many problems of each of them.
+        sizes: those of the table.
+        count: of problems of each size in the table.
         sized: the words for a size, with braces for the number.
         lettered: whether squares of its picture have characters.
         judge: the algorithm that checks answers.
@@ -168,22 +168,20 @@ class Puzzle(ABC):
         for size in self.sizes:
             problems = self.ask(size, times * self.count, TO_CALIBRATE)
             with torch.no_grad():
-                sets[self.sized.format(size)] = [((model.embed(problems.inputs),), problems.target)]
+                sets[self.sized.format(size)] = [(model.told(problems.inputs), problems.target)]
         return calibrate(model.layer, model.readout, sets, axis=model.axis)
 
     def train(self, model: Thinker, updates: int, report: Callable[[int, float], None]) -> None:
         """Train by the recipe; `report` gets the number of every update and its loss."""
         recipe = self.recipe
-        objective = SettlingLoss(
-            model.layer, model.readout, steps=recipe.steps, every=recipe.every, rest=recipe.rest, axis=model.axis
-        )
+        objective = SettlingLoss(model.layer, model.readout, steps=recipe.steps, axis=model.axis)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=updates, pct_start=0.15)
         generator = torch.Generator().manual_seed(recipe.seed)
         model.train()
         for update in range(updates):
             problems = self.learn(recipe.batch, generator)
-            loss = objective(model.embed(problems.inputs), target=problems.target, done=update / updates)
+            loss = objective(*model.told(problems.inputs), target=problems.target, done=update / updates)
             number = make_update(model, loss, optimizer)
             schedule.step()
             report(update + 1, number)
