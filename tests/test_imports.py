@@ -115,8 +115,9 @@ ALLOWED = {
         "adjoints",
         "linear",
         "solution",
+        "training",
     },
-    "cli": {"studies", "layers", "ops", "plotting", "spins", "solution"},
+    "cli": {"studies", "layers", "training", "ops", "plotting", "spins", "solution"},
     "__main__": {"cli"},
 }
 

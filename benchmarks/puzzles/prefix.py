@@ -10,22 +10,16 @@ from torch import Tensor, nn
 
 from implicit_attention import Anderson, Picard
 from implicit_attention.models.reasoners import ConvolutionalReasoner
+from implicit_attention.studies.thinking.prefix import LENGTH, TOLD_BY, strings
 
 from .contenders import Claim, Contender, Plan
 from .models import Examples, Model, Shape
 from .training import RTOL, Fixed, Loop, Progressive, Recipe, Solved
 
-#: Bits of strings to learn from, and those by which they are told from strings to test with.
-LENGTH, TOLD_BY = 32, 16
 #: Residual parts of a step: with the convolution before them a step carries news five bits far.
 DEPTH = 2
 #: Most evaluations of a string: several times as many as news take through 512 bits, and as settled ones took.
 MOST = 600
-
-
-def held_out(bits: Tensor) -> Tensor:
-    """(B,): strings (B, length) to test with, a fifth of all, by their first bits."""
-    return (bits[:, :TOLD_BY] * 2 ** torch.arange(TOLD_BY)).sum(-1) % 5 == 0
 
 
 class Prefix:
@@ -34,16 +28,15 @@ class Prefix:
     shape = Shape(features=2, classes=2)
 
     def draw(self, count: int, generator: torch.Generator) -> Examples:
-        return self.strings(count, LENGTH, generator, test=False)
+        return self.examples(count, LENGTH, generator, test=False)
 
     def test(self, name: str, count: int) -> Examples:
         """Of the set `k bits`."""
         length = int(name.split()[0])
-        return self.strings(count, length, torch.Generator().manual_seed(2**31 + length), test=True)
+        return self.examples(count, length, torch.Generator().manual_seed(2**31 + length), test=True)
 
-    def strings(self, count: int, length: int, generator: torch.Generator, *, test: bool) -> Examples:
-        bits = torch.randint(2, ((8 if test else 2) * count + 64, length), generator=generator)
-        bits = bits[held_out(bits) == test][:count]
+    def examples(self, count: int, length: int, generator: torch.Generator, *, test: bool) -> Examples:
+        bits = strings(count, length, generator, test=test)
         edges = torch.ones(length, length, dtype=torch.bool).tril().expand(count, -1, -1)
         inputs = torch.stack([bits, torch.arange(length).expand_as(bits) == 0], -1).float()
         return Examples(inputs, edges, bits.cumsum(-1) % 2)

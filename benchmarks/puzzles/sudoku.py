@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import random
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from implicit_attention.adjoints import OneStep
 from implicit_attention.solvers import TorchDEQ
+from implicit_attention.studies.thinking.grids import Puzzles, drawn
 
 from .contenders import Claim, Contender, Plan
 from .mazes import Repeated
@@ -99,20 +99,6 @@ def filled(board: Board, draw: random.Random) -> list[int]:
     return grid
 
 
-@functools.cache
-def every_grid() -> Tensor:
-    """(288, 16): all grids of 4 x 4."""
-    rows = list(itertools.permutations(range(4)))
-    found = torch.tensor([[*a, *b, *c, *d] for a, b, c, d in itertools.product(rows, repeat=4) if _fit(a, b, c, d)])
-    return found
-
-
-def _fit(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...], d: tuple[int, ...]) -> bool:
-    if {*a[:2], *b[:2]} != {0, 1, 2, 3} or {*c[:2], *d[:2]} != {0, 1, 2, 3}:
-        return False
-    return all(len({a[i], b[i], c[i], d[i]}) == 4 for i in range(4))
-
-
 def renamed(grids: Tensor) -> Tensor:
     """Grids (B, cells) with digits named so that the first row is 0, 1, 2, ..."""
     side = round(grids.shape[-1] ** 0.5)
@@ -177,32 +163,6 @@ def dug(board: Board, grids: Tensor, generator: torch.Generator) -> Tensor:
     return when
 
 
-@functools.cache
-def unique() -> Tensor:
-    """(12, 65536): for the grids of 4 x 4 up to names, in the order of `every_grid`, and all sets of givens as bits."""
-    grids, bits = every_grid(), 2 ** torch.arange(16)
-    named = grids[_NAMED]
-    agree = ((named[:, None] == grids) * bits).sum(-1)
-    agree = agree[agree != 2**16 - 1].view(len(named), -1)
-    two = torch.zeros(len(named), 2**16, dtype=torch.bool).scatter_(1, agree, True)
-    # What two grids agree on they agree on in part.
-    for bit in range(16):
-        without = two.view(len(named), -1, 2, 2**bit)
-        without[:, :, 0] |= without[:, :, 1].clone()
-    return ~two
-
-
-#: The grids of `every_grid` whose first row is 0, 1, 2, 3: it is sorted.
-_NAMED = slice(0, 12)
-
-
-class Puzzles(NamedTuple):
-    """Grids (B, cells) and which of their digits are given (B, cells)."""
-
-    grids: Tensor
-    given: Tensor
-
-
 def givens(examples: Examples) -> Tensor:
     """The givens, and the first digit wherever there is none."""
     side = round(examples.inputs.shape[1] ** 0.5)
@@ -259,24 +219,10 @@ class Sudoku:
         grids = torch.tensor([filled(self.board, draw) for _ in range(POOL)])
         return grids, dug(self.board, grids, torch.Generator().manual_seed(0))
 
-    @functools.cache  # noqa: B019 (there is one task, for as long as its process)
-    def small(self, givens: int, test: bool) -> Puzzles:
-        """All puzzles of 4 x 4 up to names; a fifth is to test with."""
-        which = torch.arange(2**16)
-        which = which[sum(which >> bit & 1 for bit in range(16)) == givens]
-        grid, chosen = unique()[:, which].nonzero().T
-        order = torch.randperm(len(grid), generator=torch.Generator().manual_seed(givens))
-        order = order[: len(order) // 5] if test else order[len(order) // 5 :]
-        given = which[chosen[order], None] >> torch.arange(16) & 1
-        return Puzzles(every_grid()[_NAMED][grid[order]], given == 1)
-
     def puzzles(self, givens: int, count: int, generator: torch.Generator, *, test: bool) -> Puzzles:
         """Random ones to learn from or to test with."""
         if self.board == SMALL:
-            grids, given = self.small(givens, test)
-            index = torch.randint(len(grids), (count,), generator=generator)
-            names = torch.rand(count, 4, generator=generator).argsort(-1)
-            return Puzzles(names.gather(1, grids[index]), given[index])
+            return drawn(givens, count, generator, test=test)
         grids, when = self.pool
         deep = (when < self.board.cells).sum(-1) >= self.board.cells - givens
         deep &= (torch.arange(POOL) >= POOL * 4 // 5) == test
@@ -300,7 +246,7 @@ class Sudoku:
         learnt = self.examples(self.puzzles(givens, count, generator, test=False))
         return learnt._replace(edges=mask_of(self.edges).expand(count, -1, -1))
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 (there is one task, for as long as its process)
     def test(self, name: str, count: int) -> Examples:
         """Of the set `k givens`."""
         givens = int(name.split()[0])

@@ -17,6 +17,7 @@ COMMANDS = (
     "magnetize:Magnetize",
     "landscape:Landscape",
     "maze:Maze",
+    "think:Think",
     "inpaint:Inpaint",
     "characters:Characters",
 )

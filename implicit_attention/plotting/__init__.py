@@ -3,6 +3,7 @@
 from .attraction import Basins, basins, basins_figure
 from .convergence import convergence_figure
 from .couplings import couplings_figure, site_places
+from .courses import save_course_gif
 from .descents import descent_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
@@ -45,6 +46,7 @@ __all__ = [
     "reconstruction_figure",
     "retrieval_figure",
     "risk_figure",
+    "save_course_gif",
     "save_maze_gif",
     "site_places",
     "sizes_figure",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, DASHES, MARKERS, Figure, finish, hide_ticks, new_figure
-
-#: Colours from "not on the path" to "on the path", and those of walls, start and goal.
-SHADES = ("#ffffff", "#cfe6f5", "#56B4E9", "#0072B2")
-WALL, START, GOAL = "#1b2733", "#009E73", "#D55E00"
+from .courses import GOAL, START, animate, check_frames, shaded
+from .style import COLORS, DASHES, MARKERS, Figure, hide_ticks, new_figure
 
 
 def maze_figure(
@@ -103,34 +100,13 @@ def save_maze_gif(
         ...     file.read_bytes()[:3]
         b'GIF'
     """
-    from matplotlib.animation import PillowWriter
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    check_frames(frames, residuals)
 
-    _validate.require(len(frames) > 0, "frames", "hold at least one frame", "none")
-    required = f"hold {len(frames)} numbers, one for each frame"
-    _validate.require(len(residuals) == len(frames), "residuals", required, len(residuals))
-    figure = new_figure(5.4, 6.2, title, fontsize=11)
-    FigureCanvasAgg(figure)
-    maze, curve = figure.subplots(2, 1, height_ratios=(5, 1))
-    image = _draw(maze, frames[0], ways, start, goal)
-    x, y = list(range(1, len(frames) + 1)), [max(float(r), 1e-12) for r in residuals]
-    curve.axhline(tolerance, color="0.5", lw=1, ls=(0, (2, 2)))
-    curve.plot(x, y, color="0.85", lw=1.5)
-    (line,) = curve.plot([], [], color=COLORS[0], lw=1.8)
-    (dot,) = curve.plot([], [], "o", color=COLORS[0], ms=5)
-    curve.set_yscale("log")
-    curve.set_xlim(0, len(frames) + 1)
-    finish(curve, "evaluations of the block", "residual", grid=0)
-    writer = PillowWriter(fps=fps)
-    with writer.saving(figure, str(path), dpi=80):
-        last = len(frames) - 1
-        for index in (*range(0, last, every), *[last] * (2 * fps)):
-            image.set_data(_pixels(frames[index], ways))
-            line.set_data(x[: index + 1], y[: index + 1])
-            dot.set_data(x[index : index + 1], y[index : index + 1])
-            words, color = (", settled", COLORS[2]) if y[index] <= tolerance else ("", "0.2")
-            curve.set_title(f"evaluation {x[index]}, residual {y[index]:.1e}{words}", fontsize=9, color=color)
-            writer.grab_frame()
+    def draw(axes: Any) -> Callable[[int], None]:
+        image = _draw(axes, frames[0], ways, start, goal)
+        return lambda index: image.set_data(_pixels(frames[index], ways))
+
+    animate(path, draw, residuals, tolerance=tolerance, title=title, fps=fps, every=every)
 
 
 def sizes_figure(
@@ -201,19 +177,13 @@ def _draw(axes: Any, values: Tensor, ways: Tensor, start: int, goal: int) -> Any
 
 def _pixels(values: Tensor, ways: Tensor) -> Any:
     """Return (height, width, 3) in [0, 1]: cells in their shade, open ways in the fainter shade of their two cells."""
-    from matplotlib.colors import LinearSegmentedColormap, to_rgb
-
     count = len(ways)
     size = round(count**0.5)
     fits = size * size == count and ways.shape == (count, 4)
     _validate.require(fits, "ways", "have shape (size * size, 4)", tuple(ways.shape))
     _validate.require(values.shape == (count,), "values", f"have shape ({count},)", tuple(values.shape))
-    shade = LinearSegmentedColormap.from_list("path", SHADES)
     sides = torch.tensor([BETWEEN, *[CELL, BETWEEN] * size])
-    pixels = maze_levels(values, ways).repeat_interleave(sides, 0).repeat_interleave(sides, 1)
-    image = torch.from_numpy(shade(pixels.nan_to_num().numpy())[..., :3])
-    image[pixels.isnan()] = torch.tensor(to_rgb(WALL), dtype=image.dtype)
-    return image.numpy()
+    return shaded(maze_levels(values, ways).repeat_interleave(sides, 0).repeat_interleave(sides, 1))
 
 
 def maze_levels(values: Tensor, ways: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import EquilibriumTransformer, Picard, Solution
+from .course import course_of
 from .mazes import FEATURES, IGNORED, Mazes, mazes
-from .progress import Listener
+from .progress import Listener, reporter
 from .training import make_update
 
 DIM, HEADS = 32, 2
@@ -28,8 +28,6 @@ STEPS, EVERY = range(8, 17), 2
 #: would bring states to rest before they answer anything.
 SETTLE = 0.5
 RTOL, RATE = 1e-3, 2e-3
-#: Updates between two lines of progress.
-LINE_EVERY = 100
 
 
 class SolvedMaze(NamedTuple):
@@ -70,12 +68,8 @@ class MazeModel(nn.Module):
     @torch.no_grad()
     def solved(self, maze: Mazes) -> SolvedMaze:
         """Solve the one maze of a batch, and keep the states on the way."""
-        x, mask = self.embed(maze.inputs), maze.mask
-        state, solution = self.layer(x, mask, return_solution=True, on_failure="ignore")
-        # Picard's steps are plain: one by one they pass through the same states again.
-        states = self.course(maze.inputs, mask, int(solution.num_evals))
-        residuals = [float((after - z).norm() / after.norm()) for z, after in itertools.pairwise(states)]
-        paths = [self.head(z)[0, : maze.cells].softmax(-1)[:, 1] for z in (*states[1:-1], state)]
+        solution, states, residuals = course_of(self.layer, self.embed(maze.inputs), maze.mask)
+        paths = [self.head(z)[0, : maze.cells].softmax(-1)[:, 1] for z in states]
         return SolvedMaze(solution, paths, residuals)
 
 
@@ -86,14 +80,7 @@ def trained(updates: int, progress: Listener) -> MazeModel:
         model = MazeModel()
         count = sum(p.numel() for p in model.parameters())
         name = f"training {count} parameters on {TRAIN_SIZE} x {TRAIN_SIZE} mazes"
-        progress.begin(name, 0, updates)
-
-        def report(done: int, loss: float) -> None:
-            progress.begin(f"{name}, loss {loss:.3f}", done, updates)
-            if (done % LINE_EVERY == 0 and not progress.has_bar) or done == updates:
-                progress.end(name, {"line": f"update {done} of {updates}, loss {loss:.3f}"})
-
-        train(model, updates, report)
+        train(model, updates, reporter(progress, name, updates))
     return model
 
 

@@ -145,6 +145,14 @@ def has_crossing(parent: Parents) -> bool:
     return max(ways) == len(WAYS)
 
 
+def tree(generator: str, size: int, draw: random.Random, *, crossed: bool = False) -> Parents:
+    """Draw the passages of a maze of size x size cells, with a crossing if `crossed`."""
+    parent = GENERATORS[generator](size, draw)
+    while crossed and not has_crossing(parent):
+        parent = GENERATORS[generator](size, draw)
+    return parent
+
+
 def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = False) -> Mazes:
     """Draw `count` mazes of size x size cells, from the first corner to the opposite one.
 
@@ -160,9 +168,7 @@ def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = F
     targets[:, cells:] = IGNORED
     side = {down * size + right: place for place, (down, right) in enumerate(WAYS)}
     for index in range(count):
-        parent = GENERATORS[generator](size, draw)
-        while crossed and not has_crossing(parent):
-            parent = GENERATORS[generator](size, draw)
+        parent = tree(generator, size, draw, crossed=crossed)
         passages = [(cell, other) for cell, other in enumerate(parent) if cell != other]
         both = passages + [(other, cell) for cell, other in passages]
         begins, ends = (list(cells) for cells in zip(*both, strict=True))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
+
+#: Updates between two lines of a training.
+LINE_EVERY = 100
 
 
 class Listener(Protocol):
@@ -20,3 +24,15 @@ class Listener(Protocol):
 
     def end(self, name: str, row: dict[str, Any]) -> None:
         """`name` has ended with this row of numbers."""
+
+
+def reporter(progress: Listener, name: str, updates: int) -> Callable[[int, float], None]:
+    """Begin a training, and return the function that shows it after every update, given its number and its loss."""
+    progress.begin(name, 0, updates)
+
+    def report(done: int, loss: float) -> None:
+        progress.begin(f"{name}, loss {loss:.3f}", done, updates)
+        if (done % LINE_EVERY == 0 and not progress.has_bar) or done == updates:
+            progress.end(name, {"line": f"update {done} of {updates}, loss {loss:.3f}"})
+
+    return report

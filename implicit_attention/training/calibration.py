@@ -45,7 +45,8 @@ class Share:
             return math.nan, math.nan
         n, p, z = self.count, self.value, NORMAL
         middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-        return (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+        # Rounding may put a bound a little outside.
+        return max(0.0, (middle - half) / (1 + z**2 / n)), min(1.0, (middle + half) / (1 + z**2 / n))
 
     def __str__(self) -> str:
         if not self.count:

@@ -14,6 +14,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.puzzles import paths, prefix  # noqa: E402
 from benchmarks.puzzles.training import Loop, Progressive, loss  # noqa: E402
+from implicit_attention.studies.thinking.prefix import held_out  # noqa: E402
 
 
 def by_breadth(edges, source):
@@ -51,8 +52,8 @@ def test_parities_are_those_of_a_running_sum_and_test_strings_are_not_learnt_fro
     drawn, asked = prefix.Prefix().draw(50, torch.Generator().manual_seed(0)), prefix.Prefix().test("64 bits", 20)
     for bits, targets in zip(asked.inputs[..., 0].long(), asked.targets, strict=True):
         assert targets.tolist() == [int(bits[: i + 1].sum()) % 2 for i in range(64)]
-    assert not prefix.held_out(drawn.inputs[..., 0].long()).any()
-    assert prefix.held_out(asked.inputs[..., 0].long()).all()
+    assert not held_out(drawn.inputs[..., 0].long()).any()
+    assert held_out(asked.inputs[..., 0].long()).all()
 
 
 @pytest.mark.parametrize(("suite", "model"), [(prefix, prefix.Convolutional), (paths, paths.Passing)])

@@ -17,6 +17,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.puzzles import contenders, prefix, recipes, sudoku, training  # noqa: E402
 from benchmarks.puzzles.models import Shape  # noqa: E402
 from benchmarks.puzzles.sudoku import LARGE, MIDDLE, SMALL, Sudoku  # noqa: E402
+from implicit_attention.studies.thinking.grids import every_grid, puzzles_of, unique  # noqa: E402
 
 BOARDS = [SMALL, MIDDLE, LARGE]
 
@@ -93,13 +94,13 @@ def test_symmetries_make_complete_grids_of_complete_grids(board):
 
 
 def test_there_are_288_small_grids_and_1072_puzzles_of_4_givens_up_to_names():
-    grids = sudoku.every_grid()
+    grids = every_grid()
     assert grids.shape == (288, 16)
     assert len({tuple(grid) for grid in grids.tolist()}) == 288
     assert all(is_complete(SMALL, grid) for grid in grids.tolist())
     # 25,728 puzzles, 24 names each; none has fewer givens.
     givens = sum(torch.arange(2**16) >> bit & 1 for bit in range(16))
-    found = sudoku.unique()
+    found = unique()
     assert [int(found[:, givens == k].sum()) for k in (3, 4)] == [0, 1072]
 
 
@@ -120,7 +121,7 @@ def test_small_puzzles_with_a_fixed_seed_are_apart_from_those_to_learn_from():
     for givens in (4, 6):
         sets = []
         for test in (False, True):
-            found = task.small(givens, test)
+            found = puzzles_of(givens, test)
             named = sudoku.renamed(found.grids)
             assert torch.equal(named[:, :4], torch.arange(4).expand(len(named), 4))
             sets.append({(*g, *k) for g, k in zip(named.tolist(), found.given.tolist(), strict=True)})

@@ -7,7 +7,7 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from implicit_attention.cli import main, maze
+from implicit_attention.cli import main, maze, watching
 from implicit_attention.cli.maze import Maze
 from implicit_attention.cli.progress import Progress
 from implicit_attention.studies import maze_model
@@ -95,7 +95,7 @@ def test_a_maze_as_text_and_as_colours(corner):
     # Above the start is a wall, and the lower edge has nothing below it.
     assert styles[1] == "rgb(27,39,51) on rgb(0,158,115)"
     assert styles[-1] == "rgb(27,39,51)"
-    faint, strong = (maze._rgb(value) for value in (0.0, 1.0))
+    faint, strong = (watching.rgb(value) for value in (0.0, 1.0))
     assert (faint, strong) == ("238,240,242", "0,114,178")
 
 
@@ -152,7 +152,7 @@ def shown(size, width, height):
     console = Console(file=io.StringIO(), width=width, height=height, **options)
     torch.manual_seed(0)
     drawn, found = answer(maze_model.MazeModel().eval(), size)
-    maze.show(console, drawn, found, Maze(speed=1000), size)
+    watching.show(console, maze.watched(drawn, found, Maze(), size), speed=1000)
     return found, console.file.getvalue()
 
 

@@ -99,6 +99,10 @@ def test_shares_have_wilsons_interval():
         (1, 29, 0.0061, 0.1718),
     ):
         assert Share(hits, count).interval == pytest.approx((low, high), abs=6e-5)
+    # Rounding alone would put bounds below 0 and above 1.
+    bounds = [(Share(0, count).interval[0], Share(count, count).interval[1]) for count in range(1, 200)]
+    assert all(low >= 0 and high <= 1 for low, high in bounds)
+    assert not any("-" in str(Share(0, count)) for count in range(1, 200))
     assert math.isnan(Share(0, 0).value)
     assert str(Share(0, 0)) == "-"
 

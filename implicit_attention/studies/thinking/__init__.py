@@ -1,0 +1,1 @@
+"""Three puzzles, each solved by one block that repeats until its answer has settled, with weights that are shipped."""
