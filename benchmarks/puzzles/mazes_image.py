@@ -154,14 +154,16 @@ def all_free(examples: Examples) -> Tensor:
     return examples.edges[..., 0].long()
 
 
-STEPS, MEAN = range(8, 17), 12
+#: The steps that are drawn: more than news take through a maze to learn from. With 8 to 16 some trainings learnt that
+#: what is not on the path by then is not at all, and settled on no path in larger mazes.
+STEPS, MEAN = range(10, 21), 15
 SETS = ("9 x 9", "13 x 13", "17 x 17", "25 x 25", "33 x 33")
 FEW = SETS[:3]
 SOLVED = Solved(Picard(rtol=RTOL, max_steps=MOST))
 ANDERSON = Solved(Anderson(history=1, rtol=RTOL, max_steps=MOST), "solved, Anderson(1)")
 LOOPS = (Fixed(MEAN), Fixed(8 * MEAN))
-RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1500, batch=32, rate=2e-3)
-TIED = "convolutions, tied, 8 to 16 steps drawn"
+RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1300, batch=32, rate=2e-3)
+TIED = "convolutions, tied, 10 to 20 steps drawn"
 
 
 def _with(training: object) -> Recipe:
@@ -172,11 +174,11 @@ LOOP = _with(Loop(MEAN))
 CONTENDERS = (
     Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional),
     Contender("the same, walls have states", RECIPE, (SOLVED, *LOOPS), FEW, make=partial(Convolutional, walls=True)),
-    Contender("convolutions, tied, 12 steps", LOOP, (SOLVED, *LOOPS), FEW, make=Convolutional),
-    Contender("the same, progressive loss", _with(Progressive(16)), (SOLVED, *LOOPS), FEW, make=Convolutional),
-    Contender("stack of 12, the same FLOPs", LOOP, LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN)),
+    Contender("convolutions, tied, 15 steps", LOOP, (SOLVED, *LOOPS), FEW, make=Convolutional),
+    Contender("the same, progressive loss", _with(Progressive(20)), (SOLVED, *LOOPS), FEW, make=Convolutional),
+    Contender("stack of 15, the same FLOPs", LOOP, LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN)),
     Contender(
-        "stack of 12, the same parameters", LOOP, LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN, dim=7)
+        "stack of 15, the same parameters", LOOP, LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN, dim=6)
     ),
     Contender("all free pixels", None, guess=all_free),
 )
@@ -194,12 +196,12 @@ PLAN = Plan(
         (TIED, "solved"),
         *((TIED, way.name) for way in LOOPS),
         ("the same, progressive loss", "solved"),
-        ("stack of 12, the same FLOPs", "12 steps"),
+        ("stack of 15, the same FLOPs", "15 steps"),
         ("all free pixels", "guess"),
     ),
     claims=(
         Claim(TIED, "solved", "33 x 33", ">=", 0.9),
-        Claim(TIED, "12 steps", "33 x 33", "<=", 0.1),
+        Claim(TIED, "15 steps", "33 x 33", "<=", 0.1),
         Claim(TIED, "solved", "33 x 33", ">=", 0.9, "converged"),
     ),
     notes=(
