@@ -172,7 +172,7 @@ def _with(training: object) -> Recipe:
 
 LOOP = _with(Loop(MEAN))
 CONTENDERS = (
-    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional),
+    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional, checks=MOST),
     Contender("the same, walls have states", RECIPE, (SOLVED, *LOOPS), FEW, make=partial(Convolutional, walls=True)),
     Contender("convolutions, tied, 15 steps", LOOP, (SOLVED, *LOOPS), FEW, make=Convolutional),
     Contender("the same, progressive loss", _with(Progressive(20)), (SOLVED, *LOOPS), FEW, make=Convolutional),

@@ -156,7 +156,7 @@ def _flat(layout: StateLayout, state: Any) -> Tensor:
 
 
 def _classes(how: Confirm, state: Any, lead: torch.Size) -> Tensor:
-    """What the read-out says of each sample, (*lead, n)."""
+    """The classes that the read-out gives each sample, (*lead, n)."""
     if how.readout is None:
         return torch.zeros(0)
     read: Any = how.readout(state)
