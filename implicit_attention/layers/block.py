@@ -111,8 +111,9 @@ class Equilibrium(Remembering):
             Where the block takes a keyword argument `past` (see `Past`), settled tokens leave the work and later ones
             read their keys, which `new_cache` keeps for decoding. `Picard` or `Anderson`; not with `compiled`.
         chunk: of a causal layer: how many tokens are solved at a time, each chunk beside the settled tokens before it.
-        confirm: how many further solves from other starts each sample gets in evaluation mode, or a `Confirm`;
-            `last_solve.agreement` is the share of them that gave the same answer.
+        confirm: further solves of each sample in evaluation mode, by a `Confirm` or their number: 1 goes on from the
+            answer to a tenth of the tolerance, more start beside the answer. `last_solve.agreement` is the share of
+            them that gave the same answer.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, detached, one entry a sample, or a token of a causal layer. Not

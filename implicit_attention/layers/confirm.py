@@ -1,4 +1,4 @@
-"""Further solves of the same problems, from other starts: whether they give the same answers."""
+"""Further solves of the same problems, to tighter tolerances, from other starts or by another solver: do they agree?"""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .. import _validate
 from .._autograd import at_least_single
 from .._norm import norm
 from ..failure_policy import Located
+from ..options import SolveOptions
 from ..solution import SolveReport
 from ..solvers import Solver
 from .block_call import BlockCall
@@ -21,23 +22,27 @@ from .block_state import StateLayout
 
 #: States that differ by fewer of their tolerances than this are the same fixed point.
 SAME = 100.0
+#: The smallest relative tolerance to solve on to, in units of the rounding of a state.
+ROUNDING = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confirm:
     """Further solves of each sample of an `Equilibrium` in evaluation mode, to see whether they give the same answer.
 
-    A residual says that a state is a fixed point, not that it is the only one. Solves from states beside the start (or
-    the answer), or by another solver, turn up others.
+    A small residual says that a state changes little, not that it stays, nor that it is the only fixed point. By
+    default the solve goes on from its answer to a tenth of its tolerance, which turns up states that drift on. Starts
+    with noise turn up other fixed points; where the noise does not fade, as in parts that the problem leaves free, they
+    refuse right answers too (measured in `python -m benchmarks usefulness --only PATHS`).
 
     Args:
-        count: the number of further solves.
-        around: what they start beside: the "start" of the solve, or its "answer".
+        count: the number of further solves; 1 without noise, as others would be the same.
+        around: where they start: at the "answer", or at the "start" of the solve.
         noise: the size of the normal numbers that are added to it, in units of the root mean square of the answer.
         readout: a function of a state, or a module, whose results, the classes of an answer, are compared; None
             compares states, which are the same where they differ by less than 100 tolerances.
-        solver: of the further solves; None is that of the first. Damped steps from the same start, `noise=0.0` and
-            `Picard(damping=0.5)`, take another way to the answer.
+        solver: of the further solves; None is that of the first, without noise to a tenth of its tolerance. Damped
+            steps from the same start, `around="start"` and `Picard(damping=0.5)`, take another way to the answer.
         seed: of the noise, which leaves torch's random numbers as they are.
 
     Raises:
@@ -47,18 +52,18 @@ class Confirm:
         >>> import torch
         >>> from implicit_attention.layers import Confirm
         >>> from implicit_attention.models.reasoners import ConvolutionalReasoner
-        >>> layer = ConvolutionalReasoner(8, inputs=1, axes=1, confirm=Confirm(count=2, noise=1.0)).eval()
+        >>> layer = ConvolutionalReasoner(8, inputs=1, axes=1, confirm=Confirm(count=2, noise=0.1)).eval()
         >>> with torch.no_grad():
         ...     z = layer(torch.randn(3, 1, 12))
         >>> layer.last_solve.agreement.shape, layer.last_solve.confirmed.dtype
         (torch.Size([3]), torch.bool)
 
-    Not for blocks with one fixed point, which each further solve finds again at the price of the first.
+    Not for maps that contract, whose residual bounds how far the one fixed point is.
     """
 
-    count: int = 2
-    around: Literal["start", "answer"] = "start"
-    noise: float = 0.3
+    count: int = 1
+    around: Literal["start", "answer"] = "answer"
+    noise: float = 0.0
     readout: Callable[[Any], Tensor] | None = None
     solver: Solver | None = None
     seed: int = 0
@@ -66,7 +71,9 @@ class Confirm:
     def __post_init__(self) -> None:
         _validate.check_integer("count", self.count, low=1)
         _validate.check_choice("around", self.around, ("start", "answer"))
-        _validate.check_number("noise", self.noise, low=0.0)
+        noise = _validate.check_number("noise", self.noise, low=0.0)
+        required, remedy = "be 1 without noise, as further solves would be the same", "for example noise=0.1"
+        _validate.require(self.count == 1 or noise > 0, "count", required, self.count, remedy)
         _validate.check_integer("seed", self.seed, low=0)
         solver: Any = self.solver
         readout: Any = self.readout
@@ -77,12 +84,15 @@ class Confirm:
             raise TypeError(_validate.message("readout", "be a function of states, or a module", received))
 
 
+#: The noise of further solves of which a layer is told the number alone.
+NOISE = 0.1
+
 #: How a layer is told of further solves: by their number, or a `Confirm`.
 Confirmation: TypeAlias = int | Confirm | None
 
 
 def checked_confirm(given: Any, causal: bool = False) -> Confirm | None:
-    """The further solves of an argument `confirm`: a number is their count, and 0 is none."""
+    """The further solves of an argument `confirm`: 0 is none, 1 goes on from the answer, and more start beside it."""
     if given is None:
         return None
     remedy = "compare calls with other values of `start`"
@@ -90,7 +100,7 @@ def checked_confirm(given: Any, causal: bool = False) -> Confirm | None:
     if isinstance(given, Confirm):
         return given
     count: int = _validate.check_integer("confirm", given, low=0, remedy="or pass a Confirm")
-    return Confirm(count=count) if count else None
+    return Confirm(count=count, noise=NOISE if count > 1 else 0.0) if count else None
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -135,10 +145,10 @@ def confirmed(how: Confirm, call: BlockCall, state: Any, report: SolveReport) ->
     own = _flat(layout, state), _classes(how, state, layout.lead)
     agreement, evaluations = torch.zeros(layout.lead, device=layout.device), torch.zeros_like(report.num_evals)
     # A further solve that fails confirms nothing, and is no failure of the call.
-    quiet = Located("ignore", call.on_failure.site)
+    call = dataclasses.replace(call, on_failure=Located("ignore", call.on_failure.site), options=_options(how, call))
     for _ in range(how.count):
         start = _beside(begin, state, how.noise, len(layout.lead), generator)
-        other, found = dataclasses.replace(call, initial=start, on_failure=quiet).solved(how.solver)
+        other, found = dataclasses.replace(call, initial=start).solved(how.solver)
         if how.readout is None:
             apart = norm(_flat(layout, other) - own[0])
             same = found.converged & (apart <= SAME * report.tolerance)
@@ -148,6 +158,17 @@ def confirmed(how: Confirm, call: BlockCall, state: Any, report: SolveReport) ->
         evaluations += found.num_evals
     fields = report.record, report.adjoint, report.remedies
     return ConfirmReport(*fields, agreement=agreement / how.count, confirm_evals=evaluations)
+
+
+def _options(how: Confirm, call: BlockCall) -> SolveOptions:
+    """The options of the further solves."""
+    if how.noise > 0 or how.solver is not None:
+        return call.options
+    solver = call.options.effective_solver
+    # A tolerance below the rounding of states would never be reached.
+    least = ROUNDING * torch.finfo(torch.promote_types(call.map.layout.dtype, torch.float32)).eps
+    tight = {name: max(given / 10, min(given, least)) for name, given in (("rtol", solver.rtol), ("atol", solver.atol))}
+    return dataclasses.replace(call.options, solver=dataclasses.replace(solver, **tight))
 
 
 def _flat(layout: StateLayout, state: Any) -> Tensor:

@@ -116,10 +116,10 @@ def test_a_layer_in_training_and_plain_steps_are_not_confirmed():
 
 def test_a_readout_says_what_is_compared():
     # Both wells have the same square; the sign tells them apart.
-    same = settled(confirm=Confirm(count=20, noise=0.8, readout=lambda z: z.abs() > 0.5))
+    same = settled(confirm=Confirm(count=20, around="start", noise=0.8, readout=lambda z: z.abs() > 0.5))
     assert same.agreement.tolist() == [1, 1, 1, 1]
-    apart = settled(confirm=Confirm(count=20, noise=0.8, readout=lambda z: z > 0))
-    assert torch.equal(apart.agreement, settled(confirm=Confirm(count=20, noise=0.8)).agreement)
+    apart = settled(confirm=Confirm(count=20, around="start", noise=0.8, readout=lambda z: z > 0))
+    assert torch.equal(apart.agreement, settled(confirm=Confirm(count=20, around="start", noise=0.8)).agreement)
 
 
 class Overshoot(nn.Module):
@@ -131,12 +131,43 @@ class Overshoot(nn.Module):
 
 def test_another_solver_takes_another_way():
     x = torch.tensor([[1.0], [0.05]])
-    how = Confirm(count=1, noise=0.0, solver=Picard(rtol=1e-5, max_steps=300, damping=0.5))
+    how = Confirm(around="start", solver=Picard(rtol=1e-5, max_steps=300, damping=0.5))
     found = settled(x, Overshoot(), confirm=how)
     assert found.converged.all()
     assert found.agreement.tolist() == [0, 1]
     # The same way again says nothing.
-    assert settled(x, Overshoot(), confirm=Confirm(count=1, noise=0.0)).agreement.tolist() == [1, 1]
+    assert settled(x, Overshoot(), confirm=Confirm(around="start")).agreement.tolist() == [1, 1]
+
+
+class Drift(nn.Module):
+    """The first entry of x is where the state rests; past 1 it moves on by what the second says."""
+
+    def forward(self, z, x):
+        return torch.where(z < 1, 0.5 * z + 0.5 * x[:, :1], z + x[:, 1:])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_solving_on_turns_up_states_that_drift(compiled):
+    x = torch.tensor([[0.9, 0.0], [2.0, 5e-4], [2.0, 0.0]])
+    layer = Equilibrium(Drift(), solver=Picard(rtol=1e-3, max_steps=400), on_failure="ignore", compiled=compiled).eval()
+    with torch.no_grad():
+        layer(x, confirm=1, start=torch.zeros(3, 1))
+    found = layer.last_solve
+    assert found.converged.all()
+    assert found.agreement.tolist() == [1, 0, 1]
+    # It goes on from the answer: where that rests to the tighter tolerance, a look is enough.
+    assert found.confirm_evals[2] <= 2
+    assert found.confirm_evals[1] > 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_tighter_tolerance_can_be_reached(dtype):
+    x = X.to(dtype)
+    layer = Equilibrium(Wells().to(dtype), solver=Picard(rtol=1e-6, atol=0.0, max_steps=500)).eval()
+    with torch.no_grad():
+        layer(x, confirm=1)
+    assert layer.last_solve.confirmed.all()
 
 
 class Cycle(nn.Module):
@@ -178,7 +209,7 @@ def test_several_streams_and_transformers():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_compiled_layers():
-    how = Confirm(count=20, noise=0.8)
+    how = Confirm(count=20, around="start", noise=0.8)
     eager, compiled = settled(confirm=how), settled(confirm=how, compiled=True)
     assert torch.equal(eager.agreement, compiled.agreement)
 
@@ -193,7 +224,7 @@ def test_several_axes_or_none_of_samples():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions(dtype):
-    found = settled(X.to(dtype), block=Wells().to(dtype), confirm=Confirm(count=20, noise=0.8))
+    found = settled(X.to(dtype), block=Wells().to(dtype), confirm=Confirm(count=20, around="start", noise=0.8))
     assert found.confirmed.tolist() == [True, True, False, False]
 
 
@@ -205,6 +236,7 @@ def test_inside_transforms_no_further_solve_is_made():
 
 WRONG = {
     "count": (lambda: Confirm(count=0), ValueError, "`count`"),
+    "the same": (lambda: Confirm(count=2), ValueError, "`count` must be 1 without noise"),
     "around": (lambda: Confirm(around="zero"), ValueError, "`around` must be"),
     "noise": (lambda: Confirm(noise=-1.0), ValueError, "`noise`"),
     "seed": (lambda: Confirm(seed=-1), ValueError, "`seed`"),
