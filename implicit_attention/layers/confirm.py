@@ -167,8 +167,8 @@ def _options(how: Confirm, call: BlockCall) -> SolveOptions:
     solver = call.options.effective_solver
     # A tolerance below the rounding of states would never be reached.
     least = ROUNDING * torch.finfo(torch.promote_types(call.map.layout.dtype, torch.float32)).eps
-    tight = {name: max(given / 10, min(given, least)) for name, given in (("rtol", solver.rtol), ("atol", solver.atol))}
-    return dataclasses.replace(call.options, solver=dataclasses.replace(solver, **tight))
+    rtol, atol = (max(given / 10, min(given, least)) for given in (solver.rtol, solver.atol))
+    return dataclasses.replace(call.options, solver=dataclasses.replace(solver, rtol=rtol, atol=atol))
 
 
 def _flat(layout: StateLayout, state: Any) -> Tensor:
