@@ -216,7 +216,7 @@ def verdict(puzzle: Puzzle, asked: Asked, thought: Thought) -> str:
     course = thought.course
     wrong, places = puzzle.wrong(asked.problem, thought.classes()), asked.problem.target.numel()
     name, status = "settled" if course.settled else "not settled", Status(int(course.solution.status)).name
-    answer = f"all {places} {puzzle.places} are right" if wrong == 0 else f"{wrong} {puzzle.places} are wrong"
+    answer = f"all {places} {puzzle.places} are right" if wrong == 0 else f"{wrong} of {places} {puzzle.places} wrong"
     what = f"{status}, relative residual {course.residuals[-1]:.1e}, tolerance {RTOL:g}"
     return f"{name} after {len(course.residuals)} evaluations ({what}): {answer}\nchecked by {puzzle.judge}"
 

@@ -48,7 +48,8 @@ def risk_figure(curves: Mapping[str, tuple[Tensor, Tensor]], *, title: str = "Ri
         style = DASHES[number // len(COLORS) % len(DASHES)]
         axes.plot(*(100 * t for t in pair), style, color=COLORS[number % len(COLORS)], lw=1.6, label=name)
     axes.set_xlim(0, 100)
-    axes.set_ylim(-1, None)
+    # A line at 0 is to be seen, whether the others are at 1 or at 80.
+    axes.set_ylim(-0.02 * axes.get_ylim()[1], max(axes.get_ylim()[1], 1.0))
     finish(axes, "answers that are kept, in %", "wrong among them, in %", frame=False)
     # Beside the curves, which may run anywhere.
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)

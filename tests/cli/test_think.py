@@ -183,7 +183,7 @@ def test_a_state_that_does_not_settle_is_said_to_be_so(monkeypatch):
     wrong = PREFIX.wrong(asked.problem, thought.classes())
     verdict = think.verdict(PREFIX, asked, thought)
     assert verdict.startswith("not settled after 4 evaluations (MAX_STEPS, relative residual ")
-    assert f"{wrong} bits are wrong" in verdict
+    assert f"{wrong} of {asked.problem.target.numel()} bits wrong" in verdict
 
 
 def test_files_that_are_written(tmp_path):
