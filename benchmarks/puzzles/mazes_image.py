@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from implicit_attention import Anderson, Picard
 from implicit_attention.models.reasoners import ConvolutionalReasoner
 from implicit_attention.studies.mazes import depth_first, has_crossing, path
 
-from .contenders import Claim, Contender, Plan
+from .contenders import Contender
+from .larger import Larger
 from .models import Examples, Model, Shape
-from .training import RTOL, Fixed, Loop, Progressive, Recipe, Solved
+from .training import Loop, Recipe
 
 #: Pixels of a side of mazes to learn from; how many are drawn, and so many of them have a crossing, a cell with four
 #: ways out. Without those one small maze in a hundred has one, and one large maze in three.
@@ -154,55 +154,30 @@ def all_free(examples: Examples) -> Tensor:
     return examples.edges[..., 0].long()
 
 
-#: The steps that are drawn: more than news take through a maze to learn from. With 8 to 16 some trainings learnt that
-#: what is not on the path by then is not at all, and settled on no path in larger mazes.
-STEPS, MEAN = range(10, 21), 15
-SETS = ("9 x 9", "13 x 13", "17 x 17", "25 x 25", "33 x 33")
-FEW = SETS[:3]
-SOLVED = Solved(Picard(rtol=RTOL, max_steps=MOST))
-ANDERSON = Solved(Anderson(history=1, rtol=RTOL, max_steps=MOST), "solved, Anderson(1)")
-LOOPS = (Fixed(MEAN), Fixed(8 * MEAN))
-RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1300, batch=32, rate=2e-3)
-TIED = "convolutions, tied, 10 to 20 steps drawn"
-
-
-def _with(training: object) -> Recipe:
-    return dataclasses.replace(RECIPE, training=training)
-
-
-LOOP = _with(Loop(MEAN))
-CONTENDERS = (
-    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional, checks=MOST),
-    Contender("the same, walls have states", RECIPE, (SOLVED, *LOOPS), FEW, make=partial(Convolutional, walls=True)),
-    Contender("convolutions, tied, 15 steps", LOOP, (SOLVED, *LOOPS), FEW, make=Convolutional),
-    Contender("the same, progressive loss", _with(Progressive(20)), (SOLVED, *LOOPS), FEW, make=Convolutional),
-    Contender("stack of 15, the same FLOPs", LOOP, LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN)),
-    Contender(
-        "stack of 15, the same parameters", LOOP, LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN, dim=6)
-    ),
-    Contender("all free pixels", None, guess=all_free),
-)
-
-PLAN = Plan(
+#: More steps than news take through a maze to learn from. With 8 to 16 some trainings learnt that what is not on the
+#: path by then is not at all, and settled on no path in larger mazes.
+STEPS = range(10, 21)
+LARGER = Larger(
     "MAZES_IMAGE",
     MazesImage(),
-    f"which pixels are on the path from start to goal? Depth-first mazes, trained on {SETS[0]} pixels.",
-    CONTENDERS,
-    SETS,
-    costs=SETS[2],
-    solver_set=SETS[0],
-    leader=(TIED, "solved"),
-    drawn=(
-        (TIED, "solved"),
-        *((TIED, way.name) for way in LOOPS),
-        ("the same, progressive loss", "solved"),
-        ("stack of 15, the same FLOPs", "15 steps"),
-        ("all free pixels", "guess"),
-    ),
+    f"which pixels are on the path from start to goal? Depth-first mazes, trained on {SIDE} x {SIDE} pixels.",
+    "convolutions",
+    Convolutional,
+    narrow=6,
+    steps=STEPS,
+    recipe=Recipe(Loop(STEPS, half=True, settle=0.5), updates=1300, batch=32, rate=2e-3),
+    sets=("9 x 9", "13 x 13", "17 x 17", "25 x 25", "33 x 33"),
+    most=MOST,
+    trivial=("all free pixels", all_free),
+)
+WALLS = partial(Convolutional, walls=True)
+
+PLAN = LARGER.plan(
+    Contender("the same, walls have states", LARGER.recipe, (LARGER.solved, *LARGER.loops), LARGER.few, make=WALLS),
     claims=(
-        Claim(TIED, "solved", "33 x 33", ">=", 0.9),
-        Claim(TIED, "15 steps", "33 x 33", "<=", 0.1),
-        Claim(TIED, "solved", "33 x 33", ">=", 0.9, "converged"),
+        ("solved", "33 x 33", ">=", 0.9, "exact"),
+        ("15 steps", "33 x 33", "<=", 0.1, "exact"),
+        ("solved", "33 x 33", ">=", 0.9, "converged"),
     ),
     notes=(
         "Images of mazes: a cell, a wall and a way between two cells are a pixel each; start and goal are cells. A "

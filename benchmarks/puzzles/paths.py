@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from implicit_attention import Anderson, Picard
 from implicit_attention.models.reasoners import GraphReasoner
 
-from .contenders import Claim, Contender, Plan
+from .contenders import Contender
+from .larger import Larger
 from .models import NONE, Examples, Model, Shape
-from .training import RTOL, Fixed, Loop, Progressive, Recipe, Solved
+from .training import Loop, Recipe
 
 #: Nodes of graphs to learn from.
 NODES = 16
@@ -28,8 +26,6 @@ MOST_NEIGHBOURS = 2 + 2 * BEFORE
 MODULUS, UNREACHED = 3, 3
 #: Most evaluations of a graph: several times as many as a path has edges, and as settled states took.
 MOST = 300
-
-Aggregation: TypeAlias = Literal["max", "sum"]
 
 
 class Lists(Examples):
@@ -95,9 +91,9 @@ class Paths:
 class Messages(nn.Module):
     """The block of `GraphReasoner` on lists of neighbours."""
 
-    def __init__(self, dim: int, aggregation: Aggregation) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.block = GraphReasoner(dim, aggregation=aggregation).block
+        self.block = GraphReasoner(dim).block
 
     def forward(self, z: Tensor, x: Tensor, edges: Tensor) -> Tensor:
         others = edges[..., 1:]
@@ -110,10 +106,10 @@ class Messages(nn.Module):
 class Passing(Model):
     """Embedding, blocks of messages in turn (one is tied), and a linear head."""
 
-    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None, aggregation: Aggregation = "max") -> None:
+    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None) -> None:
         shape = dataclasses.replace(shape, dim=dim or shape.dim)
         super().__init__(shape, blocks=0)
-        self.blocks.extend(Messages(shape.dim, aggregation) for _ in range(blocks))
+        self.blocks.extend(Messages(shape.dim) for _ in range(blocks))
 
     def flops(self, tokens: int, edges: int, steps: float) -> float:
         shape = self.shape
@@ -127,48 +123,27 @@ def all_unreached(examples: Examples) -> Tensor:
     return torch.where(examples.inputs[..., 0] > 0, 0, UNREACHED)
 
 
-STEPS, MEAN = range(8, 17), 12
-SETS = ("16 nodes", "32 nodes", "64 nodes", "128 nodes")
-FEW = SETS[:3]
-SOLVED = Solved(Picard(rtol=RTOL, max_steps=MOST))
-ANDERSON = Solved(Anderson(history=1, rtol=RTOL, max_steps=MOST), "solved, Anderson(1)")
-LOOPS = (Fixed(MEAN), Fixed(8 * MEAN))
-RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1200, batch=64, rate=2e-3)
-TIED = "messages, tied, 8 to 16 steps drawn"
-
-
-def _with(training: object) -> Recipe:
-    return dataclasses.replace(RECIPE, training=training)
-
-
-LOOP = _with(Loop(MEAN))
-CONTENDERS = (
-    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Passing, checks=MOST),
-    Contender("messages, tied, 12 steps", LOOP, (SOLVED, *LOOPS), FEW, make=Passing, checks=MOST),
-    Contender("the same, progressive loss", _with(Progressive(16)), (SOLVED, *LOOPS), FEW, make=Passing, checks=MOST),
-    Contender("stack of 12, the same FLOPs", LOOP, LOOPS[:1], FEW, make=partial(Passing, blocks=MEAN)),
-    Contender("stack of 12, the same parameters", LOOP, LOOPS[:1], FEW, make=partial(Passing, blocks=MEAN, dim=9)),
-    Contender("attention, tied, 8 to 16 steps drawn", RECIPE, (SOLVED, LOOPS[0]), FEW),
-    Contender("no other is reached", None, guess=all_unreached),
-)
-
-PLAN = Plan(
+STEPS = range(8, 17)
+LARGER = Larger(
     "PATHS",
     Paths(),
     f"how far is each node from the source, modulo {MODULUS}? Long random graphs, trained on {NODES} nodes.",
-    CONTENDERS,
-    SETS,
-    costs=SETS[2],
-    solver_set=SETS[0],
-    leader=(TIED, "solved"),
-    drawn=(
-        (TIED, "solved"),
-        *((TIED, way.name) for way in LOOPS),
-        ("stack of 12, the same FLOPs", "12 steps"),
-        ("attention, tied, 8 to 16 steps drawn", "solved"),
-        ("no other is reached", "guess"),
+    "messages",
+    Passing,
+    narrow=9,
+    steps=STEPS,
+    recipe=Recipe(Loop(STEPS, half=True, settle=0.5), updates=1200, batch=64, rate=2e-3),
+    sets=("16 nodes", "32 nodes", "64 nodes", "128 nodes"),
+    most=MOST,
+    trivial=("no other is reached", all_unreached),
+)
+
+PLAN = LARGER.plan(
+    Contender("attention, tied, 8 to 16 steps drawn", LARGER.recipe, (LARGER.solved, LARGER.loops[0]), LARGER.few),
+    claims=(
+        ("solved", "128 nodes", ">=", 0.9, "exact"),
+        ("12 steps", "128 nodes", "<=", 0.1, "exact"),
     ),
-    claims=(Claim(TIED, "solved", "128 nodes", ">=", 0.9), Claim(TIED, "12 steps", "128 nodes", "<=", 0.1)),
     notes=(
         f"Paths: a node is joined to one or two of the {BEFORE} before it, so that paths grow with the graph; "
         f"{APART:.0%} of the nodes are in a part that no path reaches. A step of messages is `GraphReasoner`'s, with "

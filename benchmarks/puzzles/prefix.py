@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from implicit_attention import Anderson, Picard
 from implicit_attention.models.reasoners import ConvolutionalReasoner
 from implicit_attention.studies.thinking.prefix import LENGTH, TOLD_BY, strings
 
-from .contenders import Claim, Contender, Plan
+from .contenders import Contender
+from .larger import Larger
 from .models import Examples, Model, Shape
-from .training import RTOL, Fixed, Loop, Progressive, Recipe, Solved
+from .training import Fixed, Loop, Progressive, Recipe, Solved
 
 #: Residual parts of a step: with the convolution before them a step carries news five bits far.
 DEPTH = 2
@@ -74,66 +73,30 @@ def even(examples: Examples) -> Tensor:
     return torch.zeros_like(examples.targets)
 
 
-#: The steps that are drawn; seven carry news over the strings to learn from.
-STEPS, MEAN = range(8, 17), 12
-SETS = ("32 bits", "64 bits", "128 bits", "256 bits", "512 bits")
-FEW = SETS[:3]
-SOLVED = Solved(Picard(rtol=RTOL, max_steps=MOST))
-ANDERSON = Solved(Anderson(history=1, rtol=RTOL, max_steps=MOST), "solved, Anderson(1)")
-LOOPS = (Fixed(MEAN), Fixed(8 * MEAN))
-RECIPE = Recipe(Loop(STEPS, half=True, settle=0.5), updates=1000, batch=128, rate=1e-3)
-TIED = "convolutions, tied, 8 to 16 steps drawn"
-
-
-def _with(training: object) -> Recipe:
-    return dataclasses.replace(RECIPE, training=training)
-
-
-CONTENDERS = (
-    Contender(TIED, RECIPE, (SOLVED, *LOOPS, ANDERSON), make=Convolutional, checks=MOST),
-    Contender(
-        "convolutions, tied, 12 steps", _with(Loop(MEAN)), (SOLVED, *LOOPS), FEW, make=Convolutional, checks=MOST
-    ),
-    Contender(
-        "the same, progressive loss", _with(Progressive(16)), (SOLVED, *LOOPS), FEW, make=Convolutional, checks=MOST
-    ),
-    Contender("the same, half of it", _with(Progressive(16, share=0.5)), (SOLVED, *LOOPS), FEW, make=Convolutional),
-    Contender(
-        "stack of 12, the same FLOPs", _with(Loop(MEAN)), LOOPS[:1], FEW, make=partial(Convolutional, blocks=MEAN)
-    ),
-    Contender(
-        "stack of 12, the same parameters",
-        _with(Loop(MEAN)),
-        LOOPS[:1],
-        FEW,
-        make=partial(Convolutional, blocks=MEAN, dim=9),
-    ),
-    Contender(
-        "attention, tied, 8 to 24 steps drawn", Recipe(Loop(range(8, 25)), updates=400), (Solved(), Fixed(16)), FEW
-    ),
-    Contender("always even", None, guess=even),
-)
-
-PLAN = Plan(
+#: Seven steps carry news over the strings to learn from.
+STEPS = range(8, 17)
+LARGER = Larger(
     "PREFIX",
     Prefix(),
     f"is the number of ones up to here odd? Trained on {LENGTH} bits.",
-    CONTENDERS,
-    SETS,
-    costs=SETS[2],
-    solver_set=SETS[0],
-    leader=(TIED, "solved"),
-    drawn=(
-        (TIED, "solved"),
-        *((TIED, way.name) for way in LOOPS),
-        ("the same, progressive loss", "solved"),
-        ("stack of 12, the same FLOPs", "12 steps"),
-        ("always even", "guess"),
-    ),
+    "convolutions",
+    Convolutional,
+    narrow=9,
+    steps=STEPS,
+    recipe=Recipe(Loop(STEPS, half=True, settle=0.5), updates=1000, batch=128, rate=1e-3),
+    sets=("32 bits", "64 bits", "128 bits", "256 bits", "512 bits"),
+    most=MOST,
+    trivial=("always even", even),
+)
+ATTENTION = Recipe(Loop(range(8, 25)), updates=400)
+
+PLAN = LARGER.plan(
+    LARGER.repeated("the same, half of it", Progressive(STEPS[-1], share=0.5)),
+    Contender("attention, tied, 8 to 24 steps drawn", ATTENTION, (Solved(), Fixed(16)), LARGER.few),
     claims=(
-        Claim(TIED, "solved", "512 bits", ">=", 0.95),
-        Claim(TIED, "12 steps", "512 bits", "<=", 0.0),
-        Claim(TIED, "solved", "512 bits", ">=", 0.95, "converged"),
+        ("solved", "512 bits", ">=", 0.95, "exact"),
+        ("12 steps", "512 bits", "<=", 0.0, "exact"),
+        ("solved", "512 bits", ">=", 0.95, "converged"),
     ),
     notes=(
         f"Prefix: strings are told from those to learn from by their first {TOLD_BY} bits. A step of convolutions is "

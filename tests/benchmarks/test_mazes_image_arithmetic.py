@@ -181,8 +181,8 @@ def test_a_wall_is_what_lies_beyond_the_border():
 @pytest.mark.parametrize("suite", [mazes_image, arithmetic])
 def test_stacks_have_the_parameters_of_the_tied_block(suite):
     tied, stack = (
-        next(c for c in suite.CONTENDERS if end(c.name)).make(suite.PLAN.task.shape)
-        for end in (lambda name: name == suite.TIED, lambda name: name.endswith("the same parameters"))
+        next(c for c in suite.PLAN.contenders if end(c.name)).make(suite.PLAN.task.shape)
+        for end in (lambda name: name == suite.LARGER.tied, lambda name: name.endswith("the same parameters"))
     )
     counts = [sum(p.numel() for p in model.parameters()) for model in (tied, stack)]
     assert counts[1] == pytest.approx(counts[0], rel=0.15)
@@ -196,7 +196,7 @@ def test_a_quick_run_has_every_contender(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     for suite in (mazes_image, arithmetic):
         found = [row for row in rows if row["metric"] == suite.PLAN.metric]
-        assert [row["contender"] for row in found] == [contender.name for contender in suite.CONTENDERS]
-        for row, contender in zip(found, suite.CONTENDERS, strict=True):
+        assert [row["contender"] for row in found] == [contender.name for contender in suite.PLAN.contenders]
+        for row, contender in zip(found, suite.PLAN.contenders, strict=True):
             ways = {way.name for way in contender.ways} or {"guess"}
             assert set(row["runs"][0]["ways"]) == ways
