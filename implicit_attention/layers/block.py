@@ -207,10 +207,10 @@ class Equilibrium(Remembering):
         adjoint: Adjoint | None = None,
         on_failure: OnFailure | None = None,
         start: Start | None = None,
+        confirm: Confirmation = None,
         cache: BlockCache | None = None,
         chunk: int | None = None,
         exit: Exit | float | None = None,
-        confirm: Confirmation = None,
         return_solution: bool = False,
         reads: Reads | None = None,
     ) -> Any:
@@ -224,12 +224,12 @@ class Equilibrium(Remembering):
             adjoint: the same.
             on_failure: the same.
             start: replaces the layer's: a word, or a state, as the one that was returned before (a warm start).
+            confirm: replaces the layer's for this call; 0 for none.
             cache: of a causal layer, from `new_cache`: x are the tokens that follow those of the cache, and become a
                 part of it. The state then has no gradient.
             chunk: the same as for the layer, for this call; plain steps go by all tokens at once.
             exit: of a causal layer: rules that end tokens before they settle, or a relative tolerance. The state then
                 has no gradient, and `last_solve` says which rule ended each token.
-            confirm: replaces the layer's for this call; 0 for none.
             reads: masks beside causality, for layers built on this one.
             return_solution: return (state, `Solution`). With `steps` that costs one evaluation more, at which the
                 residual of the returned state is measured; without it the residual of `last_solve` is NaN.
@@ -444,5 +444,6 @@ class Equilibrium(Remembering):
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
         shown += [f"{name}=True" for name in ("compiled", "warm_adjoint", "causal") if getattr(self, name)]
-        shown += [f"chunk={self.chunk}"] if self.chunk is not None else []
+        named = ("chunk", "confirm")
+        shown += [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
         return ", ".join(shown)

@@ -112,6 +112,7 @@ def test_a_layer_in_training_and_plain_steps_are_not_confirmed():
     layer(X)
     assert isinstance(layer.last_solve, ConfirmReport)
     assert isinstance(copy.deepcopy(layer).confirm, Confirm)
+    assert "confirm=Confirm(count=2" in repr(layer)
 
 
 def test_a_readout_says_what_is_compared():
