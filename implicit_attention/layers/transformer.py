@@ -260,7 +260,8 @@ class EquilibriumTransformer(Equilibrium):
             key_mask: which tokens exist, boolean, (*batch, N); beside a cache those of x, or of all tokens. In a causal
                 model other tokens have the state 0, and nothing of x is read there.
             cache: of a causal model, from `new_cache`: x are the tokens that follow those of the cache.
-            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of `Equilibrium`.
+            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of
+                `Equilibrium`.
 
         Returns:
             (*batch, N, dim); with `return_solution` a tuple (tokens, `Solution`).

@@ -166,7 +166,8 @@ class ConvolutionalReasoner(Equilibrium):
             x: (*batch, inputs, *space).
             exists: which cells exist, boolean, (*batch, *space); None for all. The state of others is 0, as beyond the
                 border, so that a batch of padded images answers as each of them does alone.
-            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of `Equilibrium`.
+            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of
+                `Equilibrium`.
 
         Returns:
             (*batch, channels, *space); with `return_solution` a tuple (state, `Solution`).

@@ -134,7 +134,8 @@ class GraphReasoner(Equilibrium):
             edge_features: (E, F) or (*batch, E, F), for a layer with `edge_features=F`.
             exists: which nodes exist, boolean, (*batch, N); None for all. The state of others is 0, and their edges do
                 not count, so that a batch of padded graphs answers as each of them does alone.
-            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of `Equilibrium`.
+            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of
+                `Equilibrium`.
 
         Returns:
             (*batch, N, dim); with `return_solution` a tuple (state, `Solution`).

@@ -95,7 +95,8 @@ class TwoStreamReasoner(Equilibrium):
             exists: which tokens exist, boolean: the first axes of x, such as (B, N) for (B, N, D); None for all. The
                 states of others are 0. H and L have to be told by arguments of their own not to read them, attention by
                 the mask exists[:, None, None, :].
-            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of `Equilibrium`.
+            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of
+                `Equilibrium`.
 
         Returns:
             (high, low), of the shape of x; with `return_solution` a tuple (pair, `Solution`).
