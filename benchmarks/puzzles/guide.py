@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import report
-from . import mazes, paths, prefix, recipes
+from . import arithmetic, mazes, paths, prefix, recipes
 from .contenders import Plan, values
 from .tables import label, percent
 
 PAGE = report.HERE.parent / "docs" / "equilibrium_blocks.md"
+#: Plans of blocks that learn small puzzles and are asked larger ones.
+LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN)
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 
 
@@ -21,9 +23,7 @@ def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
     of_mazes = {f"{size} x {size}": name for size, name in zip(mazes.SIZES, mazes.SHOWN, strict=True)}
     tables: dict[str, Callable[..., Any]] = {
         "MAZES": partial(_exact, mazes.PLAN, of_mazes | {"13 x 13 by Prim": "Prim 13"}),
-        **{
-            plan.metric: partial(_exact, plan, {name: name for name in plan.sets}) for plan in (prefix.PLAN, paths.PLAN)
-        },
+        **{plan.metric: partial(_exact, plan, {name: name for name in plan.sets}) for plan in LARGER},
         "RECIPES": _recipes,
     }
     # Checks are told of PATHS, where some trainings settle on wrong answers.
