@@ -123,6 +123,17 @@ def test_what_is_said_of_parities_is_what_the_committed_run_shows():
     assert said in " ".join(README.split())
 
 
+def test_what_is_said_of_sums_is_what_the_committed_run_shows():
+    (_, run), *_ = report.newest_by_metric("usefulness", ("ARITHMETIC",))
+    (tied,) = (row for row in run["rows"] if row["contender"] == "convolutions, tied, 6 to 12 steps drawn")
+    solved, loop = (
+        100 * statistics.mean(trial["ways"][way]["128 digits"]["exact"] for trial in tied["runs"])
+        for way in ("solved", "9 steps")
+    )
+    said = f"adds {solved:.1f} % of those of 128 digits, with long carries; as the loop of 9 steps {loop:.1f} %"
+    assert said in " ".join(README.split())
+
+
 def test_what_is_said_of_path_lengths_is_what_the_committed_run_shows():
     (_, run), *_ = report.newest_by_metric("usefulness", ("PATHS",))
     rows = {row["contender"]: row for row in run["rows"]}
