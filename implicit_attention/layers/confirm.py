@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -172,8 +173,12 @@ def _options(how: Confirm, call: BlockCall) -> SolveOptions:
 
 
 def _flat(layout: StateLayout, state: Any) -> Tensor:
-    packed: Tensor = at_least_single(layout.pack(state))
-    return packed.reshape(*layout.lead, -1)
+    return _rows(at_least_single(layout.pack(state)), len(layout.lead))
+
+
+def _rows(t: Tensor, lead: int) -> Tensor:
+    """One row a sample, (*lead, n), of no samples too."""
+    return t.reshape(*t.shape[:lead], math.prod(t.shape[lead:]))
 
 
 def _classes(how: Confirm, state: Any, lead: torch.Size) -> Tensor:
@@ -185,16 +190,15 @@ def _classes(how: Confirm, state: Any, lead: torch.Size) -> Tensor:
     received = f"shape {tuple(read.shape)}" if isinstance(read, Tensor) else type(read).__name__
     required, remedy = f"return a tensor whose first axes are {tuple(lead)}", "for example head(z).argmax(-1)"
     _validate.require(fits, "readout", required, received, remedy)
-    classes: Tensor = read.reshape(*lead, -1)
-    return classes
+    return _rows(read, len(lead))
 
 
 def _beside(begin: Any, state: Any, noise: float, lead: int, generator: torch.Generator) -> Any:
-    """The states `begin` plus noise of the size of `state`, sample by sample."""
+    """The states `begin` plus noise of the size of `state`, the same for each sample: its answer has no company."""
 
     def moved(z: Tensor, settled: Tensor) -> Tensor:
-        size = settled.nan_to_num(0.0, 0.0, 0.0).reshape(*z.shape[:lead], -1).square().mean(-1).sqrt()
-        drawn = torch.randn(z.shape, generator=generator, dtype=torch.float32, device=z.device).to(z)
+        size = _rows(settled.nan_to_num(0.0, 0.0, 0.0), lead).square().mean(-1).sqrt()
+        drawn = torch.randn(z.shape[lead:], generator=generator, dtype=torch.float32, device=z.device).to(z)
         return z + noise * size.reshape(*size.shape, *(1,) * (z.ndim - lead)).to(z) * drawn
 
     return pytree.tree_map(moved, begin, state)

@@ -15,7 +15,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks.puzzles import arithmetic, mazes_image, prefix  # noqa: E402
+from benchmarks.puzzles import arithmetic, mazes_image, paths, prefix  # noqa: E402
 from implicit_attention.models.reasoners import ConvolutionalReasoner  # noqa: E402
 
 
@@ -122,13 +122,11 @@ def test_additions_to_test_with_are_not_learnt_from():
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize(
-    ("suite", "model"), [(mazes_image, mazes_image.Convolutional), (arithmetic, arithmetic.MODEL)], ids=["image", "sum"]
-)
-def test_flops_are_those_that_torch_counts(suite, model, blocks):
+@pytest.mark.parametrize("suite", [mazes_image, arithmetic, prefix, paths])
+def test_flops_are_those_that_torch_counts(suite, blocks):
     task = suite.PLAN.task
     examples = task.draw(1, torch.Generator().manual_seed(0))
-    made = model(task.shape, blocks=blocks)
+    made = suite.LARGER.make(task.shape, blocks=blocks)
     with FlopCounterMode(display=False) as counter:
         x = made.embed(examples.inputs)
         made.head(made.steps(torch.zeros_like(x), x, examples.edges, 3))

@@ -58,8 +58,7 @@ def test_the_loss_of_a_maze_is_that_of_several_states_and_late_in_training_of_th
     names = run("mazes")
     torch.manual_seed(0)
     drawn, solver = names["mazes"]("depth-first", 4, 3, "test"), names["Solver"]()
-    # The second of the numbers to draw from.
-    monkeypatch.setattr(torch, "randint", lambda *given: torch.tensor(1))
+    monkeypatch.setattr(torch, "randint", lambda *given: torch.tensor(9))
     given = drawn.inputs, drawn.mask, drawn.targets
     known, entropy = drawn.targets[:, :16].flatten(), torch.nn.functional.cross_entropy
     errors = [entropy(solver(*given[:2], steps=count)[:, :16].flatten(0, 1), known) for count in (5, 7, 9)]
@@ -113,10 +112,10 @@ def test_the_page_claims_what_was_measured(results):
     assert results["mazes"]["parameters"] == 8738
     # A loop as it was trained solves few larger mazes, going on nearly all of them.
     assert max(maze[f"{size} x {size}"]["loop"] for size in (9, 13, 17)) <= 0.1
-    assert min(row["solved"] for row in maze.values()) >= 0.9
+    assert min(row["solved"] for row in maze.values()) >= 0.98
     assert sudoku["4 givens"]["solved"] > sudoku["4 givens"]["loop"] + 0.02
     # All states have come to rest, those of larger mazes later.
     assert min(row["converged"] for row in (*maze.values(), *sudoku.values())) > 0.99
     evaluations = [row["evaluations"] for row in maze.values()]
     assert all(2 * before > after > before for before, after in itertools.pairwise(evaluations))
-    assert evaluations[-1] > 3 * evaluations[0]
+    assert evaluations[-1] > 4 * evaluations[0]

@@ -215,6 +215,25 @@ def test_compiled_layers():
     assert torch.equal(eager.agreement, compiled.agreement)
 
 
+@pytest.mark.parametrize("how", [1, Confirm(count=2, noise=0.1), Confirm(readout=lambda z: z > 0)])
+def test_a_batch_of_no_samples(how):
+    found = settled(X[:0], confirm=how)
+    assert found.agreement.shape == found.confirm_evals.shape == (0,)
+
+
+def test_a_sample_is_confirmed_as_it_is_alone():
+    how = Confirm(count=9, around="start", noise=0.8)
+    together, beside_nan = settled(confirm=how), X.clone()
+    beside_nan[1] = torch.nan
+    spoiled = settled(beside_nan, confirm=how)
+    for i in range(len(X)):
+        alone = settled(X[i : i + 1], confirm=how)
+        assert together.agreement[i] == alone.agreement[0]
+        assert together.confirm_evals[i] == alone.confirm_evals[0]
+        assert i == 1 or spoiled.agreement[i] == alone.agreement[0]
+    assert 0 < together.agreement[2] < 1
+
+
 def test_several_axes_or_none_of_samples():
     one = settled(X[2], event_ndim=1, confirm=3)
     assert one.agreement.shape == ()
