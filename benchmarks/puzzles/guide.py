@@ -1,41 +1,66 @@
-"""The tables of docs/equilibrium_blocks.md: who solves larger puzzles, and which recipe makes fixed points right."""
+"""The tables of docs/equilibrium_blocks.md: who solves larger puzzles, and which recipe makes fixed points right.
+
+README has one of them in short.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import report
-from . import arithmetic, mazes, paths, prefix, recipes
+from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, two_streams
 from .contenders import Plan, values
 from .tables import label, percent
 
-PAGE = report.HERE.parent / "docs" / "equilibrium_blocks.md"
+README = report.HERE.parent / "README.md"
+PAGE = README.parent / "docs" / "equilibrium_blocks.md"
 #: Plans of blocks that learn small puzzles and are asked larger ones.
-LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN)
+LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN, mazes_image.PLAN, two_streams.PLAN)
+#: Of README: the plan, its task and its block in words, its smallest set and its largest one.
+SHORT = (
+    (mazes.PLAN, "mazes of cells", "attention", "5 x 5", "17 x 17"),
+    (mazes_image.PLAN, "mazes of pixels", "convolutions", "9 x 9", "33 x 33"),
+    (paths.PLAN, "path lengths in graphs, modulo 3", "messages along edges", "16 nodes", "128 nodes"),
+    (prefix.PLAN, "parities of bit strings", "convolutions", "32 bits", "512 bits"),
+    (arithmetic.PLAN, "sums with long carries", "convolutions", "8 digits", "128 digits"),
+    (two_streams.PLAN, "Sudoku of 9 x 9", "two streams of attention", "36 to 54 givens", "32 givens"),
+)
+#: Sets whose names are longer than what README calls them.
+SETS = {"17 x 17": mazes.SHOWN[-1]}
+#: Plans whose settled answers are checked a second time.
+CHECKED = (paths.PLAN, arithmetic.PLAN, mazes_image.PLAN, two_streams.PLAN)
+NOT_RUN = "Not run yet."
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 
 
-def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
-    """Put what the newest runs say between its markers."""
+def rewrite(page: Path = PAGE, readme: Path = README, folder: Path = report.RESULTS) -> None:
+    """Put what the newest runs say between the markers of both."""
+    report.between(readme, BEGIN.format("settled"), END.format("settled"), _short(folder))
     of_mazes = {f"{size} x {size}": name for size, name in zip(mazes.SIZES, mazes.SHOWN, strict=True)}
     tables: dict[str, Callable[..., Any]] = {
         "MAZES": partial(_exact, mazes.PLAN, of_mazes | {"13 x 13 by Prim": "Prim 13"}),
         **{plan.metric: partial(_exact, plan, {name: name for name in plan.sets}) for plan in LARGER},
         "RECIPES": _recipes,
     }
-    # Checks are told of PATHS, where some trainings settle on wrong answers.
-    told = [(metric.lower(), metric, table) for metric, table in tables.items()] + [("checks", "PATHS", _checks)]
-    for name, metric, table in told:
+    for metric, table in tables.items():
         found = report.newest_by_metric("usefulness", (metric,), folder)
-        content = "Not run yet."
-        if found:
-            path, run = found[0]
-            content = report.markdown_table(*table(run["rows"]))
-            content += f"\n\nFrom `benchmarks/results/{path.name}`; all of it is in `benchmarks/README.md`."
-        report.between(page, BEGIN.format(name), END.format(name), content)
+        content = _told(table(found[0][1]["rows"]), [found[0][0]]) if found else NOT_RUN
+        report.between(page, BEGIN.format(metric.lower()), END.format(metric.lower()), content)
+    found = report.newest_by_metric("usefulness", tuple(plan.metric for plan in CHECKED), folder)
+    checked: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for _, run in found for row in run["rows"]):
+        checked.setdefault(row["metric"], []).append(row)
+    content = _told(_checks(checked), [path for path, _ in found]) if found else NOT_RUN
+    report.between(page, BEGIN.format("checks"), END.format("checks"), content)
+
+
+def _told(table: tuple[list[str], list[list[str]]], paths: list[Path]) -> str:
+    names = " and ".join(f"`benchmarks/results/{path.name}`" for path in paths)
+    return f"{report.markdown_table(*table)}\n\nFrom {names}; all of it is in `benchmarks/README.md`."
 
 
 def _exact(plan: Plan, sets: dict[str, str], rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -49,22 +74,49 @@ def _exact(plan: Plan, sets: dict[str, str], rows: list[dict[str, Any]]) -> tupl
     return ["exact, in %", "parameters", *sets], lines
 
 
-def _checks(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Of all settled answers that were checked: which pass, among the right and among the wrong ones."""
-    runs = [run for row in rows for run in row["runs"] if "checks" in run]
-    sets = [each for run in runs for each in run["checks"].values()]
+def _short(folder: Path) -> str:
+    """Blocks that settle beside the loops that they were trained as, a line a task."""
     lines = []
-    for check in sets[0]:
-        found = [each[check] for each in sets if each[check]["settled"]]
-        right = [each["settled"] * each["exact_settled"] for each in found]
-        passed = [each["settled"] * each["passed"] for each in found]
-        # A share of none is None.
-        kept = [count * (each["exact_passed"] or 0.0) for count, each in zip(passed, found, strict=True)]
-        wrong = sum(each["settled"] for each in found) - sum(right)
-        costs = [each["evaluations_ratio"] for each in found]
-        shares = sum(kept) / sum(right), (sum(passed) - sum(kept)) / wrong
-        lines.append([check, *(f"{100 * share:.1f}" for share in shares), f"{min(costs):.1f} to {max(costs):.1f}"])
-    header = ["check", f"right answers that pass, in % of {sum(right):.0f}", f"wrong ones, in % of {wrong:.0f}"]
+    for plan, task, block, learnt, asked in SHORT:
+        found = report.newest_by_metric("usefulness", (plan.metric,), folder)
+        if not found:
+            lines.append([task, block, learnt, asked, *(["not run"] * 4)])
+            continue
+        (_, run), (_, loop) = found[0], plan.drawn[1]
+        (runs,) = (row["runs"] for row in run["rows"] if row.get("contender") == plan.leader[0])
+        get = partial(values, runs, "solved", SETS.get(asked, asked))
+        settled, right = (percent(get(field)) for field in ("converged", "exact"))
+        evaluations = f"{statistics.mean(get('evaluations_mean')):.0f}"
+        looped = f"{percent(values(runs, loop, SETS.get(asked, asked)))} ({loop})"
+        lines.append([task, block, learnt, asked, right, settled, evaluations, looped])
+    header = ["task", "block", "learnt", "asked", "solved: right, %", "settled, %", "evaluations"]
+    return report.markdown_table([*header, "as a loop: right, %"], lines)
+
+
+def _checks(by_metric: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Of all settled answers that were checked: which pass, among the right and among the wrong ones."""
+    header, columns, costs = ["check"], list[list[str]](), dict[str, list[float]]()
+    for metric, rows in by_metric.items():
+        sets = [each for row in rows for run in row["runs"] for each in run.get("checks", {}).values()]
+        right, wrong, columns = 0.0, 0.0, [*columns, list[str]()]
+        for check in sets[0]:
+            found = [each[check] for each in sets if each[check]["settled"]]
+            count = sum(each["settled"] for each in found)
+            right = sum(each["settled"] * each["exact_settled"] for each in found)
+            wrong = count - right
+            passed = sum(each["settled"] * each["passed"] for each in found)
+            # A share of none is None.
+            kept = sum(each["settled"] * each["passed"] * (each["exact_passed"] or 0.0) for each in found)
+            shares = [
+                f"{100 * part / whole:.1f}" if whole else "-" for part, whole in ((kept, right), (passed - kept, wrong))
+            ]
+            columns[-1].append(" / ".join(shares))
+            costs.setdefault(check, []).extend(each["evaluations_ratio"] for each in found)
+        header.append(f"{metric}: of {right:.0f} right / {wrong:.0f} wrong answers that settled, in %")
+    lines = [
+        [check, *shares, f"{min(found):.1f} to {max(found):.1f}"]
+        for (check, found), *shares in zip(costs.items(), *columns, strict=True)
+    ]
     return [*header, "further evaluations / those of the solve"], lines
 
 

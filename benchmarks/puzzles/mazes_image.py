@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import random
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from implicit_attention.models.reasoners import ConvolutionalReasoner
-from implicit_attention.studies.mazes import depth_first, has_crossing, path
+from implicit_attention.studies.mazes import depth_first, has_crossing
+from implicit_attention.studies.thinking.pixels import free_of, maze_of, problems
 
-from .contenders import Contender
 from .larger import Larger
 from .models import Examples, Model, Shape
 from .training import Loop, Recipe
@@ -30,13 +28,13 @@ DEPTH = 2
 MOST = 400
 
 
-def held_out(free: set[int], side: int) -> bool:
+def held_out(free: list[list[bool]]) -> bool:
     """Whether a maze with these free pixels is to test with, as a fifth of all are.
 
     It is told by how far they are from the middle, so that a maze that is turned or mirrored stays what it was.
     """
-    middle = side // 2
-    return sum((pixel // side - middle) ** 2 + (pixel % side - middle) ** 2 for pixel in free) % 5 == 0
+    middle, squares = len(free) // 2, [(r, c) for r, row in enumerate(free) for c, pixel in enumerate(row) if pixel]
+    return sum((row - middle) ** 2 + (column - middle) ** 2 for row, column in squares) % 5 == 0
 
 
 def images(side: int, count: int, seed: str, *, test: bool, crossed: int = 0) -> Examples:
@@ -45,29 +43,15 @@ def images(side: int, count: int, seed: str, *, test: bool, crossed: int = 0) ->
     Start and goal are two cells, drawn; class 1 is the path between them. Squares beyond the border are walls, of which
     an image has none. `crossed`: so many, the first ones, have a crossing.
     """
-    draw, nodes = random.Random(f"{side} x {side}, {seed}"), (side + 1) // 2
-    inputs, targets = torch.zeros(count, side**2, 3), torch.zeros(count, side**2, dtype=torch.long)
-
-    def pixel(cell: int, other: int) -> int:
-        """Between two cells, or of one."""
-        (row, column), (down, right) = divmod(cell, nodes), divmod(other, nodes)
-        return (row + down) * side + column + right
-
-    found = 0
-    while found < count:
-        parent = depth_first(nodes, draw)
-        if found < crossed and not has_crossing(parent):
+    draw, drawn = random.Random(f"{side} x {side}, {seed}"), []
+    while len(drawn) < count:
+        parent = depth_first((side + 1) // 2, draw)
+        if len(drawn) < crossed and not has_crossing(parent):
             continue
-        free = {pixel(cell, other) for cell, above in enumerate(parent) for other in (cell, above)}
-        if held_out(free, side) != test:
-            continue
-        start, goal = draw.sample(range(nodes**2), 2)
-        way = path(parent, start, goal)
-        inputs[found, list(free), 0] = 1
-        inputs[found, pixel(start, start), 1] = inputs[found, pixel(goal, goal), 2] = 1
-        targets[found, [pixel(*ends) for ends in (*zip(way, way, strict=True), *itertools.pairwise(way))]] = 1
-        found += 1
-    return Examples(inputs, inputs[..., :1] > 0, targets)
+        if held_out(free_of(parent)) == test:
+            drawn.append(maze_of(parent, draw))
+    inputs, targets = (part.flatten(-2) for part in problems(*zip(*drawn, strict=True)))
+    return Examples(inputs.mT.contiguous(), inputs.mT[..., :1] > 0, targets)
 
 
 @functools.cache
@@ -116,18 +100,17 @@ def square(pixels: Tensor) -> Tensor:
 class Convolutions(nn.Module):
     """The block of `ConvolutionalReasoner` on pixels (B, N, dim), `edges` of which (B, N, 1) are free.
 
-    walls: whether walls have a state too. By default it is zero, as beyond the border: so what is deep within a large
-    maze looks like what is near the border of a small one.
+    The state of a wall is zero, as beyond the border: so what is deep within a large maze looks like what is near the
+    border of a small one.
     """
 
-    def __init__(self, dim: int, walls: bool = False) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.walls = walls
         self.block = ConvolutionalReasoner(dim, axes=2, depth=DEPTH).block.to(memory_format=torch.channels_last)
 
     def forward(self, z: Tensor, x: Tensor, edges: Tensor) -> Tensor:
         z, x = (square(part).permute(0, 3, 1, 2) for part in (z, x))
-        out: Tensor = self.block(z, x, None if self.walls else square(edges[..., 0]))
+        out: Tensor = self.block(z, x, square(edges[..., 0]))
         return out.flatten(2).mT
 
 
@@ -137,11 +120,11 @@ class Convolutional(Model):
     The embedding has no bias: what is told of a wall is told of what lies beyond the border.
     """
 
-    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None, walls: bool = False) -> None:
+    def __init__(self, shape: Shape, blocks: int = 1, dim: int | None = None) -> None:
         shape = dataclasses.replace(shape, dim=dim or shape.dim)
         super().__init__(shape, blocks=0)
         self.embed = nn.Linear(shape.features, shape.dim, bias=False)
-        self.blocks.extend(Convolutions(shape.dim, walls) for _ in range(blocks))
+        self.blocks.extend(Convolutions(shape.dim) for _ in range(blocks))
 
     def flops(self, tokens: int, edges: int, steps: float) -> float:
         shape = self.shape
@@ -155,8 +138,9 @@ def all_free(examples: Examples) -> Tensor:
 
 
 #: More steps than news take through a maze to learn from. With 8 to 16 some trainings learnt that what is not on the
-#: path by then is not at all, and settled on no path in larger mazes.
-STEPS = range(10, 21)
+#: path by then is not at all, and settled on no path in larger mazes; with 10 to 20 one of two settled on wrong paths
+#: in half of the mazes of 33 x 33, and with a small weight of the last change (.1) too.
+STEPS = range(12, 25)
 LARGER = Larger(
     "MAZES_IMAGE",
     MazesImage(),
@@ -170,13 +154,11 @@ LARGER = Larger(
     most=MOST,
     trivial=("all free pixels", all_free),
 )
-WALLS = partial(Convolutional, walls=True)
 
 PLAN = LARGER.plan(
-    Contender("the same, walls have states", LARGER.recipe, (LARGER.solved, *LARGER.loops), LARGER.few, make=WALLS),
     claims=(
         ("solved", "33 x 33", ">=", 0.9, "exact"),
-        ("15 steps", "33 x 33", "<=", 0.1, "exact"),
+        (f"{LARGER.mean} steps", "33 x 33", "<=", 0.1, "exact"),
         ("solved", "33 x 33", ">=", 0.9, "converged"),
     ),
     notes=(

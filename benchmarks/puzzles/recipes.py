@@ -1,7 +1,6 @@
 """Ways to train a block whose fixed point is to be the answer, on 4 x 4 Sudoku: which settle, and which settle right.
 
-A reasoner of two streams is one of the rows: the state is a draft z and an answer y; an evaluation draws `drafts` times
-z <- net(x + y + z), then y <- net(y + z), all by one block.
+Reasoners of two streams (`two_streams`) are among the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from implicit_attention import Equilibrium, FixedPointMap
 from implicit_attention.adjoints import Implicit, OneStep, Phantom
@@ -20,12 +19,10 @@ from implicit_attention.layers import contractive
 from implicit_attention.solvers import Anderson, Broyden
 
 from .contenders import Contender, Plan
-from .models import Block, Examples, Model, Shape
+from .models import Examples, Model, Shape
 from .sudoku import MEAN, STEPS, TASK, UPDATES
-from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, State, Training
-
-#: Blocks of an evaluation of two streams.
-THREE = 3
+from .training import CAP, RTOL, Fixed, Loop, Recipe, Segments, Settled, Solved, State, Training
+from .two_streams import Reasoner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,31 +38,6 @@ class Intermediate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
-    """`count` times `steps` steps, each from where the one before has ended, without its graph.
-
-    start: size of the normal numbers to start from, 0 for zeros. noise: of the normal numbers that every segment adds
-    to its start. keep: the part of the way that a step goes, 1 for all of it.
-    """
-
-    steps: int
-    count: int
-    start: float = 0.0
-    noise: float = 0.0
-    keep: float = 1.0
-
-    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
-        z = self.start * torch.randn_like(model.embed(batch.inputs))
-        for _ in range(self.count):
-            # The weights have been changed since.
-            x = model.embed(batch.inputs)
-            z = z.detach() + self.noise * torch.randn_like(z)
-            for _ in range(self.steps):
-                z = z.lerp(model.block(z, x, batch.edges), self.keep)
-            yield z
-
-
-@dataclasses.dataclass(frozen=True)
 class Penalised:
     """The fixed point by the implicit gradient; the loss has `weight` times the mean square of its Jacobian added."""
 
@@ -77,44 +49,6 @@ class Penalised:
         z = settled(x, batch.edges)
         problem = FixedPointMap(model.block, x, batch.edges, event_ndim=2)
         yield z, self.weight * jacobian_penalty(problem, z.detach()).mean()
-
-
-class Streams(nn.Module):
-    """One evaluation of two streams (B, N, 2 dim): the draft in the first half of the state, the answer behind it."""
-
-    def __init__(self, shape: Shape, drafts: int) -> None:
-        super().__init__()
-        self.net, self.drafts = Block(shape), drafts
-
-    def forward(self, state: Tensor, x: Tensor, edges: Tensor) -> Tensor:
-        (z, y), (x, none) = state.chunk(2, -1), x.chunk(2, -1)
-        for _ in range(self.drafts):
-            z = self.net(x + y + z, none, edges)
-        return torch.cat([z, self.net(y + z, none, edges)], -1)
-
-
-class Widened(nn.Linear):
-    """A linear map, and as many zeros behind what it makes."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        made = super().forward(inputs)
-        return torch.cat([made, torch.zeros_like(made)], -1)
-
-
-class OfSecond(nn.Linear):
-    """A linear map of the second half."""
-
-    def forward(self, state: Tensor) -> Tensor:
-        return super().forward(state.chunk(2, -1)[1])
-
-
-class Reasoner(Model):
-    """Two streams around one block, with the answer read from the second."""
-
-    def __init__(self, shape: Shape, drafts: int = THREE - 1) -> None:
-        super().__init__(shape, blocks=0)
-        self.embed, self.head = Widened(shape.features, shape.dim), OfSecond(shape.dim, shape.classes)
-        self.blocks.append(Streams(shape, drafts))
 
 
 def bounded(shape: Shape) -> Model:

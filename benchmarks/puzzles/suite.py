@@ -14,13 +14,14 @@ from typing import Any, TypeAlias
 import torch
 
 from ..targets import Row
-from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, sudoku
+from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, sudoku, two_streams
 from .contenders import Contender, Costs, Entry, Plan, costs_row, entry_row, trial
 from .training import CAP, RTOL
 
 PLANS: tuple[Plan, ...] = (
     mazes.PLAN,
     *sudoku.PLANS,
+    two_streams.PLAN,
     prefix.PLAN,
     paths.PLAN,
     mazes_image.PLAN,

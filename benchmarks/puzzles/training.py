@@ -109,6 +109,31 @@ class Progressive:
 
 
 @dataclasses.dataclass(frozen=True)
+class Segments:
+    """`count` times `steps` steps, each from where the one before has ended, without its graph.
+
+    start: size of the normal numbers to start from, 0 for zeros. noise: of the normal numbers that every segment adds
+    to its start. keep: the part of the way that a step goes, 1 for all of it.
+    """
+
+    steps: int
+    count: int
+    start: float = 0.0
+    noise: float = 0.0
+    keep: float = 1.0
+
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
+        z = self.start * torch.randn_like(model.embed(batch.inputs))
+        for _ in range(self.count):
+            # The weights have been changed since.
+            x = model.embed(batch.inputs)
+            z = z.detach() + self.noise * torch.randn_like(z)
+            for _ in range(self.steps):
+                z = z.lerp(model.block(z, x, batch.edges), self.keep)
+            yield z
+
+
+@dataclasses.dataclass(frozen=True)
 class Settled:
     """The fixed point, differentiated by an adjoint of this library."""
 

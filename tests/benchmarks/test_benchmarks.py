@@ -364,13 +364,15 @@ def test_the_committed_tables_are_those_of_the_newest_runs(tmp_path):
 
 
 def test_the_tables_of_the_guide_are_those_of_the_newest_runs(tmp_path):
-    text = guide.PAGE.read_text()
-    copy = tmp_path / "guide.md"
-    copy.write_text(text)
-    guide.rewrite(copy)
-    assert copy.read_text() == text
-    guide.rewrite(copy, tmp_path)
-    assert copy.read_text().count("Not run yet.") == 6
+    pages = guide.PAGE, guide.README
+    copies = [tmp_path / page.name for page in pages]
+    for page, copy in zip(pages, copies, strict=True):
+        copy.write_text(page.read_text())
+    guide.rewrite(*copies)
+    assert [copy.read_text() for copy in copies] == [page.read_text() for page in pages]
+    guide.rewrite(*copies, folder=tmp_path)
+    assert copies[0].read_text().count("Not run yet.") == 8
+    assert copies[1].read_text().count("| not run | not run | not run | not run |") == len(guide.SHORT)
 
 
 def test_the_terminal_says_what_was_left_out(run):

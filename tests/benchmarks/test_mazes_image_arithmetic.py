@@ -1,4 +1,4 @@
-"""The data of MAZES_IMAGE and ARITHMETIC, their models, and a quick run of both."""
+"""The data of MAZES_IMAGE and ARITHMETIC, their models and those of SUDOKU9_STREAMS, and a quick run of all."""
 
 import functools
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -15,16 +16,21 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks.puzzles import arithmetic, mazes_image, paths, prefix  # noqa: E402
-from implicit_attention.models.reasoners import ConvolutionalReasoner  # noqa: E402
+from benchmarks.puzzles import arithmetic, mazes_image, paths, prefix, sudoku, two_streams  # noqa: E402
+from benchmarks.puzzles.models import Shape  # noqa: E402
+from implicit_attention.models.reasoners import ConvolutionalReasoner, TwoStreamReasoner  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """Some mazes to learn from; no test waits for thousands."""
+    """Some mazes and grids to learn from; no test waits for thousands."""
     monkeypatch.setattr(mazes_image, "LEARNT", 60)
     monkeypatch.setattr(mazes_image, "CROSSED", 6)
     monkeypatch.setattr(mazes_image, "learnt", functools.cache(mazes_image.learnt.__wrapped__))
+    monkeypatch.setattr(sudoku, "POOL", 100)
+    vars(two_streams.TASK).pop("pool", None)
+    yield
+    vars(two_streams.TASK).pop("pool", None)
 
 
 def beside(pixel, side):
@@ -68,7 +74,7 @@ def test_paths_through_images_are_those_of_a_search(side):
 
 
 def held_out(examples):
-    return [mazes_image.held_out({*free.nonzero().flatten().tolist()}, 9) for free in examples.edges[..., 0]]
+    return [mazes_image.held_out(free.tolist()) for free in mazes_image.square(examples.edges[..., 0])]
 
 
 def test_mazes_to_test_with_are_not_learnt_from_in_any_turn():
@@ -122,28 +128,28 @@ def test_additions_to_test_with_are_not_learnt_from():
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("suite", [mazes_image, arithmetic, prefix, paths])
+@pytest.mark.parametrize("suite", [mazes_image, arithmetic, prefix, paths, two_streams])
 def test_flops_are_those_that_torch_counts(suite, blocks):
     task = suite.PLAN.task
     examples = task.draw(1, torch.Generator().manual_seed(0))
     made = suite.LARGER.make(task.shape, blocks=blocks)
-    with FlopCounterMode(display=False) as counter:
+    # Attention as two products of matrices, which are counted.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         x = made.embed(examples.inputs)
         made.head(made.steps(torch.zeros_like(x), x, examples.edges, 3))
     tokens, edges = examples.inputs.shape[1], examples.edges.shape[-1]
     assert counter.get_total_flops() == made.flops(tokens, edges, 3)
 
 
-@pytest.mark.parametrize("walls", [False, True])
-def test_steps_of_images_are_those_of_the_reasoner(walls):
+def test_steps_of_images_are_those_of_the_reasoner():
     torch.manual_seed(0)
     examples = mazes_image.PLAN.task.draw(2, torch.Generator().manual_seed(0))
-    model = mazes_image.Convolutional(mazes_image.PLAN.task.shape, walls=walls)
+    model = mazes_image.Convolutional(mazes_image.PLAN.task.shape)
     reasoner = ConvolutionalReasoner(24, axes=2, depth=mazes_image.DEPTH)
     reasoner.block.load_state_dict(model.blocks[0].block.state_dict())
     x = model.embed(examples.inputs)
     image = x.mT.reshape(2, 24, 9, 9)
-    exists = None if walls else examples.inputs[..., 0].bool().view(2, 9, 9)
+    exists = examples.inputs[..., 0].bool().view(2, 9, 9)
     expected = reasoner(image, exists, steps=4)
     torch.testing.assert_close(model.steps(torch.zeros_like(x), x, examples.edges, 4), expected.flatten(2).mT)
 
@@ -161,6 +167,20 @@ def test_steps_of_additions_are_those_of_the_reasoner():
     assert prefix.Convolutional(prefix.PLAN.task.shape).depth == prefix.DEPTH != arithmetic.DEPTH
 
 
+def test_steps_of_two_streams_are_those_of_the_reasoner():
+    torch.manual_seed(0)
+    shape = Shape(features=5, classes=4, dim=8, heads=2)
+    model = two_streams.Reasoner(shape, cycles=3)
+    reasoner = TwoStreamReasoner(two_streams.Net(shape), cycles=3)
+    reasoner.block.load_state_dict(model.blocks[0].block.state_dict())
+    inputs, edges = torch.randn(2, 16, 5), torch.ones(2, 16, 16, dtype=torch.bool)
+    x = model.embed(inputs)
+    found = model.steps(torch.zeros_like(x), x, edges, 4)
+    high, low = reasoner(inputs @ model.embed.weight.T + model.embed.bias, edges, steps=4)
+    torch.testing.assert_close(found, torch.cat([high, low], -1))
+    torch.testing.assert_close(model.head(found), high @ model.head.weight.T + model.head.bias)
+
+
 def test_a_wall_is_what_lies_beyond_the_border():
     """A maze within a larger one of walls alone has the same states."""
     torch.manual_seed(0)
@@ -176,7 +196,7 @@ def test_a_wall_is_what_lies_beyond_the_border():
     torch.testing.assert_close(state(wide)[:, 3:-3, 3:-3], state(inputs))
 
 
-@pytest.mark.parametrize("suite", [mazes_image, arithmetic])
+@pytest.mark.parametrize("suite", [mazes_image, arithmetic, two_streams])
 def test_stacks_have_the_parameters_of_the_tied_block(suite):
     tied, stack = (
         next(c for c in suite.PLAN.contenders if end(c.name)).make(suite.PLAN.task.shape)
@@ -187,12 +207,12 @@ def test_stacks_have_the_parameters_of_the_tied_block(suite):
 
 
 def test_a_quick_run_has_every_contender(tmp_path):
-    asked = ["usefulness", "--quick", "--only", "mazes_image,arithmetic", "--out", str(tmp_path)]
+    asked = ["usefulness", "--quick", "--only", "mazes_image,arithmetic,sudoku9_streams", "--out", str(tmp_path)]
     done = CliRunner().invoke(command.app, asked)
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("usefulness-partial-*.json")
     rows = json.loads(path.read_text())["rows"]
-    for suite in (mazes_image, arithmetic):
+    for suite in (mazes_image, arithmetic, two_streams):
         found = [row for row in rows if row["metric"] == suite.PLAN.metric]
         assert [row["contender"] for row in found] == [contender.name for contender in suite.PLAN.contenders]
         for row, contender in zip(found, suite.PLAN.contenders, strict=True):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.puzzles import contenders, prefix, recipes, sudoku, training  # noqa: E402
+from benchmarks.puzzles import contenders, prefix, recipes, sudoku, training, two_streams  # noqa: E402
 from benchmarks.puzzles.models import Shape  # noqa: E402
 from benchmarks.puzzles.sudoku import LARGE, MIDDLE, SMALL, Sudoku  # noqa: E402
 from implicit_attention.studies.thinking.grids import every_grid, puzzles_of, unique  # noqa: E402
@@ -204,17 +204,17 @@ def test_strings_have_parities_and_those_to_test_with_are_not_learnt_from():
 
 def test_two_streams_draw_an_answer_from_drafts():
     torch.manual_seed(0)
-    model = recipes.Reasoner(Shape(features=21, classes=4, dim=8, heads=2), drafts=3)
+    model = two_streams.Reasoner(Shape(features=21, classes=4, dim=8, heads=2), cycles=3)
     inputs, edges = torch.randn(2, 16, 21), torch.ones(2, 16, 16, dtype=torch.bool)
-    x, net = model.embed(inputs), model.block.net
+    x, net = model.embed(inputs), model.block.block.high.block
     given = inputs @ model.embed.weight.T + model.embed.bias
-    z, y = torch.randn(2, 16, 8), torch.randn(2, 16, 8)
-    found = model.block(torch.cat([z, y], -1), x, edges)
+    high, low = torch.randn(2, 16, 8), torch.randn(2, 16, 8)
+    found = model.block(torch.cat([high, low], -1), x, edges)
     for _ in range(3):
-        z = net(given + y + z, 0, edges)
-    y = net(y + z, 0, edges)
-    torch.testing.assert_close(found, torch.cat([z, y], -1))
-    torch.testing.assert_close(model.head(found), y @ model.head.weight.T + model.head.bias)
+        low = net(given + high + low, 0, edges)
+    high = net(high + low, 0, edges)
+    torch.testing.assert_close(found, torch.cat([high, low], -1))
+    torch.testing.assert_close(model.head(found), high @ model.head.weight.T + model.head.bias)
 
 
 def counting(model):
@@ -228,7 +228,7 @@ def test_segments_go_on_from_a_detached_state_and_reach_the_weights_in_each():
     model = contenders.model_of(task, recipes.CONTENDERS[0], 0)
     seen, batch = counting(model), task.draw(3, torch.Generator().manual_seed(0))
     made = []
-    for z in recipes.Segments(2, 3).states(model, batch, random.Random(0), 1.0):
+    for z in training.Segments(2, 3).states(model, batch, random.Random(0), 1.0):
         model.zero_grad()
         training.loss(model, z, batch.targets).backward()
         assert model.embed.weight.grad.abs().max() > 0
@@ -249,7 +249,7 @@ def test_noise_and_damping_of_segments_are_of_the_size_that_is_told():
     torch.manual_seed(1)
     with torch.no_grad():
         states = list(
-            recipes.Segments(2, 2, start=3.0, noise=0.5, keep=0.75).states(model, batch, random.Random(0), 1.0)
+            training.Segments(2, 2, start=3.0, noise=0.5, keep=0.75).states(model, batch, random.Random(0), 1.0)
         )
     assert float(seen[0][0].std()) == pytest.approx((3.0**2 + 0.5**2) ** 0.5, rel=0.05)
     torch.testing.assert_close(seen[1][0], 0.25 * seen[0][0] + 0.75 * seen[0][1])

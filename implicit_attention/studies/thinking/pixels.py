@@ -121,17 +121,23 @@ def mazes(size: int, count: int, seed: str) -> Problems:
     return problems(*zip(*drawn, strict=True))
 
 
-def maze_of(parent: Parents, draw: random.Random) -> tuple[Squares, list[Square]]:
-    """Return a maze with cells at even places, walls or ways between them, and the path between two random cells."""
+def free_of(parent: Parents) -> list[list[bool]]:
+    """Return which squares are free: cells, at even places, and the ways between them."""
     cells = math.isqrt(len(parent))
     size = 2 * cells - 1
     free = [[False] * size for _ in range(size)]
     for ends in enumerate(parent):
         for row, column in _between(ends, cells):
             free[row][column] = True
+    return free
+
+
+def maze_of(parent: Parents, draw: random.Random) -> tuple[Squares, list[Square]]:
+    """Return a maze and the path between two random cells of it."""
+    cells = math.isqrt(len(parent))
     start, goal = draw.sample(range(cells * cells), 2)
     way = [square for ends in itertools.pairwise(path(parent, start, goal)) for square in _between(ends, cells)]
-    return Squares(free, _place(start, cells), _place(goal, cells)), way
+    return Squares(free_of(parent), _place(start, cells), _place(goal, cells)), way
 
 
 def _place(cell: int, cells: int) -> Square:
