@@ -88,13 +88,13 @@ LARGER = Larger(
     Reasoner,
     narrow=16,
     steps=STEPS,
-    recipe=Recipe(Loop(STEPS, half=True, settle=0.5), updates=1000, batch=32, rate=3e-3),
+    recipe=Recipe(Loop(STEPS, half=True, settle=0.5), updates=800, batch=32, rate=3e-3),
     sets=("50 givens", "40 givens", "34 givens", "32 givens"),
     most=300,
     trivial=("givens, and the first digit", givens),
 )
 #: Deep supervision: gradients go through half as many steps, and there are twice as many updates.
-SEGMENTS = dataclasses.replace(LARGER.recipe, training=Segments(2, 4), updates=2000)
+SEGMENTS = dataclasses.replace(LARGER.recipe, training=Segments(2, 4), updates=1600)
 ONE_STREAM = dataclasses.replace(LARGER.recipe, training=Loop(ONE, half=True, settle=0.5))
 WAYS = LARGER.solved, *LARGER.loops
 
