@@ -113,7 +113,7 @@ class Equilibrium(Remembering):
         chunk: of a causal layer: how many tokens are solved at a time, each chunk beside the settled tokens before it.
         confirm: further solves of each sample in evaluation mode, by a `Confirm` or their number: 1 goes on from the
             answer to a tenth of the tolerance, more start beside the answer. `last_solve.agreement` is the share of
-            them that gave the same answer.
+            them that gave the same answer. Not with a fixed number of `steps`.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, detached, one entry a sample, or a token of a causal layer. Not
@@ -191,12 +191,18 @@ class Equilibrium(Remembering):
         check_causal(causal, self.event_ndim, compiled, chunk)
         self.causal, self.chunk = causal, checked_chunk(chunk)
         self.confirm = checked_confirm(confirm, causal)
+        self._check_solves(self.confirm, self.steps)
         #: What the caches of this layer know it by.
         self._identity = object()
         self._memory = AdjointMemory()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
         self._checked: set[tuple[bool, str]] = set()
         self._drawing: set[bool] = set()
+
+    @staticmethod
+    def _check_solves(further: Confirm | None, steps: Steps) -> None:
+        required, remedy = "be None beside a fixed number of steps, whose end is no solution", "solve: pass a solver"
+        _validate.require(further is None or not isinstance(steps, int), "confirm", required, repr(further), remedy)
 
     def forward(
         self,
@@ -224,7 +230,7 @@ class Equilibrium(Remembering):
             adjoint: the same.
             on_failure: the same.
             start: replaces the layer's: a word, or a state, as the one that was returned before (a warm start).
-            confirm: replaces the layer's for this call; 0 for none.
+            confirm: replaces the layer's for this call; 0 for none. What further solves say is in `last_solve`.
             cache: of a causal layer, from `new_cache`: x are the tokens that follow those of the cache, and become a
                 part of it. The state then has no gradient.
             chunk: the same as for the layer, for this call; plain steps go by all tokens at once.
@@ -246,7 +252,10 @@ class Equilibrium(Remembering):
         if isinstance(steps, range) and not self.training:
             steps = None
         chunk = self.chunk if chunk is None else chunk
-        further = self.confirm if confirm is None else checked_confirm(confirm, self.causal)
+        further = self.confirm
+        if confirm is not None:
+            further = checked_confirm(confirm, self.causal)
+            self._check_solves(further, steps)
         if self.training or is_exporting():
             further = None
         tokens = solve_of_tokens(self.block, self.causal, cache, chunk, exit, reads)

@@ -291,6 +291,29 @@ class Draws:
             _set_generators(self.device, self.after)
 
 
+class SameNumbers:
+    """A context in which a block draws the numbers that it drew in the first one; outside nothing is repeated."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = torch.device("cpu") if device is None else device
+        self.before: list[Tensor] | None = None
+        self.outside: list[Tensor] | None = None
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        now = _generators(self.device)
+        if self.before is None:
+            self.before = now
+        else:
+            self.outside = now
+            _set_generators(self.device, self.before)
+
+    def __exit__(self, *raised: object) -> None:
+        if self.outside is not None:
+            _set_generators(self.device, self.outside)
+
+
 def _generators(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
     if device.type not in ("cpu", "meta"):

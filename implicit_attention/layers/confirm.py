@@ -39,11 +39,13 @@ class Confirm:
     Args:
         count: the number of further solves; 1 without noise, as others would be the same.
         around: where they start: at the "answer", or at the "start" of the solve.
-        noise: the size of the normal numbers that are added to it, in units of the root mean square of the answer.
-        readout: a function of a state, or a module, whose results, the classes of an answer, are compared; None
-            compares states, which are the same where they differ by less than 100 tolerances.
-        solver: of the further solves; None is that of the first, without noise to a tenth of its tolerance. Damped
-            steps from the same start, `around="start"` and `Picard(damping=0.5)`, take another way to the answer.
+        noise: the size of the normal numbers that are added to it, in units of the root mean square of the answer, in
+            which padding counts as 0.
+        readout: a function of a state, or a module, whose results, the classes of an answer, are compared: integers or
+            booleans; None compares states, which are the same where they differ by less than 100 tolerances.
+        solver: of the further solves; None is that of the first, without noise to a tenth of its tolerance (to the same
+            one where autocast rounds to half precision). Damped steps from the same start, `around="start"` and
+            `Picard(damping=0.5)`, take another way to the answer.
         seed: of the noise, which leaves torch's random numbers as they are.
 
     Raises:
@@ -76,10 +78,13 @@ class Confirm:
         required, remedy = "be 1 without noise, as further solves would be the same", "for example noise=0.1"
         _validate.require(self.count == 1 or noise > 0, "count", required, self.count, remedy)
         _validate.check_integer("seed", self.seed, low=0)
+        _validate.require(self.seed < 2**63, "seed", "be below 2^63", self.seed)
         solver: Any = self.solver
         readout: Any = self.readout
         if solver is not None:
             _validate.check_instance("solver", solver, Solver, "be a solver", "for example Picard(damping=0.5)")
+            required = "have a tolerance, without which no solve converges"
+            _validate.require(not solver.fixed_budget, "solver", required, repr(solver), "set rtol")
         if readout is not None and not callable(readout):
             received = type(readout).__name__
             raise TypeError(_validate.message("readout", "be a function of states, or a module", received))
@@ -166,8 +171,9 @@ def _options(how: Confirm, call: BlockCall) -> SolveOptions:
     if how.noise > 0 or how.solver is not None:
         return call.options
     solver = call.options.effective_solver
-    # A tolerance below the rounding of states would never be reached.
-    least = ROUNDING * torch.finfo(torch.promote_types(call.map.layout.dtype, torch.float32)).eps
+    # A tolerance below the rounding of a block's results would never be reached.
+    dtype = call.map.autocast or torch.promote_types(call.map.layout.dtype, torch.float32)
+    least = ROUNDING * torch.finfo(dtype).eps
     rtol, atol = (max(given / 10, min(given, least)) for given in (solver.rtol, solver.atol))
     return dataclasses.replace(call.options, solver=dataclasses.replace(solver, rtol=rtol, atol=atol))
 
@@ -190,6 +196,8 @@ def _classes(how: Confirm, state: Any, lead: torch.Size) -> Tensor:
     received = f"shape {tuple(read.shape)}" if isinstance(read, Tensor) else type(read).__name__
     required, remedy = f"return a tensor whose first axes are {tuple(lead)}", "for example head(z).argmax(-1)"
     _validate.require(fits, "readout", required, received, remedy)
+    required = "return classes, integers or booleans, which are compared one by one"
+    _validate.require(not read.is_floating_point(), "readout", required, f"dtype {read.dtype}", remedy)
     return _rows(read, len(lead))
 
 

@@ -100,11 +100,12 @@ class Calibration:
 
         Settled answers are surer than others, then those on which more starts agree, then those of fewer evaluations.
         """
-        agreement = torch.ones_like(self.settled, dtype=torch.double) if self.agreement is None else self.agreement
-        scale = float(self.evaluations.max()) + 1 if len(self.evaluations) else 1.0
-        sureness = 4 * self.settled.double() + 2 * agreement.double() - self.evaluations.double() / scale
-        order = sureness.argsort(descending=True, stable=True)
-        numbers = torch.arange(1, len(order) + 1, dtype=torch.double)
+        order = self.evaluations.argsort(stable=True)
+        # By the lesser criterion first: stable sorts keep its order among equals.
+        for criterion in (self.agreement, self.settled.byte()):
+            if criterion is not None:
+                order = order[criterion[order].argsort(descending=True, stable=True)]
+        numbers = torch.arange(1, len(order) + 1, dtype=torch.double, device=order.device)
         return numbers / max(len(order), 1), (~self.exact[order]).double().cumsum(0) / numbers
 
 
@@ -124,12 +125,12 @@ def calibrate(
     problem is solved again from other starts: a second check, which turns up fixed points that are one of several.
 
     Args:
-        layer: the trained block; it is solved in evaluation mode.
+        layer: the trained block; it is solved in evaluation mode, one with steps=k by its solver too. Not causal.
         readout: of a state: logits.
         sets: for each size of problem batches of (inputs, target): inputs is the tuple (x, *args) of a call of the
             layer, or the dict of its keyword arguments.
         exact: of (logits, target): which samples are right, boolean, (B,); None compares the largest logits with the
-            targets, where those below 0 are not asked for.
+            targets, where those below 0 are not asked for and logits with NaN are wrong.
         axis: that of logits which numbers classes.
         confirm: how many further solves of each problem, or a `Confirm`; None is that of the layer. What they agree on
             is the answer, the largest logits where something is asked for, unless the `Confirm` has a read-out.
@@ -158,11 +159,16 @@ def calibrate(
     Not for the set of the training: weights are right there, and settle.
     """
     _validate.check_instance("layer", layer, Equilibrium, "be an Equilibrium", "wrap the block: Equilibrium(block)")
-    further = layer.confirm if confirm is None else checked_confirm(confirm, layer.causal)
+    required, remedy = "be a layer whose samples have one status each", "compare its tokens with the targets by hand"
+    _validate.require(not layer.causal, "layer", required, "causal=True", remedy)
+    further = layer.confirm if confirm is None else checked_confirm(confirm)
     _validate.check_instance("sets", sets, Mapping, "be a dict from names to batches", "for example {'9 x 9': batches}")
     modules = [part for part in (layer, readout) if isinstance(part, nn.Module)]
-    modes = [module.training for module in modules]
+    # Of each part: one that is kept in evaluation mode while the others train stays so.
+    modes = [(part, part.training) for module in modules for part in module.modules()]
     options = {"on_failure": "ignore"} | options
+    if isinstance(layer.steps, int) and not options.keys() & {"solver", "steps"}:
+        options["solver"] = layer.options.effective_solver
     try:
         for module in modules:
             module.eval()
@@ -178,8 +184,8 @@ def calibrate(
                 found[name] = Calibration(*(None if f[0] is None else torch.cat(f) for f in fields))  # type: ignore[arg-type]
             return found
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.train(mode)
+        for part, mode in modes:
+            part.training = mode
 
 
 @dataclasses.dataclass
@@ -198,7 +204,7 @@ class _Answer:
         """The fields of a `Calibration` for the batch."""
         if further is not None and further.readout is None:
             further = dataclasses.replace(further, readout=self._asked)
-        state = self._called(confirm=0 if further is None else further)
+        state = self._called() if further is None and self.layer.confirm is None else self._called(confirm=further or 0)
         report = self.layer.last_solve
         assert report is not None
         settled, evaluations = report.converged.clone(), report.num_evals.clone()
@@ -212,19 +218,24 @@ class _Answer:
 
     def _called(self, **options: Any) -> Any:
         options = self.options | options
+        required, remedy = "be a tuple (x, *args) or a dict of keyword arguments", "pass ((x,), target) as a batch"
+        _validate.check_instance("inputs", self.inputs, (tuple, list, dict), required, remedy)
         if isinstance(self.inputs, dict):
             return self.layer(**self.inputs, **options)
         return self.layer(*self.inputs, **options)
 
     def _asked(self, state: Any) -> Tensor:
         """The classes of an answer, 0 where none is asked for."""
-        classes = self.readout(state).movedim(self.axis, -1).argmax(-1)
+        logits = self.readout(state)
+        _validate.check_float_tensor("readout(z)", logits, min_ndim=2)
+        classes = logits.movedim(self.axis, -1).argmax(-1)
         return classes.where(self.target >= 0, 0) if classes.shape == self.target.shape else classes
 
     def _right(self, logits: Tensor, target: Tensor) -> Tensor:
         if self.exact is None:
-            right = (classes_last(logits, target, self.axis).argmax(-1) == target) | (target < 0)
-            return right.reshape(len(target), -1).all(-1)
+            logits = classes_last(logits, target, self.axis)
+            right = ((logits.argmax(-1) == target) & ~logits.isnan().any(-1)) | (target < 0)
+            return right.flatten(1).all(-1) if right.ndim > 1 else right
         right = self.exact(logits, target)
         fits = isinstance(right, Tensor) and right.dtype == torch.bool and right.shape == (len(target),)
         received = f"{right.dtype} of shape {tuple(right.shape)}" if isinstance(right, Tensor) else type(right).__name__
@@ -250,12 +261,13 @@ def calibration_table(found: Mapping[str, Calibration]) -> str:
 
     Not for pictures: see `plotting.risk_figure`.
     """
-    columns = [_column(name, row) for name, row in found.items()]
+    columns = [_column(str(name), row) for name, row in found.items()]
     heads = list(dict.fromkeys(head for column in columns for head in column))
+    widths = [max(24, 2 + max(map(len, column.values()))) for column in columns]
     lines = []
     for head in heads:
-        cells = [column.get(head, "-") for column in columns]
-        lines.append(f"{head:21}" + "".join(f"{cell:24}" for cell in cells))
+        cells = [column.get(head, "-").ljust(width) for column, width in zip(columns, widths, strict=True)]
+        lines.append(f"{head:21}" + "".join(cells))
     return "\n".join(line.rstrip() for line in lines)
 
 

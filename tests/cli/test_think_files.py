@@ -1,5 +1,8 @@
 """Problems of one's own in `implicit-attention think`, and what cannot be used."""
 
+import struct
+import zlib
+
 import pytest
 import torch
 from PIL import Image
@@ -140,16 +143,28 @@ def written(tmp_path, text, name="own.txt"):
         ("maze", 70 * " " + "SG\n" + 72 * " ", "must have sides of 2 to 65 squares without its frame, got 2 x 72"),
         ("maze", b"\xff\xfe\x00", "must be text with a maze (save an image as .png), got bytes that are no UTF-8"),
         ("maze", 70_000 * "#", "must have at most 65536 bytes, got more"),
+        ("prefix", "\ufeff1", "must hold 2 to 512 bits, got 1"),
         ("prefix", "01a", "must hold bits, 0 and 1, got 'a'; take other characters out"),
         ("prefix", "1", "must hold 2 to 512 bits, got 1"),
         ("prefix", 600 * "1", "must hold 2 to 512 bits, got 600; take a part of them"),
         ("sudoku", "1234", "hold 16 characters, digits 1 to 4 and 0 or . for an empty cell, got '1234'"),
+        ("sudoku", 60_000 * "1", "got 60000 characters that begin '1111111111111111'; write the grid row by row"),
         ("sudoku", 15 * "." + "7", "got '0000000000000007'; write the grid row by row"),
         ("sudoku", "11" + 14 * ".", "must hold a puzzle that has a solution, got one that none of all 288 grids fits"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, puzzle, text, message):
     refused([puzzle, "--file", written(tmp_path, text)], message)
+
+
+@pytest.mark.parametrize(
+    ("side", "message"), [(10_000, "got 10000 x 10000; shrink"), (60_000, "got far more: 'own.png'; shrink")]
+)
+def test_images_that_are_too_large_are_refused_unread(tmp_path, side, message):
+    """A header that promises more pixels than Pillow reads; the rest is left out."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    refused(["maze", "--file", written(tmp_path, content + b"\0\0\0\0IDAT", "own.png")], message)
 
 
 def refused(arguments, message):

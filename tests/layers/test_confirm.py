@@ -242,6 +242,26 @@ def test_several_axes_or_none_of_samples():
     assert grid.agreement[0].tolist() == [1, 1]
 
 
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+
+    def forward(self, z, x):
+        return torch.tanh(0.3 * self.mix(z) + x)
+
+
+def test_autocast_is_not_asked_for_more_than_it_rounds_to():
+    torch.manual_seed(0)
+    layer, x = Equilibrium(Mixed(), confirm=1).eval(), torch.randn(64, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    found = layer.last_solve
+    assert found.converged.all()
+    assert found.confirmed.all()
+    assert (found.confirm_evals <= found.num_evals).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions(dtype):
     found = settled(X.to(dtype), block=Wells().to(dtype), confirm=Confirm(count=20, around="start", noise=0.8))
@@ -261,6 +281,19 @@ WRONG = {
     "noise": (lambda: Confirm(noise=-1.0), ValueError, "`noise`"),
     "seed": (lambda: Confirm(seed=-1), ValueError, "`seed`"),
     "solver": (lambda: Confirm(solver="damped"), TypeError, "`solver` must be a solver"),
+    "seed of 65 bits": (lambda: Confirm(seed=2**64), ValueError, "`seed` must be below"),
+    "no tolerance": (lambda: Confirm(solver=Picard(rtol=0, atol=0)), ValueError, "`solver` must have a tolerance"),
+    "logits": (
+        lambda: settled(confirm=Confirm(readout=nn.Identity())),
+        ValueError,
+        r"`readout` must return classes.*float32; for example head\(z\).argmax",
+    ),
+    "steps": (lambda: Equilibrium(Wells(), steps=8, confirm=1), ValueError, "`confirm` must be None beside a fixed"),
+    "steps of a call": (
+        lambda: Equilibrium(Wells()).eval()(X, steps=8, confirm=1),
+        ValueError,
+        "`confirm` must be None beside a fixed",
+    ),
     "readout": (lambda: Confirm(readout=3), TypeError, "`readout` must be a function"),
     "a word": (lambda: Equilibrium(Wells(), confirm="twice"), TypeError, "`confirm`.*or pass a Confirm"),
     "negative": (lambda: Equilibrium(Wells(), confirm=-1), ValueError, "`confirm`"),

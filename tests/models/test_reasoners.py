@@ -16,6 +16,7 @@ from implicit_attention.models.reasoners import (
     TransformerStack,
     TwoStreamReasoner,
 )
+from implicit_attention.models.reasoners.convolutional import GroupNorm
 
 TIGHT = Picard(rtol=1e-13, atol=1e-13, max_steps=2000)
 RING, PATH = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]], [[0, 1], [1, 2], [2, 1], [-1, -1], [-1, -1]]
@@ -305,6 +306,19 @@ def test_a_pair_with_one_end_is_no_edge_and_batches_may_be_empty():
     assert image(pixels[:0]).shape == (0, 6, 5, 7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_single_beside_a_mask(dtype):
+    """Squares of cells above 255 are beyond float16; so is the sum of many."""
+    torch.manual_seed(0)
+    norm, h = GroupNorm(4, 32).to(dtype), (300 + 8 * torch.randn(2, 32, 32, 32)).to(dtype)
+    masked = norm(h, torch.ones(2, 1, 32, 32, dtype=torch.bool))
+    assert masked.dtype == dtype
+    expected = GroupNorm(4, 32)(h.float())
+    torch.testing.assert_close(masked.float(), expected, atol=0.03, rtol=0.01)
+    layer = ConvolutionalReasoner(8, norm="group")
+    assert layer(torch.zeros(0, 8, 5, 5), torch.ones(0, 5, 5, dtype=torch.bool)).shape == (0, 8, 5, 5)
+
+
 def test_starts_are_of_the_states_kind():
     layer, x = made("images")
     assert layer(x, start="random", steps=0).shape == (2, 6, 5, 7)
@@ -312,6 +326,10 @@ def test_starts_are_of_the_states_kind():
     torch.testing.assert_close(layer(x, start=begun, steps=2), convolved(layer, convolved(layer, begun, x), x))
     with pytest.raises(ValueError, match=r"`start` must not be 'input' for x of 3 channels"):
         layer(x, start="input")
+    forgetful = ConvolutionalReasoner(6, recall=False, on_failure="ignore")
+    with pytest.raises(ValueError, match=r"`start` must not be 'zeros' with recall=False.*start=projection\(x\)"):
+        forgetful(torch.randn(1, 6, 5, 5))
+    assert forgetful(torch.randn(1, 6, 5, 5), start=torch.randn(1, 6, 5, 5), steps=2).shape == (1, 6, 5, 5)
     pair = made("two streams")[0]
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     high, low = pair(x, start="input", steps=0)
@@ -344,6 +362,12 @@ WRONG = {
     ),
     "adjacency": (lambda: GraphReasoner(8)(X, torch.ones(2, 4, 4)), TypeError, "adjacency.nonzero"),
     "transposed edges": (lambda: GraphReasoner(8)(X, torch.zeros(2, 5).long()), ValueError, r"transpose a list"),
+    "edges of one graph": (
+        lambda: GraphReasoner(8)(X[0], torch.zeros(2, 5).long()),
+        ValueError,
+        r"have the shape \(E, 2\), got",
+    ),
+    "edges of many graphs": (lambda: GraphReasoner(8)(X, EDGES[:1]), ValueError, r"\(E, 2\) or \(2, E, 2\)"),
     "no such node": (lambda: GraphReasoner(8)(X, EDGES + 4), ValueError, "numbers of nodes below 4"),
     "features not asked for": (lambda: GraphReasoner(8)(X, EDGES, X), ValueError, "with edge_features=0"),
     "no features": (lambda: GraphReasoner(8, edge_features=3)(X, EDGES), TypeError, "`edge_features` must be a torch"),

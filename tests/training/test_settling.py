@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from implicit_attention import Equilibrium, Picard
+from implicit_attention import Equilibrium, EquilibriumTransformer, Picard
 from implicit_attention.layers import Confirm
 from implicit_attention.models.reasoners import TransformerStack, TwoStreamReasoner
 from implicit_attention.training import Calibration, SettlingLoss, calibrate, calibration_table
 from implicit_attention.training.calibration import Share
+from implicit_attention.training.settling import relative_change
 
 TIGHT = Picard(rtol=1e-6, max_steps=500)
 
@@ -152,6 +153,132 @@ def test_other_starts_turn_up_fixed_points_that_are_one_of_several():
     assert torch.equal(found.agreement, again.agreement)
 
 
+def test_logits_that_are_not_numbers_are_wrong():
+    layer, readout, x, target = problem()
+    lost = torch.full_like(x, torch.nan)
+    assert not calibrate(layer, readout, {"a": [((lost,), 0 * target)]})["a"].exact.any()
+    with torch.no_grad():
+        readout.weight.fill_(torch.nan)
+    found = calibrate(layer, readout, {"a": [((x,), 0 * target)], "not asked": [((x,), 0 * target - 1)]})
+    assert found["a"].settled.all()
+    assert not found["a"].exact.any()
+    assert found["not asked"].exact.all()
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, z, x):
+        return torch.tanh(0.3 * self.norm(self.mix(z)) + x)
+
+
+def test_a_part_that_is_kept_in_evaluation_mode_stays_so():
+    layer, readout = Equilibrium(Normed(), steps=4).train(), nn.Linear(6, 3)
+    layer.block.norm.eval()
+    before = layer.block.norm.running_var.clone()
+    x = torch.randn(4, 6)
+    calibrate(layer, readout, {"a": [((x,), torch.zeros(4).long())]})
+    assert not layer.block.norm.training
+    assert layer.block.training
+    layer(x)
+    assert torch.equal(layer.block.norm.running_var, before)
+
+
+def test_a_layer_of_fixed_steps_is_solved():
+    layer, readout, x, target = problem()
+    fixed = Equilibrium(layer.block, steps=3, solver=TIGHT)
+    found = calibrate(fixed, readout, {"a": [((x,), target)]}, confirm=1)["a"]
+    expected = calibrate(layer, readout, {"a": [((x,), target)]}, confirm=1)["a"]
+    assert found.settled.all()
+    assert torch.equal(found.evaluations, expected.evaluations)
+    assert torch.equal(found.agreement, expected.agreement)
+
+
+def test_batches_of_no_samples():
+    layer, readout, x, target = problem()
+    sets = {"some": [((x[:0],), target[:0]), ((x,), target)], "rows": [((x[:0, 0],), target[:0, 0])]}
+    found = calibrate(layer, readout, sets)
+    assert [len(row.exact) for row in found.values()] == [4, 0]
+    assert SettlingLoss(layer, readout)(x[:0], target=target[:0], done=1.0) == 0
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, z, x):
+        return torch.tanh(0.3 * self.mix(self.drop(z)) + x)
+
+
+def test_random_numbers_of_a_block_are_the_same_at_each_step_and_others_at_the_next_call():
+    layer, x = Equilibrium(Dropping()).train(), torch.randn(64, 6)
+    seen = []
+
+    def read(z):
+        seen.append(z.detach())
+        return z * torch.rand(())  # The read-out draws numbers of its own.
+
+    objective = SettlingLoss(layer, read, lambda logits, target: 0 * logits.sum(), steps=range(60, 61), rest=1.0)
+    torch.manual_seed(0)
+    assert objective(x, target=None, done=1.0) < 1e-6
+    first, after = seen[1], torch.rand(())
+    assert objective(x, target=None, done=1.0) < 1e-6
+    assert not torch.allclose(seen[3], first, atol=1e-3)
+    assert after != torch.rand(())
+
+
+class Flip(nn.Module):
+    """0, x, 0, x, ..."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, z, x):
+        return torch.relu(self.gain * (x - z))
+
+
+def test_a_state_that_leaves_0_has_a_bounded_change():
+    layer, readout = Equilibrium(Flip()), nn.Linear(6, 3)
+    objective = SettlingLoss(layer, readout, steps=range(8, 9))
+    found = objective(torch.rand(4, 6), target=torch.zeros(4).long(), done=1.0)
+    found.backward()
+    assert found < 100
+    assert layer.block.gain.grad.abs().max() < 1e3
+
+
+def test_changes_of_half_precision_are_summed_in_single():
+    z = torch.full((1, 32, 48, 48), 300.0).half()
+    torch.testing.assert_close(relative_change(1.01 * z, z), torch.tensor([0.01]), atol=1e-3, rtol=0)
+
+
+class Added(nn.Module):
+    def forward(self, z, x):
+        return z + x
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"), [((), (1 / 2 + 1 / 101) / 2), (0, (1 / 2 + 1 / 101) / 2), ((0, 0), 1 / 2)]
+)
+def test_changes_are_those_of_samples_on_any_number_of_axes(index, expected):
+    x, start = torch.ones(1, 2, 4), torch.tensor([1.0, 100.0])[None, :, None].expand(1, 2, 4)
+    layer = Equilibrium(Added(), event_ndim=1)
+    objective = SettlingLoss(layer, lambda z: z, lambda logits, target: 0 * logits.sum(), steps=range(1, 2), rest=1.0)
+    found = objective(x[index], target=None, done=1.0, start=start[index])
+    assert float(found) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_targets_are_of_any_integer_type(dtype):
+    layer, readout, x, target = problem()
+    objective, target = SettlingLoss(layer, readout, steps=range(3, 4)), target.clamp(max=1)
+    assert objective(x, target=target.to(dtype), done=1.0) == objective(x, target=target, done=1.0)
+    assert objective(x, target=0 * target - 1, done=0.0) == 0
+
+
 def test_modes_are_restored_and_the_layer_is_solved():
     layer, readout, x, target = problem()
     layer.train()
@@ -172,6 +299,13 @@ def test_risk_keeps_the_surest_answers_first():
     # Without the second check the number of evaluations decides, and unsettled ones come last.
     assert Calibration(settled, exact, torch.tensor([9, 3, 4, 5])).risk()[1][0] == 1
     assert found.given(found.confirmed).hits == found.given(found.confirmed).count == 2
+    # Any difference of agreement counts more than all evaluations.
+    agreement = torch.tensor([1.0, 2 / 3])
+    other = Calibration(settled[2:], torch.tensor([True, False]), torch.tensor([99, 1]), agreement)
+    assert other.risk()[1].tolist() == [0, 0.5]
+    wide = calibration_table({(9, 9): other, "a name that is longer than a column": other, 17: other})
+    assert len({line.rindex("  ") for line in wide.splitlines()[2:4]}) == 1
+    assert wide.splitlines()[0].split("  ")[-1] == "17"
     table = calibration_table({"few": found, "none": Calibration(*(t[:0] for t in (settled, exact, settled.int())))})
     assert "confirmed" in table
     assert "nan, at most 0" in table
@@ -196,6 +330,29 @@ WRONG = {
         lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, exact=lambda z, y: z.sum()),
         ValueError,
         r"`exact` must return booleans of shape \(4,\)",
+    ),
+    "one part": (lambda: SettlingLoss(LAYER, READ, late=0.5), ValueError, "`late` must be two parts"),
+    "three parts": (lambda: SettlingLoss(LAYER, READ, late=(0, 0.1, 1)), ValueError, "`late` must be two parts"),
+    "axis": (lambda: SettlingLoss(LAYER, READ, axis=7)(X, target=Y, done=0.0), ValueError, "`axis` must be an axis"),
+    "steps of a call": (
+        lambda: SettlingLoss(LAYER, READ)(X, target=Y, done=0.0, steps=3),
+        ValueError,
+        "`steps` must not be given.*range of steps to SettlingLoss",
+    ),
+    "a solution": (
+        lambda: SettlingLoss(LAYER, READ)(X, target=Y, done=0.0, return_solution=True),
+        ValueError,
+        "`return_solution` must not be given",
+    ),
+    "inputs": (
+        lambda: calibrate(LAYER, READ, {"a": [(X, Y)]}),
+        TypeError,
+        r"`inputs` must be a tuple.*\(\(x,\), target",
+    ),
+    "a causal layer": (
+        lambda: calibrate(EquilibriumTransformer(6, heads=2, causal=True), READ, {"a": []}),
+        ValueError,
+        "`layer` must be a layer whose samples have one status each",
     ),
     "confirm": (lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, confirm=-1), ValueError, "`confirm`"),
 }

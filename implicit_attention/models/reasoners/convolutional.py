@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ... import _validate
+from ..._autograd import at_least_single
 from ...fixed_point_map import PerSample
 from ...layers.block import Equilibrium
 from ...layers.calls import PlainCall, StepKeywords
@@ -22,7 +23,8 @@ class GroupNorm(nn.GroupNorm):
         """h (B, C, *space); exists (B, 1, *space), or None for all."""
         if exists is None:
             return super().forward(h)
-        grouped = h.reshape(len(h), self.num_groups, -1, *h.shape[2:])
+        # As torch's own norm does, half precision is summed in single.
+        grouped = at_least_single(h).reshape(len(h), self.num_groups, h.shape[1] // self.num_groups, *h.shape[2:])
         cells = exists.unsqueeze(1)
         axes = tuple(range(2, grouped.ndim))
         count = cells.sum(axes, keepdim=True).clamp(min=1) * grouped.shape[2]
@@ -32,7 +34,7 @@ class GroupNorm(nn.GroupNorm):
         normed = (centred * (variance + self.eps).rsqrt()).flatten(1, 2)
         weight, bias = (t.reshape(-1, *(1,) * (h.ndim - 2)) for t in (self.weight, self.bias))
         scaled: Tensor = (normed * weight + bias).masked_fill(~exists, 0.0)
-        return scaled
+        return scaled.to(h.dtype)
 
 
 class ResidualConvolutions(nn.Module):
@@ -157,7 +159,7 @@ class ConvolutionalReasoner(Equilibrium):
         _validate.require(fits, "groups", f"divide channels = {channels}", groups, "pass another number")
         block = ConvolutionalBlock(channels, inputs, axes, depth, kernel, recall, groups if norm else None)
         super().__init__(block, event_ndim=axes + 1, compiled=compiled, **options)
-        self.channels, self.inputs, self.axes = channels, inputs, axes
+        self.channels, self.inputs, self.axes, self.recall = channels, inputs, axes, recall
 
     def forward(self, x: Tensor, exists: Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
         """The settled state of every cell, or that after some steps.
@@ -178,9 +180,14 @@ class ConvolutionalReasoner(Equilibrium):
             f"(*batch, {self.inputs}, {'N' if self.axes == 1 else 'H, W'})",
         )
         _validate.require(fits, "x", f"have the shape {place}", f"shape {tuple(x.shape)}")
-        if options.get("start", self.start) == "input":
+        start = options.get("start")
+        start = self.start if start is None else start
+        if isinstance(start, str) and start == "input":
             required = f"not be 'input' for x of {self.inputs} channels and states of {self.channels}"
             _validate.require(self.inputs == self.channels, "start", required, "input", "use 'zeros', or pass a state")
+        fits = self.recall or not (isinstance(start, str) and start == "zeros")
+        required = "not be 'zeros' with recall=False, where 0 stays 0"
+        _validate.require(fits, "start", required, "'zeros'", "pass a state: start=projection(x)")
         if exists is None:
             return super().forward(x, **options)
         check_exists(exists, (*x.shape[: -1 - self.axes], *x.shape[-self.axes :]))

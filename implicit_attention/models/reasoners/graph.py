@@ -182,9 +182,12 @@ def _check_edges(edges: Any, lead: tuple[int, ...], count: int) -> None:
         remedy = "for an adjacency matrix adjacency.nonzero() has the edges of one graph"
         raise TypeError(_validate.message("edges", "be a tensor of integers, pairs of nodes", received, remedy))
     fits = edges.ndim > 1 and edges.shape[-1] == 2 and (edges.ndim == 2 or tuple(edges.shape[:-2]) == lead)
-    required = f"have the shape (E, 2) or {(*lead, 'E', 2)}"
-    remedy = "transpose a list (2, E)" if edges.shape[-2:-1] == (2,) else ""
-    _validate.require(fits, "edges", required, f"shape {tuple(edges.shape)}", remedy)
+    if not fits:
+        remedy = "transpose a list (2, E)" if edges.shape[-2:-1] == (2,) else ""
+        own = f" or ({', '.join(map(str, (*lead, 'E', 2)))})" if lead else ""
+        raise ValueError(
+            _validate.message("edges", f"have the shape (E, 2){own}", f"shape {tuple(edges.shape)}", remedy)
+        )
     if edges.numel() and host_may_look_at_constant(edges):
         low, high = int(edges.min()), int(edges.max())
         _validate.require(

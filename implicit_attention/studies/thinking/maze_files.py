@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -99,7 +100,7 @@ def _text(file: Path) -> tuple[list[list[bool]], list[Square], list[Square]]:
     lines = text_of(file, "a maze (save an image as .png)").strip("\r\n").splitlines()
     if widths := sorted({len(line) for line in lines})[1:]:
         shortest = min(map(len, lines))
-        remedy = "fill up short lines with # or spaces"
+        remedy = "fill up short lines with # for walls, or dots for free squares"
         raise InputError(f"`--file` must have lines of one length, got {shortest} and {widths[-1]}; {remedy}")
     if not lines:
         raise InputError(f"`--file` must hold a maze, got an empty file: {file.name!r}; draw walls with #")
@@ -119,7 +120,11 @@ def _image(file: Path) -> tuple[list[list[bool]], list[Square], list[Square]]:
     from PIL import Image
 
     try:
-        with Image.open(file) as image:
+        with warnings.catch_warnings():
+            # How large it may be is said below.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(file)
+        with image:
             width, height = image.size
             if max(width, height) > LARGEST + 2:
                 required = f"have one pixel for each square, and at most {LARGEST + 2} a side"
@@ -127,6 +132,9 @@ def _image(file: Path) -> tuple[list[list[bool]], list[Square], list[Square]]:
             # What is transparent is white.
             pixels = image.convert("RGBA")
             drawn = Image.alpha_composite(Image.new("RGBA", pixels.size, "white"), pixels)
+    except Image.DecompressionBombError:
+        required = f"have one pixel for each square, and at most {LARGEST + 2} a side"
+        raise InputError(f"`--file` must {required}, got far more: {file.name!r}; shrink the image") from None
     except (OSError, SyntaxError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a PNG image"
         raise InputError(f"`--file` must be an image that can be read, got {file.name!r} ({reason})") from None

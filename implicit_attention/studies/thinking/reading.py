@@ -21,6 +21,6 @@ def text_of(file: Path, content: str) -> str:
     if len(read) > LARGEST:
         raise InputError(f"`--file` must have at most {LARGEST} bytes, got more; it is to hold {content} alone")
     try:
-        return read.decode()
+        return read.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"`--file` must be text with {content}, got bytes that are no UTF-8: {file.name!r}") from None

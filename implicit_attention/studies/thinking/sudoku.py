@@ -52,7 +52,8 @@ class Sudoku(Puzzle):
         text = "".join(text_of(file, "16 digits").split()).replace(".", "0")
         if len(text) != CELLS or set(text) - set("01234"):
             required = f"hold {CELLS} characters, digits 1 to {SIDE} and 0 or . for an empty cell"
-            raise InputError(f"`--file` must {required}, got {text!r}; write the grid row by row")
+            received = repr(text) if len(text) <= 2 * CELLS else f"{len(text)} characters that begin {text[:CELLS]!r}"
+            raise InputError(f"`--file` must {required}, got {received}; write the grid row by row")
         shown = torch.tensor([int(digit) for digit in text])
         grids = solutions(shown)
         if not len(grids):
