@@ -111,9 +111,10 @@ class Equilibrium(Remembering):
             Where the block takes a keyword argument `past` (see `Past`), settled tokens leave the work and later ones
             read their keys, which `new_cache` keeps for decoding. `Picard` or `Anderson`; not with `compiled`.
         chunk: of a causal layer: how many tokens are solved at a time, each chunk beside the settled tokens before it.
-        confirm: further solves of each sample in evaluation mode, by a `Confirm` or their number: 1 goes on from the
-            answer to a tenth of the tolerance, more start beside the answer. `last_solve.agreement` is the share of
-            them that gave the same answer. Not with a fixed number of `steps`.
+        confirm: further solves of each sample in evaluation mode, by a `Confirm`, several, or their number: the first
+            goes on from the answer to a tenth of the tolerance, the second takes damped steps from the start, others
+            start beside the answer. `last_solve.agreement` is the share of them that gave the same answer. Not with a
+            fixed number of `steps`.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, detached, one entry a sample, or a token of a causal layer. Not
@@ -200,9 +201,9 @@ class Equilibrium(Remembering):
         self._drawing: set[bool] = set()
 
     @staticmethod
-    def _check_solves(further: Confirm | None, steps: Steps) -> None:
+    def _check_solves(further: tuple[Confirm, ...], steps: Steps) -> None:
         required, remedy = "be None beside a fixed number of steps, whose end is no solution", "solve: pass a solver"
-        _validate.require(further is None or not isinstance(steps, int), "confirm", required, repr(further), remedy)
+        _validate.require(not (further and isinstance(steps, int)), "confirm", required, repr(further), remedy)
 
     def forward(
         self,
@@ -257,7 +258,7 @@ class Equilibrium(Remembering):
             further = checked_confirm(confirm, self.causal)
             self._check_solves(further, steps)
         if self.training or is_exporting():
-            further = None
+            further = ()
         tokens = solve_of_tokens(self.block, self.causal, cache, chunk, exit, reads)
         if is_exporting():
             check_no_evidence(return_solution, "return_solution")
@@ -280,7 +281,7 @@ class Equilibrium(Remembering):
         options: SolveOptions,
         measured: bool,
         tokens: TokenSolve | None,
-        further: Confirm | None,
+        further: tuple[Confirm, ...],
     ) -> Any:
         if isinstance(steps, range):
             # By torch's generator, so that a checkpoint draws the same number again.
@@ -300,7 +301,7 @@ class Equilibrium(Remembering):
         options: SolveOptions,
         measured: bool = False,
         tokens: TokenSolve | None = None,
-        further: Confirm | None = None,
+        further: tuple[Confirm, ...] = (),
     ) -> tuple[Any, Solution | Record]:
         """The state and its evidence, which the layer keeps."""
         given = x
@@ -339,7 +340,7 @@ class Equilibrium(Remembering):
             self._check_start(error, start, initial, x)
             raise
         report = None if isinstance(solution, Record) or is_batched(solution.status) else solution.report
-        if further is not None and steps is None and report is not None:
+        if further and steps is None and report is not None:
             report = confirmed(further, call, state, report)
         draws.finish()
         if steps is None and draws.repeated:
@@ -454,5 +455,5 @@ class Equilibrium(Remembering):
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
         shown += [f"{name}=True" for name in ("compiled", "warm_adjoint", "causal") if getattr(self, name)]
         named = ("chunk", "confirm")
-        shown += [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
+        shown += [f"{name}={getattr(self, name)}" for name in named if getattr(self, name)]
         return ", ".join(shown)

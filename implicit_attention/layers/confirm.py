@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,8 +17,8 @@ from .._norm import norm
 from ..failure_policy import Located
 from ..options import SolveOptions
 from ..solution import SolveReport
-from ..solvers import Solver
-from .block_call import BlockCall
+from ..solvers import Picard, Solver
+from .block_call import EXACT, BlockCall
 from .block_state import StateLayout
 
 #: States that differ by fewer of their tolerances than this are the same fixed point.
@@ -32,9 +32,11 @@ class Confirm:
     """Further solves of each sample of an `Equilibrium` in evaluation mode, to see whether they give the same answer.
 
     A small residual says that a state changes little, not that it stays, nor that it is the only fixed point. By
-    default the solve goes on from its answer to a tenth of its tolerance, which turns up states that drift on. Starts
-    with noise turn up other fixed points; where the noise does not fade, as in parts that the problem leaves free, they
-    refuse right answers too (measured in `python -m benchmarks usefulness --only PATHS`).
+    default the solve goes on from its answer to a tenth of its tolerance, which turns up states that drift on. Damped
+    steps from its start, `Confirm(around="start")`, take another way, and turn up wrong fixed points that rest, too, at
+    one to two times the evaluations of the solve. Starts with noise turn up other fixed points; where the noise does
+    not fade, as in parts that the problem leaves free, they refuse right answers too (measured in `python -m benchmarks
+    usefulness --only PATHS,MAZES_IMAGE`).
 
     Args:
         count: the number of further solves; 1 without noise, as others would be the same.
@@ -43,9 +45,9 @@ class Confirm:
             which padding counts as 0.
         readout: a function of a state, or a module, whose results, the classes of an answer, are compared: integers or
             booleans; None compares states, which are the same where they differ by less than 100 tolerances.
-        solver: of the further solves; None is that of the first, without noise to a tenth of its tolerance (to the same
-            one where autocast rounds to half precision). Damped steps from the same start, `around="start"` and
-            `Picard(damping=0.5)`, take another way to the answer.
+        solver: of the further solves; None is that of the first with noise; without, from the answer the same to a
+            tenth of its tolerance (to the same one where autocast rounds to half precision), and from the start steps
+            that are damped by half, at most twice as many.
         seed: of the noise, which leaves torch's random numbers as they are.
 
     Raises:
@@ -90,23 +92,25 @@ class Confirm:
             raise TypeError(_validate.message("readout", "be a function of states, or a module", received))
 
 
-#: The noise of further solves of which a layer is told the number alone.
-NOISE = 0.1
+#: The further solves of which a layer is told the number alone; behind these start others, beside the answer.
+FIRST, NOISE = (Confirm(), Confirm(around="start")), 0.1
 
-#: How a layer is told of further solves: by their number, or a `Confirm`.
-Confirmation: TypeAlias = int | Confirm | None
+#: How a layer is told of further solves: by their number, a `Confirm`, or several.
+Confirmation: TypeAlias = int | Confirm | tuple[Confirm, ...] | None
 
 
-def checked_confirm(given: Any, causal: bool = False) -> Confirm | None:
-    """The further solves of an argument `confirm`: 0 is none, 1 goes on from the answer, and more start beside it."""
+def checked_confirm(given: Any, causal: bool = False) -> tuple[Confirm, ...]:
+    """The further solves of an argument `confirm`; 0 and None are none."""
     if given is None:
-        return None
+        return ()
     remedy = "compare calls with other values of `start`"
     _validate.require(not causal, "confirm", "be None for a layer with causal=True", given, remedy)
-    if isinstance(given, Confirm):
-        return given
+    several = given if isinstance(given, tuple) else (given,)
+    if all(isinstance(each, Confirm) for each in several):
+        return several
     count: int = _validate.check_integer("confirm", given, low=0, remedy="or pass a Confirm")
-    return Confirm(count=count, noise=NOISE if count > 1 else 0.0) if count else None
+    others = count - len(FIRST)
+    return (*FIRST, Confirm(count=others, noise=NOISE)) if others > 0 else FIRST[:count]
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -143,32 +147,52 @@ class ConfirmReport(SolveReport):
 
 
 @torch.no_grad()
-def confirmed(how: Confirm, call: BlockCall, state: Any, report: SolveReport) -> ConfirmReport:
+def confirmed(further: tuple[Confirm, ...], call: BlockCall, state: Any, report: SolveReport) -> ConfirmReport:
     """The report of a solve, with what further solves of the same call say."""
+    agreement = torch.zeros(call.map.layout.lead, device=call.map.layout.device)
+    evaluations = torch.zeros_like(report.num_evals)
+    # A further solve that fails confirms nothing, and is no failure of the call.
+    call = dataclasses.replace(call, on_failure=Located("ignore", call.on_failure.site))
+    for how in further:
+        for same, made in _held_against(how, call, state, report):
+            agreement += same
+            evaluations += made
+    fields, count = (report.record, report.adjoint, report.remedies), sum(how.count for how in further)
+    return ConfirmReport(*fields, agreement=agreement / count, confirm_evals=evaluations)
+
+
+def _held_against(how: Confirm, call: BlockCall, state: Any, report: SolveReport) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each further solve whether it ends where the first one did, and its evaluations, both (*lead)."""
     layout = call.map.layout
     begin = state if how.around == "answer" else call.initial
     generator = torch.Generator(layout.device).manual_seed(how.seed)
     own = _flat(layout, state), _classes(how, state, layout.lead)
-    agreement, evaluations = torch.zeros(layout.lead, device=layout.device), torch.zeros_like(report.num_evals)
-    # A further solve that fails confirms nothing, and is no failure of the call.
-    call = dataclasses.replace(call, on_failure=Located("ignore", call.on_failure.site), options=_options(how, call))
+    options, solver = _options(how, call), how.solver or _damped(how, call)
+    call = dataclasses.replace(call, options=options)
     for _ in range(how.count):
         start = _beside(begin, state, how.noise, len(layout.lead), generator)
-        other, found = dataclasses.replace(call, initial=start).solved(how.solver)
+        # Nobody differentiates it, by an adjoint that may ask for another solver.
+        other, found = dataclasses.replace(call, initial=start).solved(solver, EXACT)
         if how.readout is None:
             apart = norm(_flat(layout, other) - own[0])
             same = found.converged & (apart <= SAME * report.tolerance)
         else:
             same = found.converged & (_classes(how, other, layout.lead) == own[1]).all(-1)
-        agreement += same
-        evaluations += found.num_evals
-    fields = report.record, report.adjoint, report.remedies
-    return ConfirmReport(*fields, agreement=agreement / how.count, confirm_evals=evaluations)
+        yield same, found.num_evals
+
+
+def _damped(how: Confirm, call: BlockCall) -> Solver | None:
+    """The damped steps of further solves from the start, unless there is noise."""
+    if how.noise > 0 or how.around == "answer":
+        return None
+    solver = call.options.effective_solver
+    damping = (1 + getattr(solver, "damping", 0.0)) / 2
+    return Picard(rtol=solver.rtol, atol=solver.atol, max_steps=2 * solver.max_steps, damping=damping)
 
 
 def _options(how: Confirm, call: BlockCall) -> SolveOptions:
-    """The options of the further solves."""
-    if how.noise > 0 or how.solver is not None:
+    """The options of the further solves: from the answer, without noise, to a tenth of the tolerance."""
+    if how.noise > 0 or how.around == "start":
         return call.options
     solver = call.options.effective_solver
     # A tolerance below the rounding of a block's results would never be reached.

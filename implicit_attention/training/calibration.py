@@ -132,8 +132,8 @@ def calibrate(
         exact: of (logits, target): which samples are right, boolean, (B,); None compares the largest logits with the
             targets, where those below 0 are not asked for and logits with NaN are wrong.
         axis: that of logits which numbers classes.
-        confirm: how many further solves of each problem, or a `Confirm`; None is that of the layer. What they agree on
-            is the answer, the largest logits where something is asked for, unless the `Confirm` has a read-out.
+        confirm: further solves of each problem, as of `Equilibrium`; None is those of the layer. What they agree on is
+            the answer, the largest logits where something is asked for, unless a `Confirm` has a read-out.
         **options: of each call, such as `solver`.
 
     Returns:
@@ -200,11 +200,11 @@ class _Answer:
     axis: int
     options: dict[str, Any]
 
-    def judged(self, further: Confirm | None) -> tuple[Any, ...]:
+    def judged(self, further: tuple[Confirm, ...]) -> tuple[Any, ...]:
         """The fields of a `Calibration` for the batch."""
-        if further is not None and further.readout is None:
-            further = dataclasses.replace(further, readout=self._asked)
-        state = self._called() if further is None and self.layer.confirm is None else self._called(confirm=further or 0)
+        asked = self._asked
+        further = tuple(how if how.readout else dataclasses.replace(how, readout=asked) for how in further)
+        state = self._called(confirm=further) if further or self.layer.confirm else self._called()
         report = self.layer.last_solve
         assert report is not None
         settled, evaluations = report.converged.clone(), report.num_evals.clone()

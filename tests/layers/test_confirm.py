@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from implicit_attention import Equilibrium, EquilibriumTransformer, Picard
+from implicit_attention.adjoints import Phantom, Reversible
 from implicit_attention.layers import Confirm, ConfirmReport
 from implicit_attention.models.reasoners import TransformerStack, TwoStreamReasoner
+from implicit_attention.solvers import Anderson
 
 SOLVER = Picard(rtol=1e-5, max_steps=300)
 
@@ -111,8 +113,19 @@ def test_a_layer_in_training_and_plain_steps_are_not_confirmed():
     assert not isinstance(layer.last_solve, ConfirmReport)
     layer(X)
     assert isinstance(layer.last_solve, ConfirmReport)
-    assert isinstance(copy.deepcopy(layer).confirm, Confirm)
-    assert "confirm=Confirm(count=2" in repr(layer)
+    assert copy.deepcopy(layer).confirm == (Confirm(), Confirm(around="start"))
+    assert "confirm=(Confirm(count=1" in repr(layer)
+    assert "confirm" not in repr(Equilibrium(Wells()))
+
+
+def test_a_number_stands_for_the_first_of_all_checks():
+    checks = Confirm(), Confirm(around="start"), Confirm(count=3, noise=0.1)
+    for number, several in ((1, checks[:1]), (2, checks[:2]), (5, checks)):
+        assert Equilibrium(Wells(), confirm=number).confirm == several
+        found, one_by_one = settled(confirm=number), [settled(confirm=how) for how in several]
+        agreement = sum(how.count * each.agreement for how, each in zip(several, one_by_one, strict=True)) / number
+        torch.testing.assert_close(found.agreement, agreement)
+        assert torch.equal(found.confirm_evals, sum(each.confirm_evals for each in one_by_one))
 
 
 def test_a_readout_says_what_is_compared():
@@ -132,12 +145,29 @@ class Overshoot(nn.Module):
 
 def test_another_solver_takes_another_way():
     x = torch.tensor([[1.0], [0.05]])
-    how = Confirm(around="start", solver=Picard(rtol=1e-5, max_steps=300, damping=0.5))
-    found = settled(x, Overshoot(), confirm=how)
+    damped = Picard(rtol=1e-5, max_steps=600, damping=0.5)
+    found = settled(x, Overshoot(), confirm=Confirm(around="start", solver=damped))
     assert found.converged.all()
     assert found.agreement.tolist() == [0, 1]
     # The same way again says nothing.
-    assert settled(x, Overshoot(), confirm=Confirm(around="start")).agreement.tolist() == [1, 1]
+    assert settled(x, Overshoot(), confirm=Confirm(around="start", solver=SOLVER)).agreement.tolist() == [1, 1]
+    # Damped steps are the way that is taken unless there is noise or another solver.
+    own = settled(x, Overshoot(), confirm=Confirm(around="start"))
+    assert torch.equal(own.agreement, found.agreement)
+    assert torch.equal(own.confirm_evals, found.confirm_evals)
+
+
+class Tilted(nn.Module):
+    def forward(self, z, x):
+        return x - 0.9 * z
+
+
+@pytest.mark.parametrize("solver", [Picard(rtol=1e-5), Picard(rtol=1e-5, damping=0.2), Anderson(rtol=1e-5)])
+@pytest.mark.parametrize("adjoint", [None, Reversible(damping=0.5), Phantom(3)])
+def test_damped_steps_beside_any_solver_and_adjoint(solver, adjoint):
+    layer = Equilibrium(Tilted(), solver=solver, adjoint=adjoint, confirm=2).eval()
+    layer(X)
+    assert layer.last_solve.confirmed.all()
 
 
 class Drift(nn.Module):
@@ -182,13 +212,13 @@ def test_a_further_solve_that_does_not_settle_confirms_nothing_and_warns_of_noth
     layer = Equilibrium(Cycle(), solver=Picard(rtol=1e-5, max_steps=50), on_failure="ignore").eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        z = layer(x, confirm=2, start=torch.tensor([[0.5], [0.5], [0.5]]))
+        z = layer(x, confirm=Confirm(count=2, noise=0.1), start=torch.tensor([[0.5], [0.5], [0.5]]))
     found = layer.last_solve
     assert found.converged.tolist() == [True, True, False]
     assert found.agreement.tolist() == [0, 1, 0]
     assert z[2].isnan().all()
-    strict = Equilibrium(Cycle(), solver=Picard(rtol=1e-5, max_steps=50), on_failure="raise", confirm=2).eval()
-    strict(x[:2], start=torch.full((2, 1), 0.5))
+    strict = Equilibrium(Cycle(), solver=Picard(rtol=1e-5, max_steps=50), on_failure="raise").eval()
+    strict(x[:2], confirm=Confirm(count=2, noise=0.1), start=torch.full((2, 1), 0.5))
     assert strict.last_solve.agreement.tolist() == [0, 1]
 
 
@@ -213,6 +243,7 @@ def test_compiled_layers():
     how = Confirm(count=20, around="start", noise=0.8)
     eager, compiled = settled(confirm=how), settled(confirm=how, compiled=True)
     assert torch.equal(eager.agreement, compiled.agreement)
+    assert settled(confirm=2, compiled=True).confirmed.all()
 
 
 @pytest.mark.parametrize("how", [1, Confirm(count=2, noise=0.1), Confirm(readout=lambda z: z > 0)])
@@ -295,6 +326,7 @@ WRONG = {
         "`confirm` must be None beside a fixed",
     ),
     "readout": (lambda: Confirm(readout=3), TypeError, "`readout` must be a function"),
+    "no Confirm": (lambda: Equilibrium(Wells(), confirm=(Confirm(), 2)), TypeError, "`confirm`.*or pass a Confirm"),
     "a word": (lambda: Equilibrium(Wells(), confirm="twice"), TypeError, "`confirm`.*or pass a Confirm"),
     "negative": (lambda: Equilibrium(Wells(), confirm=-1), ValueError, "`confirm`"),
     "causal": (
