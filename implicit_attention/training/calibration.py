@@ -122,7 +122,8 @@ def calibrate(
     """Solve the problems of several sets, and compare what the solves say with what is right.
 
     A status says that a state is a fixed point; training decides whether that is the answer. With `confirm` each
-    problem is solved again from other starts: a second check, which turns up fixed points that are one of several.
+    problem is solved again: a second check, which turns up states that drift on and fixed points that are one of
+    several.
 
     Args:
         layer: the trained block; it is solved in evaluation mode, one with steps=k by its solver too. Not causal.
@@ -203,7 +204,9 @@ class _Answer:
     def judged(self, further: tuple[Confirm, ...]) -> tuple[Any, ...]:
         """The fields of a `Calibration` for the batch."""
         asked = self._asked
-        further = tuple(how if how.readout else dataclasses.replace(how, readout=asked) for how in further)
+        further = tuple(
+            dataclasses.replace(how, readout=asked if how.readout is None else how.readout) for how in further
+        )
         state = self._called(confirm=further) if further or self.layer.confirm else self._called()
         report = self.layer.last_solve
         assert report is not None
