@@ -20,14 +20,16 @@ README = report.HERE.parent / "README.md"
 PAGE = README.parent / "docs" / "equilibrium_blocks.md"
 #: Plans of blocks that learn small puzzles and are asked larger ones.
 LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN, mazes_image.PLAN, two_streams.PLAN)
-#: Of README: the plan, its task and its block in words, its smallest set and its largest one.
+PICARD, ANDERSON = "solved", "solved, Anderson(1)"
+#: Of README: the plan, its task and its block in words, its smallest set and its largest one, and how it is solved.
 SHORT = (
-    (mazes.PLAN, "mazes of cells", "attention", "5 x 5", "17 x 17"),
-    (mazes_image.PLAN, "mazes of pixels", "convolutions", "9 x 9", "33 x 33"),
-    (paths.PLAN, "path lengths in graphs, modulo 3", "messages along edges", "16 nodes", "128 nodes"),
-    (prefix.PLAN, "parities of bit strings", "convolutions", "32 bits", "512 bits"),
-    (arithmetic.PLAN, "sums with long carries", "convolutions", "8 digits", "128 digits"),
-    (two_streams.PLAN, "Sudoku of 9 x 9", "two streams of attention", "36 to 54 givens", "32 givens"),
+    (mazes.PLAN, "mazes of cells", "attention", "5 x 5", "17 x 17", PICARD),
+    (paths.PLAN, "path lengths in graphs, modulo 3", "messages along edges", "16 nodes", "128 nodes", PICARD),
+    (prefix.PLAN, "parities of bit strings", "convolutions", "32 bits", "512 bits", PICARD),
+    (arithmetic.PLAN, "sums with long carries", "convolutions", "8 digits", "128 digits", PICARD),
+    (two_streams.PLAN, "Sudoku of 9 x 9", "two streams of attention", "36 to 54 givens", "32 givens", PICARD),
+    (mazes_image.PLAN, "mazes of pixels", "convolutions", "9 x 9", "33 x 33", PICARD),
+    (mazes_image.PLAN, "the same, `Anderson(history=1)`", "convolutions", "9 x 9", "33 x 33", ANDERSON),
 )
 #: Sets whose names are longer than what README calls them.
 SETS = {"17 x 17": mazes.SHOWN[-1]}
@@ -77,14 +79,14 @@ def _exact(plan: Plan, sets: dict[str, str], rows: list[dict[str, Any]]) -> tupl
 def _short(folder: Path) -> str:
     """Blocks that settle beside the loops that they were trained as, a line a task."""
     lines = []
-    for plan, task, block, learnt, asked in SHORT:
+    for plan, task, block, learnt, asked, way in SHORT:
         found = report.newest_by_metric("usefulness", (plan.metric,), folder)
         if not found:
             lines.append([task, block, learnt, asked, *(["not run"] * 4)])
             continue
         (_, run), (_, loop) = found[0], plan.drawn[1]
         (runs,) = (row["runs"] for row in run["rows"] if row.get("contender") == plan.leader[0])
-        get = partial(values, runs, "solved", SETS.get(asked, asked))
+        get = partial(values, runs, way, SETS.get(asked, asked))
         settled, right = (percent(get(field)) for field in ("converged", "exact"))
         evaluations = f"{statistics.mean(get('evaluations_mean')):.0f}"
         looped = f"{percent(values(runs, loop, SETS.get(asked, asked)))} ({loop})"

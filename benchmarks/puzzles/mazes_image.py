@@ -158,6 +158,7 @@ LARGER = Larger(
 PLAN = LARGER.plan(
     claims=(
         ("solved", "33 x 33", ">=", 0.9, "exact"),
+        ("solved, Anderson(1)", "33 x 33", ">=", 0.9, "exact"),
         (f"{LARGER.mean} steps", "33 x 33", "<=", 0.1, "exact"),
         ("solved", "33 x 33", ">=", 0.9, "converged"),
     ),

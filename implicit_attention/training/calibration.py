@@ -63,7 +63,7 @@ class Calibration:
         settled: which samples have converged, (n,).
         exact: which answers are right in all parts that are asked for, (n,).
         evaluations: (n,).
-        agreement: the share of solves from other starts that gave the same answer, (n,); None where none was made.
+        agreement: the share of further solves that gave the same answer, (n,); None where none was made.
         confirm_evals: evaluations of those solves, (n,).
 
     Examples:
@@ -92,7 +92,7 @@ class Calibration:
 
     @property
     def confirmed(self) -> Tensor:
-        """Which samples have converged to an answer that all solves from other starts gave, (n,)."""
+        """Which samples have converged to an answer that all further solves gave, (n,)."""
         return self.settled if self.agreement is None else self.settled & (self.agreement == 1)
 
     def risk(self) -> tuple[Tensor, Tensor]:
