@@ -97,29 +97,28 @@ def _short(folder: Path) -> str:
 
 def _checks(by_metric: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
     """Of all settled answers that were checked: which pass, among the right and among the wrong ones."""
-    header, columns, costs = ["check"], list[list[str]](), dict[str, list[float]]()
-    for metric, rows in by_metric.items():
-        sets = [each for row in rows for run in row["runs"] for each in run.get("checks", {}).values()]
-        right, wrong, columns = 0.0, 0.0, [*columns, list[str]()]
-        for check in sets[0]:
+    suites = {
+        metric: [each for row in rows for run in row["runs"] for each in run.get("checks", {}).values()]
+        for metric, rows in by_metric.items()
+    }
+    totals, lines = dict[str, tuple[float, float]](), []
+    # Runs need not hold the checks in the same order.
+    for check in next(iter(suites.values()))[0]:
+        line, costs = [check], list[float]()
+        for metric, sets in suites.items():
             found = [each[check] for each in sets if each[check]["settled"]]
-            count = sum(each["settled"] for each in found)
             right = sum(each["settled"] * each["exact_settled"] for each in found)
-            wrong = count - right
+            wrong = sum(each["settled"] for each in found) - right
             passed = sum(each["settled"] * each["passed"] for each in found)
             # A share of none is None.
             kept = sum(each["settled"] * each["passed"] * (each["exact_passed"] or 0.0) for each in found)
-            shares = [
-                f"{100 * part / whole:.1f}" if whole else "-" for part, whole in ((kept, right), (passed - kept, wrong))
-            ]
-            columns[-1].append(" / ".join(shares))
-            costs.setdefault(check, []).extend(each["evaluations_ratio"] for each in found)
-        header.append(f"{metric}: of {right:.0f} right / {wrong:.0f} wrong answers that settled, in %")
-    lines = [
-        [check, *shares, f"{min(found):.1f} to {max(found):.1f}"]
-        for (check, found), *shares in zip(costs.items(), *columns, strict=True)
-    ]
-    return [*header, "further evaluations / those of the solve"], lines
+            parts = (kept, right), (passed - kept, wrong)
+            line.append(" / ".join(f"{100 * part / whole:.1f}" if whole else "-" for part, whole in parts))
+            costs += [each["evaluations_ratio"] for each in found]
+            totals[metric] = right, wrong
+        lines.append([*line, f"{min(costs):.1f} to {max(costs):.1f}"])
+    heads = [f"{name}: of {right:.0f} / {wrong:.0f}, in %" for name, (right, wrong) in totals.items()]
+    return ["check", *heads, "further evaluations / those of the solve"], lines
 
 
 def _recipes(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

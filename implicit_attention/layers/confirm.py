@@ -34,7 +34,7 @@ class Confirm:
     A small residual says that a state changes little, not that it stays, nor that it is the only fixed point. By
     default the solve goes on from its answer to a tenth of its tolerance, which turns up states that drift on. Damped
     steps from its start, `Confirm(around="start")`, take another way, and turn up wrong fixed points that rest, too, at
-    one to two times the evaluations of the solve. Starts with noise turn up other fixed points; where the noise does
+    about twice the evaluations of the solve. Starts with noise turn up other fixed points; where the noise does
     not fade, as in parts that the problem leaves free, they refuse right answers too (measured in `python -m benchmarks
     usefulness --only PATHS,MAZES_IMAGE`).
 
