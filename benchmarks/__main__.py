@@ -148,8 +148,8 @@ def kernels(
 
 @app.command()
 def report() -> None:
-    """Rewrite, from the newest runs, tables and figures of the README beside this, five lines of the top one, and the
-    tables of the guides (equilibrium blocks, recurrent depth, costs, energy minimization) and of the pages of
+    """Rewrite, from the newest runs, tables and figures of the README beside this, five lines and a table of the top one, and
+    the tables of the guides (equilibrium blocks, recurrent depth, costs, energy minimization) and of the pages of
     potentials, the Energy Transformer and scale."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **options_of(suite))
