@@ -32,6 +32,8 @@ class Larger:
     sets: tuple[str, ...]
     most: int
     trivial: tuple[str, Guess]
+    #: Whether settled answers are checked a second time.
+    checked: bool = True
 
     @property
     def mean(self) -> int:
@@ -61,7 +63,7 @@ class Larger:
 
     def repeated(self, name: str, training: Training, *, checks: bool = False) -> Contender:
         """The same block, trained otherwise."""
-        most = self.most if checks else 0
+        most = self.most if checks and self.checked else 0
         ways = self.solved, *self.loops
         return Contender(name, self.trained(training), ways, self.few, make=self.make, checks=most)
 
@@ -82,7 +84,7 @@ class Larger:
         deep, (name, guess) = f"stack of {self.mean}, the same FLOPs", self.trivial
         progressive = "the same, progressive loss"
         contenders = (
-            Contender(self.tied, self.recipe, ways, make=self.make, checks=self.most),
+            Contender(self.tied, self.recipe, ways, make=self.make, checks=self.most if self.checked else 0),
             self.repeated(f"{self.kind}, tied, {self.mean} steps", Loop(self.mean), checks=True),
             self.repeated(progressive, Progressive(self.steps[-1]), checks=True),
             self.stack(deep),
