@@ -148,9 +148,9 @@ def kernels(
 
 @app.command()
 def report() -> None:
-    """Rewrite, from the newest runs, tables and figures of the README beside this, five lines and a table of the top one, and
-    the tables of the guides (equilibrium blocks, recurrent depth, costs, energy minimization) and of the pages of
-    potentials, the Energy Transformer and scale."""
+    """Rewrite, from the newest runs, tables and figures of the README beside this, five lines and a table of the top
+    one, and the tables of the guides (equilibrium blocks, recurrent depth, costs, energy minimization) and of the pages
+    of potentials, the Energy Transformer and scale."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **options_of(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
