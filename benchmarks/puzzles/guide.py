@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import report
-from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, two_streams
+from . import arithmetic, mazes, mazes_image, paths, prefix, recipes
 from .contenders import Plan, values
 from .tables import label, percent
 
 README = report.HERE.parent / "README.md"
 PAGE = README.parent / "docs" / "equilibrium_blocks.md"
 #: Plans of blocks that learn small puzzles and are asked larger ones.
-LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN, mazes_image.PLAN, two_streams.PLAN)
+LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN, mazes_image.PLAN)
 PICARD, ANDERSON = "solved", "solved, Anderson(1)"
 #: Of README: the plan, its task and its block in words, its smallest set and its largest one, and how it is solved.
 SHORT = (
@@ -27,7 +27,6 @@ SHORT = (
     (paths.PLAN, "path lengths in graphs, modulo 3", "messages along edges", "16 nodes", "128 nodes", PICARD),
     (prefix.PLAN, "parities of bit strings", "convolutions", "32 bits", "512 bits", PICARD),
     (arithmetic.PLAN, "sums with long carries", "convolutions", "8 digits", "128 digits", PICARD),
-    (two_streams.PLAN, "Sudoku of 9 x 9", "two streams of attention", "36 to 54 givens", "32 givens", PICARD),
     (mazes_image.PLAN, "mazes of pixels", "convolutions", "9 x 9", "33 x 33", PICARD),
     (mazes_image.PLAN, "the same, `Anderson(history=1)`", "convolutions", "9 x 9", "33 x 33", ANDERSON),
 )
