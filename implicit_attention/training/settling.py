@@ -148,7 +148,9 @@ class SettlingLoss:
         logits = classes_last(logits, target, self.axis)
         # Torch knows one number that is not asked for.
         asked = target.long().masked_fill(target < 0, -100).flatten()
-        return F.cross_entropy(logits.flatten(0, -2), asked, reduction="sum") / (asked >= 0).sum().clamp(min=1)
+        # The sum of many is beyond float16.
+        wrong = F.cross_entropy(at_least_single(logits).flatten(0, -2), asked, reduction="sum")
+        return wrong / (asked >= 0).sum().clamp(min=1)
 
 
 def classes_last(logits: Any, target: Tensor, axis: int) -> Tensor:

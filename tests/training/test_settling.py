@@ -255,6 +255,18 @@ def test_changes_of_half_precision_are_summed_in_single():
     torch.testing.assert_close(relative_change(1.01 * z, z), torch.tensor([0.01]), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_loss_of_many_tokens_is_finite_in_half_precision(dtype):
+    """The sum of their losses is beyond float16."""
+    torch.manual_seed(0)
+    layer, readout, x = Equilibrium(Tanh(0.5)).to(dtype), nn.Linear(6, 10).to(dtype), torch.randn(64, 1000, 6)
+    target = torch.randint(10, (64, 1000))
+    found = SettlingLoss(layer, readout, steps=range(3, 4))(x.to(dtype), target=target, done=1.0)
+    layer, readout = layer.float(), readout.float()
+    expected = SettlingLoss(layer, readout, steps=range(3, 4))(x, target=target, done=1.0)
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0.01)
+
+
 class Added(nn.Module):
     def forward(self, z, x):
         return z + x
