@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import report
-from . import arithmetic, mazes, mazes_image, paths, prefix, recipes
+from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, two_streams
 from .contenders import Plan, values
 from .tables import label, percent
 
 README = report.HERE.parent / "README.md"
 PAGE = README.parent / "docs" / "equilibrium_blocks.md"
 #: Plans of blocks that learn small puzzles and are asked larger ones.
-LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN, mazes_image.PLAN)
+LARGER = (prefix.PLAN, arithmetic.PLAN, paths.PLAN, mazes_image.PLAN, two_streams.PLAN)
 PICARD, ANDERSON = "solved", "solved, Anderson(1)"
 #: Of README: the plan, its task and its block in words, its smallest set and its largest one, and how it is solved.
 SHORT = (
@@ -29,6 +29,7 @@ SHORT = (
     (arithmetic.PLAN, "sums with long carries", "convolutions", "8 digits", "128 digits", PICARD),
     (mazes_image.PLAN, "mazes of pixels", "convolutions", "9 x 9", "33 x 33", PICARD),
     (mazes_image.PLAN, "the same, `Anderson(history=1)`", "convolutions", "9 x 9", "33 x 33", ANDERSON),
+    (two_streams.PLAN, "Sudoku of 9 x 9", "two streams of attention", "36 to 54 givens", "32 givens", PICARD),
 )
 #: Sets whose names are longer than what README calls them.
 SETS = {"17 x 17": mazes.SHOWN[-1]}

@@ -77,8 +77,12 @@ class Larger:
         claims: tuple[tuple[str, str, str, float, str], ...],
         notes: tuple[str, ...],
         puzzles: int = 500,
+        drawn: tuple[Contender, ...] = (),
     ) -> Plan:
-        """The plan with all contenders, and `others`. claims: (way, set, sense, bound, field)."""
+        """The plan with all contenders, and `others`, of which the figure shows those that are `drawn`, as solved.
+
+        claims: (way, set, sense, bound, field).
+        """
         solver = Anderson(history=1, rtol=RTOL, max_steps=self.most)
         ways = self.solved, *self.loops, Solved(solver, "solved, Anderson(1)")
         deep, (name, guess) = f"stack of {self.mean}, the same FLOPs", self.trivial
@@ -105,6 +109,7 @@ class Larger:
                 (self.tied, "solved"),
                 *((self.tied, way.name) for way in self.loops),
                 (progressive, "solved"),
+                *((each.name, self.solved.name) for each in drawn),
                 (deep, self.loops[0].name),
                 (name, "guess"),
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def figure(plan: Plan, run: dict[str, Any], folder: Path) -> list[tuple[str, str
     drawn = [(row, way, name) for row, way, name in _ways(entries) if (row["contender"], way) in plan.drawn]
     if not drawn:
         return []
-    made = new_figure(7, 3.4, f"{plan.metric.lower()}: {plan.told}")
+    made = new_figure(7, 3.4, textwrap.fill(f"{plan.metric.lower()}: {plan.told}", 90))
     axes = made.subplots()
     for index, (row, way, name) in enumerate(drawn):
         points = [(place, values(row["runs"], way, each)) for place, each in enumerate(plan.sets)]

@@ -98,8 +98,10 @@ LARGER = Larger(
 SEGMENTS = dataclasses.replace(LARGER.recipe, training=Segments(2, 4), updates=1400)
 WAYS = LARGER.solved, *LARGER.loops
 
+SEGMENTED = Contender("the same, deep supervision, detached carries", SEGMENTS, WAYS, LARGER.few, make=Reasoner)
+
 PLAN = LARGER.plan(
-    Contender("the same, deep supervision, detached carries", SEGMENTS, WAYS, LARGER.few, make=Reasoner),
+    SEGMENTED,
     NAKED,
     claims=(
         ("solved", "34 givens", ">=", 0.9, "exact"),
@@ -110,4 +112,5 @@ PLAN = LARGER.plan(
         "net(high + low), so three transformer blocks; FLOPs count them.",
     ),
     puzzles=300,
+    drawn=(SEGMENTED,),
 )
