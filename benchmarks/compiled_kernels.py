@@ -24,10 +24,15 @@ from .report import Table, document, write
 from .targets import Row
 
 #: The GPUs that the kernels are compiled for: capability, shared memory of a multiprocessor and of a program in bytes.
-ARCHES = {"sm_80": (80, 164 * 1024, 163 * 1024), "sm_90a": (90, 228 * 1024, 227 * 1024)}
+ARCHES = {
+    "sm_80": (80, 164 * 1024, 163 * 1024),
+    "sm_90a": (90, 228 * 1024, 227 * 1024),
+    "sm_100a": (100, 228 * 1024, 227 * 1024),
+}
 KERNELS = ("solve", "adjoint", "keys")
-DIMS = {"bfloat16": (32, 64, 128), "float16": (32, 64, 128), "float32": (32, 64, 128)}
-KINDS = ("plain", "causal", "masked")
+DTYPES, DIMS = ("bfloat16", "float16", "float32"), (32, 64, 128, 256)
+#: Of queries: all keys, those up to its own place, those that a mask allows; and queries that were gathered.
+KINDS = ("plain", "causal", "masked", "gathered")
 #: Registers and threads of a multiprocessor, and shared memory that every program takes beside its own.
 REGISTERS, WARPS, RESERVED = 65536, 64, 1024
 #: Instructions of a loop that are counted, by what their names begin with.
@@ -66,8 +71,9 @@ class Case:
 
 CASES = tuple(
     Case(kernel, dtype, dim, kind)
-    for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
-    for dim, kind in itertools.product(dims, KINDS)
+    for kernel, dtype in itertools.product(KERNELS, DTYPES)
+    for dim, kind in itertools.product(DIMS, KINDS)
+    if kernel == "solve" or kind != "gathered"
 )
 
 
@@ -184,7 +190,8 @@ def _call(case: Case) -> Any:
     mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None
     problem = Hopfield(x, x, one, one / 2, mask, first=0 if case.kind == "causal" else None)
     if case.kernel == "solve":
-        solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
+        # The last launch is that of gathered queries.
+        solve(problem, x, FusedRule(1e-3, 0.0, 10, 3), (4,) if case.kind == "gathered" else ())
     else:
         z = x.float()
         solve_adjoint(problem, z, z, z, z[..., 0].contiguous(), AdjointRule(1e-2, 10))

@@ -69,7 +69,7 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
 
         return triton_solve(problem, initial, rule)
 
-    answer = _by_triton(impl, "hopfield_solve", problem, by_kernel, fixed_budget=rule.fixed_budget)
+    answer = _by_triton(impl, "hopfield_solve", problem, by_kernel, rule)
     if answer is not None:
         return answer
     problem = problem.to(initial.dtype)
@@ -185,7 +185,7 @@ def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
 
 
 def _by_triton(
-    impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R], *, fixed_budget: bool = False
+    impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R], rule: FusedRule = THERE
 ) -> _R | None:
     """Return the answer of `run`, Triton kernels, if `impl` wants them and they are trusted, else None."""
     if impl != "triton" and not (
@@ -193,10 +193,10 @@ def _by_triton(
     ):
         return None
     check, kernels = triton_checks.CHECKS[operation]
-    variant = triton_checks.variant(problem, kernels, fixed_budget=fixed_budget)
+    variant = triton_checks.variant(problem, kernels, rule)
     use = trust.Use(f"{operation} (triton)", problem.field.device, variant)
     insists = "triton" if impl == "triton" else None
-    return trust.answer(use, partial(check, problem, fixed_budget), run, insists=insists)
+    return trust.answer(use, partial(check, problem, variant), run, insists=insists)
 
 
 def native_use(operation: str, keys: Tensor, mask: Tensor | None, first: int | None) -> trust.Use | None:

@@ -155,6 +155,28 @@ def masked_problem(name, dtype=FP32, **options):
     return problem._replace(mask=mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape).to(DEVICE))
 
 
+def documents(n, m, length=40):
+    """Which rows and columns belong to the same one of several documents."""
+    return torch.arange(n)[:, None] // large(length) == torch.arange(m) // large(length)
+
+
+# Masks of several tiles in which tiles of every kind stand beside each other.
+TILED_MASKS = {
+    "keys": lambda n, m: ((torch.arange(m) >= large(35)) & (torch.arange(m) < m - large(3)))[None],
+    "documents": documents,
+    "none_for_some": lambda n, m: documents(n, m) & (torch.arange(n)[:, None] >= large(35)),
+    "bias_of_documents": lambda n, m: torch.zeros(n, m).masked_fill(~documents(n, m), -torch.inf),
+    "bias_that_is_low": lambda n, m: torch.zeros(n, m).masked_fill(~documents(n, m), torch.finfo(FP32).min),
+}
+
+
+def tiled_problem(name, dtype=FP32, **options):
+    """A problem with one of these masks."""
+    problem = problem_of(lead=(2, 2), keys_lead=(2, 1), n=75, m=100, dim=16, dtype=dtype, **options)
+    mask = TILED_MASKS[name](problem.field.shape[-2], problem.keys.shape[-2])
+    return problem._replace(mask=mask.expand(1, 1, *mask.shape).to(DEVICE))
+
+
 # Tiles.
 
 SHIPPED = {}

@@ -9,6 +9,7 @@ from triton_harness import (
     MAGIC,
     MASKS,
     SHAPES,
+    TILED_MASKS,
     Poison,
     case,
     cases,
@@ -19,6 +20,7 @@ from triton_harness import (
     problem_of,
     shrink_tiles,
     sign_aside,
+    tiled_problem,
 )
 from triton_oracle import Dense, follow
 
@@ -31,11 +33,11 @@ from implicit_attention.status import Status
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
 
-def solve(problem, initial, stop=STOP):
+def solve(problem, initial, stop=STOP, ends=()):
     from implicit_attention.ops.triton.solve import solve as kernel
 
     with Poison():
-        solved = kernel(problem, initial, stop)
+        solved = kernel(problem, initial, stop, ends)
     written = [solved.status != MAGIC, solved.num_steps != MAGIC, solved.num_evals != MAGIC]
     assert all(bool(t.all()) for t in written), "not written"
     return solved
@@ -105,6 +107,124 @@ def solve_mask(name):
     assert bool(empty.any()) == (name in ("padding", "per_query", "per_sample"))
     assert bool((solved.mean[empty] == 0).all())
     assert bool((solved.logsumexp[empty] == 0).all())
+
+
+@cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
+def solve_tiles(name, **options):
+    problem = tiled_problem(name, **options)
+    check_solved(problem, solve(problem, problem.field))
+
+
+@cases(keys=dict(name="keys"), bias=dict(name="bias_of_documents"), gathered=dict(name="documents", ends=(1, 2, 4)))
+def solve_reads_no_tile_that_is_masked(name, ends=()):
+    problem = tiled_problem(name)
+    problem.mask[..., : large(35)] = -torch.inf if problem.mask.is_floating_point() else False
+    clean = solve(problem, problem.field, ends=ends)
+    problem.keys[..., :32, :] = torch.nan
+    for field, before in zip(solve(problem, problem.field, ends=ends), clean, strict=True):
+        assert torch.equal(field, before)
+
+
+def kinds_of(allowed, rows, keys):
+    """For each tile of pairs 0 if none is allowed, 2 if all are, else 1; pairs of no row have no say, of no key are not."""
+    n, m = allowed.shape
+    padded = allowed.new_ones(-(-n // rows) * rows, -(-m // keys) * keys)
+    padded[:n, :m], padded[:n, m:] = allowed, False
+    some = torch.zeros_like(padded)
+    some[:n, :m] = allowed
+    whole, some = (t.unflatten(1, (-1, keys)).unflatten(0, (-1, rows)) for t in (padded, some))
+    return some.any(-1).any(1).int() * (1 + whole.all(-1).all(1).int())
+
+
+@cases(plain=dict(), causal=dict(first=3), keys=dict(mask="keys"), keys_causal=dict(mask="keys", first=0))
+def solve_lists_the_tiles_of_a_mask(mask="documents", first=None):
+    from implicit_attention.ops.triton.layout import KernelLayout, Picked, Tiles
+    from implicit_attention.ops.triton.mask_tiles import MaskTiles, shared
+
+    problem = tiled_problem(mask)._replace(first=first)
+    rows, layout, tile = problem.field.shape[-2], KernelLayout.of(problem), Tiles(16, 32, 4, 1)
+    allowed = (Dense.of(problem).bias == 0).flatten(0, 1)
+    torch.manual_seed(0)
+    order = torch.stack([torch.randperm(rows) for _ in allowed]).int().to(harness.DEVICE)
+    counts = torch.tensor([rows, 20, 0, 7], dtype=torch.int32).to(harness.DEVICE)
+    assert shared(problem) == (mask == "keys" and first is None)
+    for picked, by_keys in ((None, False), (None, True), (Picked(order, counts), False)):
+        found = MaskTiles.of(problem, layout, tile, picked=picked, by_keys=by_keys)
+        # Those that share a mask share an entry.
+        assert len(found.visited) == (4 if picked is not None and not shared(problem) else 1)
+        for entry, pairs in enumerate(allowed):
+            at = sum(digit * step for digit, step in zip((entry // 2, entry % 2), found.strides[-2:], strict=True))
+            at = entry if len(found.visited) == 4 else at
+            chosen = pairs if len(found.visited) == 1 else pairs[order[entry, : counts[entry]].long()]
+            kinds = kinds_of(chosen[:1] if shared(problem) and not by_keys else chosen, 16, 32)
+            for number, right in enumerate(kinds.T if by_keys else kinds):
+                whole, end = found.counts[at, number].tolist()
+                listed = found.visited[at, number].tolist()
+                assert set(listed[:whole]) == {i for i, kind in enumerate(right.tolist()) if kind == 2}
+                assert set(listed[whole:end]) == {i for i, kind in enumerate(right.tolist()) if kind == 1}
+
+
+GATHERED = {
+    "shape": dict(),
+    "causal": dict(first=20),
+    "bf16": dict(dtype=BF16),
+    "fp16": dict(dtype=FP16),
+    "at_the_edge": dict(beta=3.0, anchor=0.2, seed=2),
+    "budget": dict(stop=STOP._replace(max_steps=5)),
+}
+
+
+@cases(**GATHERED)
+def solve_gathers(stop=STOP._replace(max_steps=40), **options):
+    problem = problem_of(lead=(2, 2), keys_lead=(2, 1), **{"n": 75, "m": 40, "dim": 16, "beta": 1.5, "anchor": 0.2, **options})
+    problem.field[1, 0, 7, 3] = torch.nan
+    whole = solve(problem, problem.field, stop)
+    found = solve(problem, problem.field, stop, ends=(1, 2, 3, 4, 6, 9))
+    assert int(found.num_evals.max()) > 4
+    assert len(found.num_evals.unique()) > 2
+    for name, field, before in zip(found._fields, found, whole, strict=True):
+        # What a query meets does not depend on who stands beside it, but for the order in which tiles add up.
+        if field.is_floating_point():
+            near = 1e-5 if harness.DEVICE == "cpu" and field.dtype == problem.keys.dtype else 1e-2
+            assert torch.allclose(field, before, rtol=near, atol=near, equal_nan=True), name
+        elif harness.DEVICE == "cpu":
+            assert torch.equal(field, before), name
+
+
+@cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
+def solve_gathers_masked(name, **options):
+    problem = tiled_problem(name, beta=2.0, anchor=0.3, **options)
+    found = solve(problem, problem.field, ends=(1, 2, 3, 4, 6, 9))
+    check_solved(problem, found)
+
+
+@case
+def solve_gathers_where_it_pays():
+    from implicit_attention.ops.triton import layout
+    from implicit_attention.ops.triton import solve as module
+
+    problem = problem_of(lead=(2,), n=130, m=40, dim=16)
+    assert layout.gathered_after(problem, STOP) == () or harness.DEVICE == "cuda"
+    launches, launch = [], module.launch
+
+    def counted(*arguments, **options):
+        launches.append(options["picked"])
+        launch(*arguments, **options)
+
+    least, layout.LEAST_WORK, module.launch = layout.LEAST_WORK, 0.0, counted
+    try:
+        assert layout.gathered_after(problem, STOP) == (4, 5, 6, 8, 10)
+        assert layout.gathered_after(problem, STOP._replace(rtol=0.0)) == ()
+        whole = solve(problem, problem.field)
+        assert launches == [False]
+        found = dispatch.solve(problem, problem.field, STOP, "triton")
+        assert launches[-6:] == [False] + [True] * 5
+        few = problem._replace(field=problem.field[:, :60])
+        assert layout.gathered_after(few, STOP) == () or harness.DEVICE == "cuda"
+    finally:
+        layout.LEAST_WORK, module.launch = least, launch
+    for field, before in zip(found, whole, strict=True):
+        assert torch.allclose(field.double(), before.double(), rtol=1e-3, atol=1e-3)
 
 
 @case

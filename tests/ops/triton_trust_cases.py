@@ -151,6 +151,69 @@ def trust_broken_adjoint(fault, words):
     check_refused(ADJOINT, [ADJOINT], fault, words, solved)
 
 
+class BrokenKinds(Broken):
+    """The kernel that tells what the tiles under a mask are, which calls all of them the same."""
+
+    def __init__(self, kernel, kind):
+        super().__init__(kernel, None, 0)
+        self.kind = kind
+
+    def __getitem__(self, grid):
+        def launch(kinds, *arguments, **options):
+            self.kernel[grid](kinds, *arguments, **options)
+            kinds.fill_(self.kind)
+
+        return launch
+
+
+@cases(all_masked=dict(kind=0), none_masked=dict(kind=2))
+def trust_broken_tiles_of_masks(kind):
+    from implicit_attention.ops.triton import mask_tiles
+
+    options = {"mask": (torch.arange(20) < 7).to(harness.DEVICE)}
+    expected = by_torch(solved, **options)
+    kernel = mask_tiles._kinds_kernel
+    mask_tiles._kinds_kernel = BrokenKinds(kernel, kind)
+    try:
+        with untried() as (_, told):
+            equal(solved("auto", **options), expected)
+            assert len(told) == 2, [str(warning.message) for warning in told]
+            assert {check.verdict for check in kernel_checks()} == {"refused"}
+    finally:
+        mask_tiles._kinds_kernel = kernel
+
+
+@cases(sound=dict(fault=None), one_less=dict(fault="counts"), another=dict(fault="order"))
+def trust_gathered_queries(fault):
+    from implicit_attention.ops.triton import layout
+    from implicit_attention.ops.triton import solve as module
+
+    def broken(status, rows):
+        order, counts = unfinished(status, rows)
+        if fault == "counts":
+            counts = (counts - 1).clamp(min=0)
+        return layout.Picked(order.flip(-1).contiguous() if fault == "order" else order, counts)
+
+    torch.manual_seed(0)
+    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE) for size in (300, 20))
+
+    def states(impl):
+        return (hopfield_solve(query, keys, beta=0.2, anchor=0.6, rtol=1e-6, impl=impl).state,)
+
+    expected = by_torch(states)
+    unfinished, module.unfinished = module.unfinished, broken
+    least, layout.LEAST_WORK = layout.LEAST_WORK, 0.0
+    try:
+        with untried() as (_, told):
+            equal(states("auto"), expected)
+            (check,) = kernel_checks()
+            assert "gathers True" in check.use
+            assert check.verdict == ("verified" if fault is None else "refused"), check
+            assert len(told) == (fault is not None)
+    finally:
+        layout.LEAST_WORK, module.unfinished = least, unfinished
+
+
 @cases(wrong=dict(fault="one number is wrong"), unwritten=dict(fault="writes nothing"))
 def trust_broken_gradient_of_keys(fault):
     check_refused("keys", [ADJOINT], fault, "by_keys is ", adjoint)

@@ -26,10 +26,12 @@ from .kernels import (
     rounded,
     scaled_back,
     sums,
+    visited_tiles,
     weighted_keys,
 )
 from .keys import KernelOperands, gradient_of_keys
 from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
+from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 UNFINISHED = tl.constexpr(int(Status.MAX_STEPS))
@@ -78,7 +80,8 @@ def solve_adjoint(
         *(empty(state.shape, dtype=torch.float32) for _ in range(3)),
         *placed(problem, layout),
         *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
-        *(*operands, layout.sizes, rows, keys.shape[-2], offset_of(problem), *rule),
+        *(*operands, MaskTiles.of(problem, layout, chosen, by_keys=False), layout.sizes, rows, keys.shape[-2]),
+        *(offset_of(problem), *rule),
     )
     if keys.numel():
         gradient_of_keys(problem, layout, operands, answer.by_keys)
@@ -86,7 +89,9 @@ def solve_adjoint(
 
 
 @triton.jit
-def _spread(v, mean, spread, half, by, shift, first, local, dims, real, inside, keys, pairs, N, M, P: tl.constexpr):
+def _spread(
+    v, mean, spread, half, by, shift, rows, local, dims, real, inside, keys, pairs, visited, N, M, P: tl.constexpr
+):
     """Write the weighted keys of a vector v in memory to `spread`; what sum_j w_j times the mean is, and their unit."""
     D: tl.constexpr = P.dim
     whole = local[:, None] * D + dims[None, :]
@@ -98,7 +103,7 @@ def _spread(v, mean, spread, half, by, shift, first, local, dims, real, inside, 
         there = real[:, None] & exists
         some = narrow(tl.load(v + place, mask=there, other=0.0) * (1.0 / v_scale)[:, None], P)
         centre += sums(tl.load(mean + place, mask=there, other=0.0) * some.to(tl.float32), P)
-    total, rest = weighted_keys(half, by, shift, v_half, tl.sum(centre, 1), first, keys, pairs, N, M, P)
+    total, rest = weighted_keys(half, by, shift, v_half, tl.sum(centre, 1), rows, keys, pairs, visited, N, M, P)
     tl.store(spread + whole, total, mask=inside)
     tl.debug_barrier()  # every thread has written its part
     if P.dtype == "fp16":
@@ -146,6 +151,7 @@ def _adjoint_kernel(
     value_half_out,
     value_scale_out,
     centre_out,
+    listed,
     sizes,
     N,
     M,
@@ -161,9 +167,10 @@ def _adjoint_kernel(
     """
     ROWS: tl.constexpr = P.rows
     D: tl.constexpr = P.dim
-    batch, first, local, dims, real, inside = query_tile(N, P)
+    batch, tile, first, local, dims, real, inside = query_tile(N, None, None, P)
     begin = batch * N + first
     start, at = begin * D, begin + local
+    rows = first + local
     state, mean, cotangent, value_out = state + start, mean + start, cotangent + start, value_out + start
     search, remainder, spread = search + start, remainder + start, spread + start
 
@@ -171,6 +178,7 @@ def _adjoint_kernel(
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
     pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
+    visited = visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, P)
 
     half, scale = rounded(tl.load(state + local[:, None] * D + dims[None, :], mask=inside, other=0.0), P)
     moved, peak = no_sums(P), tl.zeros([ROWS], tl.float32)
@@ -206,7 +214,7 @@ def _adjoint_kernel(
     running = tl.max(active.to(tl.int32), 0) > 0
     while running:
         rest, its = _spread(
-            search, mean, spread, half, by, shift, first, local, dims, real, inside, key_rows, pairs, N, M, P
+            search, mean, spread, half, by, shift, rows, local, dims, real, inside, key_rows, pairs, visited, N, M, P
         )
         curvature, length = no_sums(P), no_sums(P)
         for column in tl.range(0, D, P.columns, num_stages=1):
@@ -244,7 +252,7 @@ def _adjoint_kernel(
 
     # The same product gives the residual of u and its gradients.
     rest, its = _spread(
-        value_out, mean, spread, half, by, shift, first, local, dims, real, inside, key_rows, pairs, N, M, P
+        value_out, mean, spread, half, by, shift, rows, local, dims, real, inside, key_rows, pairs, visited, N, M, P
     )
     left, by_beta, peak = no_sums(P), no_sums(P), tl.zeros([ROWS], tl.float32)
     for column in tl.range(0, D, P.columns, num_stages=1):

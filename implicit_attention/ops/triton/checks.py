@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,10 @@ from ..checks import adjoint_errors, mask_kind, small_problem, solve_errors
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule, Solved
 from ..trust import Errors
-from .layout import TILES, tiles
+from .layout import TILES, gathered_after, tiles
+
+#: In a check queries are gathered after so many evaluations, as small problems need few.
+GATHERED_AFTER = (1, 2, 3, 5)
 
 
 class TritonVariant(NamedTuple):
@@ -24,21 +28,26 @@ class TritonVariant(NamedTuple):
     causal: bool
     #: Queries and keys per tile of every kernel involved.
     tiles: tuple[tuple[int, ...], ...]
-    #: Whether a solve has a fixed budget.
+    #: Whether a solve has a fixed budget, and whether it gathers the queries that have not ended.
     fixed_budget: bool
+    gathers: bool
 
 
-def variant(problem: Hopfield, kernels: tuple[str, ...], *, fixed_budget: bool) -> TritonVariant:
+def variant(problem: Hopfield, kernels: tuple[str, ...], rule: FusedRule) -> TritonVariant:
     sizes = tuple(tiles(kernel, problem)[:2] for kernel in kernels)
     dim, mask = problem.field.shape[-1], mask_kind(problem.mask)
-    return TritonVariant(problem.keys.dtype, dim, mask, problem.first is not None, sizes, fixed_budget)
+    gathers = bool(gathered_after(problem, rule))
+    return TritonVariant(
+        problem.keys.dtype, dim, mask, problem.first is not None, sizes, rule.fixed_budget, gathers
+    )
 
 
-def _solve(problem: Hopfield, fixed_budget: bool) -> Errors:
-    return solve_errors(_small(problem), _solved, fixed_budget=fixed_budget)
+def _solve(problem: Hopfield, chosen: TritonVariant) -> Errors:
+    ends = GATHERED_AFTER if chosen.gathers else ()
+    return solve_errors(_small(problem), partial(_solved, ends=ends), fixed_budget=chosen.fixed_budget)
 
 
-def _adjoint(problem: Hopfield, _: bool) -> Errors:
+def _adjoint(problem: Hopfield, _: TritonVariant) -> Errors:
     from .adjoint import solve_adjoint
 
     def solved(problem: Hopfield, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
@@ -55,12 +64,19 @@ CHECKS = {
 
 
 def _small(problem: Hopfield) -> Hopfield:
-    """A problem that fills the same tiles twice."""
+    """A problem that fills the same tiles twice, with tiles of every kind where there is a mask."""
     most = max(max(sizes.rows, sizes.keys) for table in TILES.values() for sizes in table.values())
-    return small_problem(problem, most + 5, 2 * most + 3)
+    small = small_problem(problem, most + 5, 3 * most + 3)
+    if small.mask is not None:
+        rows, boolean = small.mask.shape[-2], small.mask.dtype == torch.bool
+        # All queries but the one that attends to no key.
+        others = [row for row in range(rows) if rows == 1 or row != rows // 2]
+        small.mask[:, others, :most] = True if boolean else 0.0
+        small.mask[:, :, most : 2 * most] = False if boolean else -torch.inf
+    return small
 
 
-def _solved(small: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
+def _solved(small: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, ...] = ()) -> Solved:
     from .solve import solve
 
-    return solve(small, initial, stop)
+    return solve(small, initial, stop, ends)

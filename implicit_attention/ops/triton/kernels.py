@@ -39,8 +39,8 @@ def batch_offset(batch, sizes, strides):
 
 
 @triton.jit
-def query_tile(N, P: tl.constexpr):
-    """The tile of queries of this program: entry of the batch (int64), first row, indices, which are real."""
+def query_tile(N, order, counts, P: tl.constexpr):
+    """The tile of queries of this program: entry of the batch (int64), number, first row, indices, which are real."""
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
     per_batch = tl.cdiv(N, ROWS)
@@ -51,7 +51,11 @@ def query_tile(N, P: tl.constexpr):
     first = tile * ROWS
     local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     real = first + local < N
-    return batch, first, local, dims, real, real[:, None] & (dims < P.dim)[None, :]
+    if P.picked:
+        real = first + local < tl.load(counts + batch)
+        local = tl.load(order + batch * N + first + local, mask=real, other=0)
+        first = 0
+    return batch, tile, first, local, dims, real, real[:, None] & (dims < P.dim)[None, :]
 
 
 @triton.jit
@@ -97,18 +101,41 @@ def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def key_range(first, pairs, N, M, P: tl.constexpr):
-    """(The first key that some row of the tile from `first` on may not attend to, the end of the keys)."""
+def visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, P: tl.constexpr):
+    """The tiles of keys that a tile of queries visits: their numbers, how many have no masked pair, how many there are.
+
+    Without a mask these are the first ones, and both are counted in keys. listed: (visited, counts, strides) as in
+    `MaskTiles`.
+    """
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
-    full = (M // KEYS) * KEYS
-    end = M
-    if P.causal:
-        full = tl.minimum(full, ((first + pairs[3] + 1) // KEYS) * KEYS)
-        end = tl.minimum(M, tl.minimum(first + ROWS, N) + pairs[3])
+    visited, counts, strides = listed
     if P.mask != NO_MASK:
-        full = 0
-    return full, end
+        entry = batch_offset(batch, sizes, strides)
+        if P.mask_rows or P.causal:
+            entry = entry * tl.cdiv(N, ROWS) + tile
+        whole = tl.load(counts + 2 * entry)
+        end = tl.load(counts + 2 * entry + 1)
+        visited += entry * tl.cdiv(M, KEYS)
+    else:
+        whole = (M // KEYS) * KEYS
+        end = M
+        if P.causal:
+            lowest, highest = first, tl.minimum(first + ROWS, N) - 1
+            if P.picked:
+                lowest, highest = tl.min(tl.where(real, local, N), 0), tl.max(tl.where(real, local, -1), 0)
+            whole = tl.minimum(whole, ((lowest + offset + 1) // KEYS) * KEYS)
+            end = tl.minimum(end, highest + offset + 1)
+    return visited, whole, end
+
+
+@triton.jit
+def key_start(place, visited, P: tl.constexpr):
+    """The first key of the tile that is visited at this place."""
+    if P.mask != NO_MASK:
+        return tl.load(visited + place) * P.keys
+    else:
+        return place
 
 
 # Numbers.
@@ -174,7 +201,10 @@ def scores_of(left, right, P: tl.constexpr):
 
 @triton.jit
 def restricted(scores, rows, cols, pairs, N, M, P: tl.constexpr):
-    """Scores of rows and columns that broadcast to them, -inf where the row does not attend to the key."""
+    """Scores of rows and columns that broadcast to them, -inf where the row does not attend to the key.
+
+    pairs: the mask, its strides by row and by column, the number of the first row among the columns.
+    """
     mask, stride_n, stride_m, offset = pairs
     inside = cols < M
     allowed = inside
@@ -208,30 +238,32 @@ def one(M):
 
 
 @triton.jit
-def attend(half, by, first, keys, pairs, N, M, P: tl.constexpr):
+def attend(half, by, rows, keys, pairs, tiles, N, M, P: tl.constexpr):
     """Mean (ROWS, DIMS) and log-sum-exp (ROWS,) of the scores by <half, k>; 0 for rows that attend to no key."""
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, DIMS], tl.float32)
-    full, end = key_range(first, pairs, N, M, P)
-    for start in range(0, full, P.keys):
-        peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, False)
-    for start in range(full, end, P.keys):
-        peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, True)
+    visited, whole, end = tiles
+    STEP: tl.constexpr = P.keys if P.mask == NO_MASK else 1
+    for place in range(0, whole, STEP):
+        start = key_start(place, visited, P)
+        peak, total, mean = _attend_tile(half, by, peak, total, mean, rows, start, keys, pairs, N, M, P, False)
+    for place in range(whole, end, STEP):
+        start = key_start(place, visited, P)
+        peak, total, mean = _attend_tile(half, by, peak, total, mean, rows, start, keys, pairs, N, M, P, True)
     mean = mean * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     return mean, tl.where(total == 0.0, 0.0, (peak + tl.log2(total)) * LN2)
 
 
 @triton.jit
-def _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr):
-    ROWS: tl.constexpr = P.rows
+def _attend_tile(half, by, peak, total, mean, rows, start, keys, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr):
     KEYS: tl.constexpr = P.keys
     k = key_tile(keys, start, M, P, TAIL)
     scores = scores_of(half, k, P)
     if TAIL:
-        rows, cols = first + tl.arange(0, ROWS), start + tl.arange(0, KEYS)
+        cols = start + tl.arange(0, KEYS)
         scores = restricted(scores * by[:, None], rows[:, None], cols[None, :], pairs, N, M, P)
         highest = tl.maximum(peak, tl.max(scores, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -250,7 +282,7 @@ def _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P
 
 
 @triton.jit
-def weighted_keys(half, by, shift, v_half, centre, first, keys, pairs, N, M, P: tl.constexpr):
+def weighted_keys(half, by, shift, v_half, centre, rows, keys, pairs, tiles, N, M, P: tl.constexpr):
     """sum_j w_j k_j and sum_j w_j per row, w_j = p_j (<v_half, k_j> - centre) and p_j = exp2(by <half, k_j> - shift).
 
     The covariance of the keys times v is the first less the second times their mean: the weights sum to 0 but for the
@@ -260,29 +292,31 @@ def weighted_keys(half, by, shift, v_half, centre, first, keys, pairs, N, M, P: 
     DIMS: tl.constexpr = P.dims
     total = tl.zeros([ROWS, DIMS], tl.float32)
     rest = tl.zeros([ROWS], tl.float32)
-    full, end = key_range(first, pairs, N, M, P)
-    for start in range(0, full, P.keys):
+    visited, whole, end = tiles
+    STEP: tl.constexpr = P.keys if P.mask == NO_MASK else 1
+    for place in range(0, whole, STEP):
+        start = key_start(place, visited, P)
         total, rest = _covariance_tile(
-            half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P, False
+            half, by, shift, v_half, centre, total, rest, rows, start, keys, pairs, N, M, P, False
         )
-    for start in range(full, end, P.keys):
+    for place in range(whole, end, STEP):
+        start = key_start(place, visited, P)
         total, rest = _covariance_tile(
-            half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P, True
+            half, by, shift, v_half, centre, total, rest, rows, start, keys, pairs, N, M, P, True
         )
     return total, rest
 
 
 @triton.jit
 def _covariance_tile(
-    half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr
+    half, by, shift, v_half, centre, total, rest, rows, start, keys, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr
 ):
-    ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
     total = total * one(M)
     k = key_tile(keys, start, M, P, TAIL)
     scores = scores_of(half, k, P) * by[:, None]
     if TAIL:
-        rows, cols = first + tl.arange(0, ROWS), start + tl.arange(0, KEYS)
+        cols = start + tl.arange(0, KEYS)
         scores = restricted(scores, rows[:, None], cols[None, :], pairs, N, M, P)
     # Centred before they are rounded.
     weights = tl.exp2(scores - shift[:, None]) * (scores_of(v_half, k, P) - centre[:, None])

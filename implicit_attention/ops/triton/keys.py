@@ -26,6 +26,7 @@ from .kernels import (
     scores_of,
 )
 from .layout import KernelLayout, launch, offset_of, readable_mask, tiles
+from .mask_tiles import MaskTiles
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
 PROGRAMS = 264
@@ -68,7 +69,8 @@ def gradient_of_keys(problem: Hopfield, layout: KernelLayout, operands: KernelOp
         chosen,
         problem,
         *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask, *operands),
-        *(parts, layout.by_keys, layout.sizes, own, readers, rows, count, offset_of(problem), out.numel(), splits),
+        *(parts, layout.by_keys, MaskTiles.of(problem, layout, chosen, by_keys=True), layout.sizes, own, readers),
+        *(rows, count, offset_of(problem), out.numel(), splits),
     )
     if splits > 1:
         torch.sum(parts, 0, out=out)
@@ -78,6 +80,89 @@ def gradient_of_keys(problem: Hopfield, layout: KernelLayout, operands: KernelOp
 def _digits(number, sizes):
     outer = number // sizes[2]
     return outer // sizes[1], outer % sizes[1], number % sizes[2]
+
+
+@triton.jit
+def _visited_tiles(entry, number, offset, listed, sizes, N, M, P: tl.constexpr):
+    """The tiles of queries that a tile of keys visits: where their numbers stand, how many have no masked pair, how many
+    there are; without a mask, the first tile of either kind instead of their numbers."""
+    KEYS: tl.constexpr = P.keys
+    ROWS: tl.constexpr = P.rows
+    visited, counts, strides = listed
+    if P.mask != NO_MASK:
+        tile = batch_offset(entry, sizes, strides) * tl.cdiv(M, KEYS) + number
+        return (visited + tile * tl.cdiv(N, ROWS), 0), tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+    else:
+        row_tiles = tl.cdiv(N, ROWS)
+        some, whole = 0, 0
+        if P.causal:
+            # Rows that end before the first key do not attend to it, rows from the last one on attend to all.
+            first = number * KEYS - offset
+            some = tl.minimum(tl.maximum(first, 0) // ROWS, row_tiles)
+            whole = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1, 0), ROWS), row_tiles)
+        return (whole, some), row_tiles - whole, row_tiles - some
+
+
+@triton.jit
+def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
+    """The first row of the tile that is visited as the given one."""
+    if P.mask != NO_MASK:
+        return tl.load(visited[0] + number) * P.rows
+    elif TAIL:
+        return (visited[1] + number - whole) * P.rows
+    else:
+        return (visited[0] + number) * P.rows
+
+
+@triton.jit
+def _next_of(split, splits, before, number):
+    """The first number from the given one on, of a list with `before` in front, whose turn it is to be done by `split`."""
+    late = (before + number) % splits
+    return number + (split - late + splits) % splits
+
+
+@triton.jit
+def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr):
+    """What a tile of queries from row `start` on adds to the gradient."""
+    ROWS: tl.constexpr = P.rows
+    KEYS: tl.constexpr = P.keys
+    DIMS: tl.constexpr = P.dims
+    D: tl.constexpr = P.dim
+    state, state_scale, shift, value, value_scale, centre = given
+    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    gradient = gradient * one(M)
+    real = start + local < N
+    inside = real[:, None] & (dims < D)[None, :]
+    at = entry * N + start + local
+    places = (entry * N + start) * D + local[:, None] * D + dims[None, :]
+    z = tl.load(state + places, mask=inside, other=0.0)
+    u = tl.load(value + places, mask=inside, other=0.0)
+    # Rows beyond the last have z = u = 0 and add nothing.
+    level = tl.load(shift + at, mask=real, other=0.0)
+    middle = tl.load(centre + at, mask=real, other=0.0)
+    by = tl.zeros([ROWS], tl.float32) + b * LOG2E
+    if P.dtype == "fp16":
+        z_scale = tl.load(state_scale + at, mask=real, other=0.0)
+        u_scale = tl.load(value_scale + at, mask=real, other=0.0)
+        by = by * z_scale
+    scores = scores_of(k, z, P) * by[None, :]
+    if TAIL:
+        scores = restricted(scores, (start + local)[None, :], cols[:, None], pairs, N, M, P)
+    p = tl.exp2(scores - level[None, :])
+    weights = p * ((scores_of(k, u, P) - middle[None, :]) * b)
+    if P.dtype == "fp16":
+        # Relative to the largest scales of the tile, so that no operand overflows.
+        both = u_scale * z_scale
+        most_u, most = tl.max(u_scale, 0), tl.max(both, 0)
+        p = p * (u_scale / tl.where(most_u > 0.0, most_u, 1.0))[None, :]
+        weights = weights * (both / (tl.where(most > 0.0, most, 1.0) * HEADROOM))[None, :]
+        empty = tl.zeros([KEYS, DIMS], tl.float32)
+        gradient += most_u * product(narrow(p, P), u, empty, P)
+        gradient += most * HEADROOM * product(narrow(weights, P), z, empty, P)
+    else:
+        gradient = product(narrow(p, P), u, gradient, P)
+        gradient = product(narrow(weights, P), z, gradient, P)
+    return gradient
 
 
 @triton.jit(do_not_specialize=["N", "M", "offset", "total", "splits"])
@@ -96,6 +181,7 @@ def _keys_kernel(
     centre,
     out,
     out_strides,
+    listed,
     sizes,
     own,
     readers,
@@ -107,7 +193,6 @@ def _keys_kernel(
     P: tl.constexpr,
 ):
     """`own` are the sizes of the axes of the keys, `readers` those along which several queries read the same keys."""
-    ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
@@ -121,54 +206,23 @@ def _keys_kernel(
     key_rows = (keys + batch_offset(entry, sizes, keys_strides), keys_strides[3], keys_strides[4])
     k = key_tile(key_rows, first, M, P, True)
 
-    row_tiles = tl.cdiv(N, ROWS)
-    skipped = 0
-    if P.causal:
-        # Rows that end before the first key do not attend to it.
-        skipped = tl.minimum(tl.maximum(first - offset, 0) // ROWS, row_tiles)
-    per_reader = row_tiles - skipped
-    work = readers[0] * readers[1] * readers[2] * per_reader
-    share = tl.cdiv(work, splits)
-    local, dims, cols = tl.arange(0, ROWS), tl.arange(0, DIMS), first + tl.arange(0, KEYS)
+    cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
+    given = (state, state_scale, shift, value, value_scale, centre)
     gradient = tl.zeros([KEYS, DIMS], tl.float32)
-    for item in range(split * share, tl.minimum(split * share + share, work)):
-        gradient = gradient * one(M)
-        reader_1, reader_2, reader_3 = _digits(item // per_reader, readers)
+    before = 0
+    for reader in range(readers[0] * readers[1] * readers[2]):
+        reader_1, reader_2, reader_3 = _digits(reader, readers)
         entry = ((own_1 + reader_1) * sizes[1] + own_2 + reader_2) * sizes[2] + own_3 + reader_3
-        start = (skipped + item % per_reader) * ROWS
-        real = start + local < N
-        inside = real[:, None] & (dims < D)[None, :]
-        at = entry * N + start + local
-        places = (entry * N + start) * D + local[:, None] * D + dims[None, :]
         b = tl.load(beta + batch_offset(entry, sizes, beta_strides)).to(tl.float32)
-        z = tl.load(state + places, mask=inside, other=0.0)
-        u = tl.load(value + places, mask=inside, other=0.0)
-        # Rows beyond the last have z = u = 0 and add nothing.
-        level = tl.load(shift + at, mask=real, other=0.0)
-        middle = tl.load(centre + at, mask=real, other=0.0)
-        by = tl.zeros([ROWS], tl.float32) + b * LOG2E
-        if P.dtype == "fp16":
-            z_scale = tl.load(state_scale + at, mask=real, other=0.0)
-            u_scale = tl.load(value_scale + at, mask=real, other=0.0)
-            by = by * z_scale
-        scores = scores_of(k, z, P) * by[None, :]
-        if P.causal or P.mask != NO_MASK:
-            pairs = (mask + batch_offset(entry, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
-            scores = restricted(scores, (start + local)[None, :], cols[:, None], pairs, N, M, P)
-        p = tl.exp2(scores - level[None, :])
-        weights = p * ((scores_of(k, u, P) - middle[None, :]) * b)
-        if P.dtype == "fp16":
-            # Relative to the largest scales of the tile, so that no operand overflows.
-            both = u_scale * z_scale
-            most_u, most = tl.max(u_scale, 0), tl.max(both, 0)
-            p = p * (u_scale / tl.where(most_u > 0.0, most_u, 1.0))[None, :]
-            weights = weights * (both / (tl.where(most > 0.0, most, 1.0) * HEADROOM))[None, :]
-            empty = tl.zeros([KEYS, DIMS], tl.float32)
-            gradient += most_u * product(narrow(p, P), u, empty, P)
-            gradient += most * HEADROOM * product(narrow(weights, P), z, empty, P)
-        else:
-            gradient = product(narrow(p, P), u, gradient, P)
-            gradient = product(narrow(weights, P), z, gradient, P)
+        pairs = (mask + batch_offset(entry, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
+        visited, whole, end = _visited_tiles(entry, number % per_batch, offset, listed, sizes, N, M, P)
+        for place in range(_next_of(split, splits, before, 0), whole, splits):
+            start = _row_start(place, whole, visited, P, False)
+            gradient = _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P, False)
+        for place in range(_next_of(split, splits, before, whole), end, splits):
+            start = _row_start(place, whole, visited, P, True)
+            gradient = _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P, True)
+        before += end
     out += split.to(tl.int64) * total + own_1 * out_strides[0] + own_2 * out_strides[1] + own_3 * out_strides[2]
     out += first.to(tl.int64) * D
     where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]

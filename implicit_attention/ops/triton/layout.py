@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._fused_rule import FusedRule
 from ..problem import Hopfield
 
 # Most leading axes of different strides in a kernel.
@@ -36,14 +38,17 @@ class Tiles(NamedTuple):
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes. A warp
 # has 16 rows or more: of eight warps on 64 rows and few keys, Triton 3.6 reads past the end of shared memory.
 TILES = {
-    ("solve", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3)},
-    ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
-    ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3)},
-    ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
-    ("keys", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(32, 64, 4, 3)},
-    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
+    ("solve", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 2, 1)},
+    ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2), 256: Tiles(32, 16, 2, 1)},
+    ("keys", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 1)},
+    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 2, 1)},
 }
 SMALLEST_TILE = 16
+# Queries are gathered after so many evaluations first, where they fill so many tiles of a set of keys, and where one
+# evaluation of all takes so many operations that launches do not matter.
+FIRST_END, FEWEST_TILES, LEAST_WORK = 4, 4, 2.0**35
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ class KernelPlan:
     mask_rows: bool  # whether the mask differs from query to query
     dtype: str  # of the operands of products, as Triton calls it
     precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
+    picked: bool  # whether a tile's queries are listed, instead of standing side by side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +82,11 @@ class KernelLayout:
     anchor: tuple[int, ...]
     mask: tuple[int, ...]
     by_keys: tuple[int, ...]
+
+    @property
+    def masks(self) -> tuple[int, ...]:
+        """Sizes of the axes along which masks differ; 1 for the others."""
+        return tuple(size if step else 1 for size, step in zip(self.sizes, self.mask[:AXES], strict=True))
 
     @classmethod
     def of(cls, problem: Hopfield) -> KernelLayout | None:
@@ -100,6 +111,11 @@ class KernelLayout:
             mask=(*mask_, *strides[3][-2:]),
             by_keys=by,
         )
+
+
+def contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of these sizes; 0 along axes of size 1, which others may be broadcast along."""
+    return tuple(math.prod(sizes[axis + 1 :]) if size > 1 else 0 for axis, size in enumerate(sizes))
 
 
 def _merged(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -130,7 +146,29 @@ def _fitting(size: int, most: int) -> int:
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 
-def plan(problem: Hopfield, chosen: Tiles) -> KernelPlan:
+def gathered_after(problem: Hopfield, stop: FusedRule) -> tuple[int, ...]:
+    """The numbers of evaluations after which it pays to gather the queries that have not ended into tiles of their own.
+
+    A tile then does not wait for its slowest query. Nothing where launches take longer than what waits.
+    """
+    *lead, rows, dim = problem.field.shape
+    work = 4.0 * math.prod(lead) * rows * problem.keys.shape[-2] * dim
+    few = rows < FEWEST_TILES * tiles("solve", problem).rows
+    # Numbers of entries of a set are 32 bits.
+    return () if stop.fixed_budget or few or work < LEAST_WORK or rows * dim >= 2**31 else growing(stop.max_steps)
+
+
+def growing(most: int) -> tuple[int, ...]:
+    """Numbers up to `most`, each larger than the one before by about a third."""
+    found = list[int]()
+    following = FIRST_END
+    while following <= most:
+        found.append(following)
+        following += max(following // 3, 1)
+    return tuple(found)
+
+
+def plan(problem: Hopfield, chosen: Tiles, picked: bool = False) -> KernelPlan:
     mask, dim, dtype = problem.mask, problem.field.shape[-1], problem.keys.dtype
     widen = interpreted() and dtype == torch.bfloat16
     dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
@@ -146,6 +184,7 @@ def plan(problem: Hopfield, chosen: Tiles) -> KernelPlan:
         dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
         # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
         precision="widen" if widen else "tf32x3" if dtype == torch.float32 else "ieee",
+        picked=picked,
     )
 
 
@@ -180,14 +219,23 @@ def readable_mask(problem: Hopfield) -> Tensor:
     return problem.mask.view(torch.uint8) if problem.mask.dtype == torch.bool else problem.mask
 
 
-def launch(kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *arguments: object) -> None:
-    """Run a kernel with the tiles `chosen` in so many programs."""
+class Picked(NamedTuple):
+    """The queries that a launch is for: their numbers in each set (sets, N) int32, and how many of these count."""
+
+    order: Tensor
+    counts: Tensor
+
+
+def launch(
+    kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *arguments: object, picked: bool = False
+) -> None:
+    """Run a kernel with the tiles `chosen` in so many programs, for all queries or for those that are `picked`."""
     # Kernels are launched on the current CUDA device, which need not be that of the tensors.
     device = problem.keys.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](
             *arguments,
-            plan(problem, chosen),
+            plan(problem, chosen, picked),
             num_warps=chosen.warps,
             num_stages=chosen.stages,
             maxnreg=chosen.registers,

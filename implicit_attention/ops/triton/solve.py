@@ -16,8 +16,9 @@ from ...status import Status
 from .. import trust
 from ..problem import Hopfield
 from ..rule import Solved
-from .kernels import LOG2E, attend, batch_offset, columns, no_sums, query_tile, rounded, scaled_back, sums
-from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
+from .kernels import LOG2E, attend, batch_offset, columns, no_sums, query_tile, rounded, scaled_back, sums, visited_tiles
+from .layout import KernelLayout, Picked, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
+from .mask_tiles import MaskTiles, shared
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -34,8 +35,16 @@ LEAST = tl.constexpr(2.0**-51)
 POWER = tl.constexpr(2.0**80)
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
-    """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32."""
+# The status of a query that goes on in the next stretch.
+UNFINISHED = -1
+
+
+def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, ...] | None = None) -> Solved:
+    """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32.
+
+    ends: the evaluations after which the queries of a set that have not ended are gathered into tiles of their own, so
+        that no tile waits for its slowest query; by default those that pay for a problem of this size.
+    """
     problem = in_memory(problem)
     field, count = problem.field, problem.keys.shape[-2]
     empty = partial(trust.empty, device=field.device)
@@ -46,25 +55,34 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     assert layout is not None
     chosen, rows = tiles("solve", problem), field.shape[-2]
     point = initial.resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    launch(
-        _solve_kernel,
-        answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
-        chosen,
-        problem,
-        *(
-            in_order(field).float(),
-            point,
-            empty(field.shape, dtype=torch.float32),
-            *placed(problem, layout),
-            *answer,
-            layout.sizes,
-            rows,
-            count,
-            offset_of(problem),
-        ),
-        *(*stop, int(stop.exhausted), stop.fixed_budget),
-    )
+    carried = tuple(empty(field.shape[:-1], dtype=kind) for kind in (torch.float32, torch.float32, torch.int8))
+    held = (in_order(field).float(), point, empty(field.shape, dtype=torch.float32))
+    ends = gathered_after(problem, stop) if ends is None else ends
+    picked, listed = None, None
+    for begin, end in zip((0, *ends), (*ends, stop.max_steps + 1), strict=True):
+        if begin > 0:
+            picked = unfinished(answer.status, rows)
+        if listed is None or not shared(problem):
+            listed = MaskTiles.of(problem, layout, chosen, picked=picked, by_keys=False)
+        launch(
+            _solve_kernel,
+            answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
+            chosen,
+            problem,
+            *(*held, *placed(problem, layout), *answer, *carried),
+            *(*(picked or (None, None)), listed, layout.sizes, rows, count),
+            *(offset_of(problem), *stop, begin, end, int(stop.exhausted) if end > stop.max_steps else UNFINISHED),
+            *(stop.fixed_budget, bool(ends)),
+            picked=picked is not None,
+        )
     return answer
+
+
+def unfinished(status: Tensor, rows: int) -> Picked:
+    """The queries of each set that have not ended, in order."""
+    going = status.view(-1, rows) == UNFINISHED
+    order = going.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return Picked(order, going.sum(-1, dtype=torch.int32))
 
 
 @triton.jit
@@ -84,7 +102,10 @@ def _columns_at(column, point, fresh, field, a, local, real, anchored, P: tl.con
     return place, there, z, mean, a * tl.load(field + place, mask=anchored[:, None] & exists, other=0.0)
 
 
-@triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "atol", "max_steps", "plain_steps", "exhausted"])
+_AS_GIVEN = ["N", "M", "offset", "rtol", "atol", "max_steps", "plain_steps", "begin", "end", "unfinished"]
+
+
+@triton.jit(do_not_specialize=_AS_GIVEN)
 def _solve_kernel(
     field,
     point,
@@ -105,6 +126,12 @@ def _solve_kernel(
     tolerance_out,
     num_steps_out,
     num_evals_out,
+    base_energy_out,
+    base_residual_out,
+    accelerated_out,
+    order,
+    counts,
+    listed,
     sizes,
     N,
     M,
@@ -113,11 +140,16 @@ def _solve_kernel(
     atol,
     max_steps,
     plain_steps,
-    exhausted,
+    begin,
+    end,
+    unfinished,
     FIXED: tl.constexpr,
+    STRETCH_OF_SEVERAL: tl.constexpr,
     P: tl.constexpr,
 ):
     """Per query the iteration of `solvers.Anderson(history=1)` on an energy with a convex potential.
+
+    This launch makes the evaluations `begin` to `end` - 1; the status of queries that go on is `unfinished`.
 
     `point` is the point of the next evaluation and `fresh` the mean there; the outputs hold the last accepted point and
     what was measured there. Between two evaluations these are read a few columns at a time: the registers are those of
@@ -125,9 +157,12 @@ def _solve_kernel(
     """
     ROWS: tl.constexpr = P.rows
     D: tl.constexpr = P.dim
-    batch, first, local, dims, real, inside = query_tile(N, P)
-    begin = batch * N + first
-    at, start = begin + local, begin * D
+    batch, tile, first, local, dims, real, inside = query_tile(N, order, counts, P)
+    if P.picked:
+        if tile * ROWS >= tl.load(counts + batch):
+            return  # there are fewer queries
+    here = batch * N + first
+    at, start = here + local, here * D
     field, point, fresh = field + start, point + start, fresh + start
     state_out, mean_out = state_out + start, mean_out + start
 
@@ -143,13 +178,20 @@ def _solve_kernel(
     accelerated = local < 0
     base_energy = tl.zeros([ROWS], tl.float32)
     base_residual = tl.zeros([ROWS], tl.float32)
+    if P.picked:
+        accelerated = tl.load(accelerated_out + at, mask=real, other=0) != 0
+        base_energy = tl.load(base_energy_out + at, mask=real, other=0.0)
+        base_residual = tl.load(base_residual_out + at, mask=real, other=0.0)
     step = 0
     running = True
+    if P.picked:
+        step = begin
     while running:
         index = tl.zeros([ROWS], tl.int32) + step
         whole = local[:, None] * D + dims[None, :]
         half, scale = rounded(tl.load(point + whole, mask=inside, other=0.0), P)
-        mean, logsumexp = attend(half, scale * (b * LOG2E), first, key_rows, pairs, N, M, P)
+        visited = visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, P)
+        mean, logsumexp = attend(half, scale * (b * LOG2E), first + local, key_rows, pairs, visited, N, M, P)
         tl.store(fresh + whole, mean, mask=inside)
         tl.debug_barrier()  # every thread has written the mean
 
@@ -259,6 +301,10 @@ def _solve_kernel(
         # These serve to test the next step, which after a rejected one is plain and not tested.
         base_energy, base_residual = energy, residual
         step += 1
-        running = (step <= max_steps) & (tl.max(active.to(tl.int32), 0) > 0)
-    tl.store(status_out + at, (tl.zeros([ROWS], tl.int32) + exhausted).to(tl.int8), mask=active)
+        running = (step < end) & (tl.max(active.to(tl.int32), 0) > 0)
+    tl.store(status_out + at, (tl.zeros([ROWS], tl.int32) + unfinished).to(tl.int8), mask=active)
+    if STRETCH_OF_SEVERAL:
+        tl.store(base_energy_out + at, base_energy, mask=active)
+        tl.store(base_residual_out + at, base_residual, mask=active)
+        tl.store(accelerated_out + at, accelerated.to(tl.int8), mask=active)
     tl.store(num_evals_out + at, tl.zeros([ROWS], tl.int32) + step, mask=active)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..problem import Hopfield
 from .layout import AXES, KernelLayout, interpreted
 
-LARGEST_DIM = 128
+LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
 LEAST_CAPABILITY = (8, 0)

@@ -1,0 +1,102 @@
+"""The tiles of pairs that kernels visit under a mask: those in which every pair is as it is, then those in which some are.
+
+A tile whose pairs are all masked is not visited, and in one with no pair masked the mask is not read.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import trust
+from ..problem import Hopfield
+from .kernels import batch_offset, restricted
+from .layout import KernelLayout, Picked, Tiles, contiguous, launch, offset_of, readable_mask
+
+# What the pairs of a tile are.
+ALL_MASKED, SOME, NONE_MASKED = (tl.constexpr(kind) for kind in range(3))
+
+
+class MaskTiles(NamedTuple):
+    """For each tile along one axis, the numbers of the tiles along the other that are visited.
+
+    visited: (entries, tiles, tiles of the other axis) int32; those without masked pairs, then those with some, then
+        the others.
+    counts: (entries, tiles, 2) int32: how many have no masked pair, and how many are visited.
+    strides: of an entry, in entries, along the leading axes of a `KernelLayout`.
+    """
+
+    visited: Tensor | None
+    counts: Tensor | None
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, problem: Hopfield, layout: KernelLayout, chosen: Tiles, *, picked: Picked | None = None, by_keys: bool
+    ) -> MaskTiles:
+        """The tiles of keys of each tile of queries (or those of queries of each tile of keys); nothing without a mask.
+
+        Queries that share a mask share its entry, unless some of them are `picked`.
+        """
+        keys = problem.keys
+        if problem.mask is None:
+            return cls(None, None, (0,) * len(layout.sizes))
+        rows, count = problem.field.shape[-2], keys.shape[-2]
+        row_tiles = triton.cdiv(rows, chosen.rows)
+        if shared(problem):
+            picked, row_tiles = None, 1
+        own = layout.sizes if picked is not None else layout.masks
+        shape = (math.prod(own), row_tiles, triton.cdiv(count, chosen.keys))
+        kinds = trust.empty(shape, dtype=torch.int8, device=keys.device)
+        launch(
+            _kinds_kernel,
+            kinds.numel(),
+            chosen._replace(registers=None),
+            problem,
+            *(kinds, readable_mask(problem), layout.mask, *(picked or (None, None)), own),
+            *(rows, count, offset_of(problem)),
+            picked=picked is not None,
+        )
+        if by_keys:
+            kinds = kinds.expand(-1, triton.cdiv(rows, chosen.rows), -1).mT.contiguous()
+        whole, some = ((kinds == kind.value).sum(-1, dtype=torch.int32) for kind in (NONE_MASKED, SOME))
+        order = kinds.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        return cls(order, torch.stack([whole, whole + some], -1), contiguous(own))
+
+
+def shared(problem: Hopfield) -> bool:
+    """Whether the queries of a set attend to the same keys."""
+    return problem.first is None and (problem.mask is None or problem.mask.shape[-2] == 1)
+
+
+@triton.jit(do_not_specialize=["N", "M", "offset"])
+def _kinds_kernel(kinds, mask, mask_strides, order, counts, own, N, M, offset, P: tl.constexpr):
+    """Write what the pairs of one tile are."""
+    ROWS: tl.constexpr = P.rows
+    KEYS: tl.constexpr = P.keys
+    number = tl.program_id(0)
+    key_tiles = tl.cdiv(M, KEYS)
+    row_tiles = 1
+    if P.mask_rows or P.causal:
+        row_tiles = tl.cdiv(N, ROWS)
+    entry = (number // key_tiles // row_tiles).to(tl.int64)
+    rows = number // key_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
+    real = rows < N
+    if P.picked:
+        real = rows < tl.load(counts + entry)
+        rows = tl.load(order + entry * N + rows, mask=real, other=0)
+    cols = number % key_tiles * KEYS + tl.arange(0, KEYS)
+    pairs = (mask + batch_offset(entry, own, mask_strides), mask_strides[3], mask_strides[4], offset)
+    scores = restricted(tl.zeros([ROWS, KEYS], tl.float32), rows[:, None], cols[None, :], pairs, N, M, P)
+    # Rows that do not exist have no say. Keys that do not exist are masked: what loads them must know.
+    some = real[:, None] & (scores != float("-inf"))
+    whole = ~real[:, None] | (scores == 0.0)
+    visited = tl.max(tl.max(some.to(tl.int32), 1), 0)
+    unmasked = tl.min(tl.min(whole.to(tl.int32), 1), 0)
+    tl.store(kinds + number, (visited * (1 + unmasked)).to(tl.int8))
