@@ -30,7 +30,7 @@ ARCHES = {
     "sm_100a": (100, 228 * 1024, 227 * 1024),
 }
 KERNELS = ("solve", "adjoint", "keys")
-DTYPES, DIMS = ("bfloat16", "float16", "float32"), (32, 64, 128, 256)
+DIMS = {"bfloat16": (32, 64, 128, 256), "float16": (32, 64, 128, 256), "float32": (32, 64, 128)}
 #: Of queries: all keys, those up to its own place, those that a mask allows; and queries that were gathered.
 KINDS = ("plain", "causal", "masked", "gathered")
 #: Registers and threads of a multiprocessor, and shared memory that every program takes beside its own.
@@ -71,8 +71,8 @@ class Case:
 
 CASES = tuple(
     Case(kernel, dtype, dim, kind)
-    for kernel, dtype in itertools.product(KERNELS, DTYPES)
-    for dim, kind in itertools.product(DIMS, KINDS)
+    for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
+    for dim, kind in itertools.product(dims, KINDS)
     if kernel == "solve" or kind != "gathered"
 )
 

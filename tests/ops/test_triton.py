@@ -130,7 +130,9 @@ def test_what_is_unsupported_is_said(monkeypatch):
     assert "device 'cpu'; use a CUDA device or impl='tiled'" in unsupported(problem())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert unsupported(problem()) is None
-    assert "head dimension of 129; use at most 128" in unsupported(problem(dim=129))
+    assert "head dimension of 129; use at most 128 with keys in torch.float32" in unsupported(problem(dim=129))
+    assert unsupported(problem(dim=256, dtype=torch.bfloat16)) is None
+    assert "head dimension of 257; use at most 256" in unsupported(problem(dim=257, dtype=torch.float16))
     assert "float64 (field)" in unsupported(problem(dtype=torch.float64))
     assert "float64 (keys)" in unsupported(problem(keys=torch.zeros(2, 3, 16).double()))
     assert "float64 masks" in unsupported(problem(mask=torch.zeros(2, 3, 3).double()))

@@ -137,6 +137,8 @@ SHAPES = {
     "fp16": dict(lead=(2,), n=37, m=50, dim=40, dtype=FP16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
     "bf16": dict(lead=(2,), n=37, m=50, dim=40, dtype=BF16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
     "bf16_causal": dict(lead=(1, 2), keys_lead=(1, 1), n=37, m=50, dim=64, dtype=BF16, first=0),
+    "bf16_dim_192": dict(lead=(1,), n=33, m=37, dim=192, dtype=BF16),
+    "fp16_dim_256": dict(lead=(1,), n=16, m=40, dim=256, dtype=FP16, first=30),
     "fp16_one_query": dict(lead=(2,), n=1, m=50, dim=64, dtype=FP16),
 }
 MASKS = {
@@ -172,9 +174,9 @@ TILED_MASKS = {
 
 def tiled_problem(name, dtype=FP32, **options):
     """A problem with one of these masks."""
-    problem = problem_of(lead=(2, 2), keys_lead=(2, 1), n=75, m=100, dim=16, dtype=dtype, **options)
+    problem = problem_of(lead=(2,), keys_lead=(1,), n=60, m=100, dim=16, dtype=dtype, **options)
     mask = TILED_MASKS[name](problem.field.shape[-2], problem.keys.shape[-2])
-    return problem._replace(mask=mask.expand(1, 1, *mask.shape).to(DEVICE))
+    return problem._replace(mask=mask.expand(1, *mask.shape).to(DEVICE))
 
 
 # Tiles.
@@ -188,6 +190,6 @@ def shrink_tiles():
 
     SHIPPED.update(layout.TILES if not SHIPPED else {})
     if DEVICE == "cpu":
-        small = {kernel: {128: layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
-        small |= {("keys", bits): {128: layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
+        small = {kernel: {max(SHIPPED[kernel]): layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
+        small |= {("keys", bits): {max(SHIPPED["keys", bits]): layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
         layout.TILES.update(small)

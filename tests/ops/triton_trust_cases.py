@@ -192,7 +192,7 @@ def trust_gathered_queries(fault):
         order, counts = unfinished(status, rows)
         if fault == "counts":
             counts = (counts - 1).clamp(min=0)
-        return layout.Picked(order.flip(-1).contiguous() if fault == "order" else order, counts)
+        return layout.Picked(order * 0 if fault == "order" else order, counts)
 
     torch.manual_seed(0)
     query, keys = (torch.randn(2, size, 8).to(harness.DEVICE) for size in (300, 20))

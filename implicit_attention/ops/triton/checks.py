@@ -37,9 +37,7 @@ def variant(problem: Hopfield, kernels: tuple[str, ...], rule: FusedRule) -> Tri
     sizes = tuple(tiles(kernel, problem)[:2] for kernel in kernels)
     dim, mask = problem.field.shape[-1], mask_kind(problem.mask)
     gathers = bool(gathered_after(problem, rule))
-    return TritonVariant(
-        problem.keys.dtype, dim, mask, problem.first is not None, sizes, rule.fixed_budget, gathers
-    )
+    return TritonVariant(problem.keys.dtype, dim, mask, problem.first is not None, sizes, rule.fixed_budget, gathers)
 
 
 def _solve(problem: Hopfield, chosen: TritonVariant) -> Errors:

@@ -35,15 +35,17 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
+# Columns that are read at once: more of them take registers from the loops over the keys.
+MOST_COLUMNS = 32
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes. A warp
 # has 16 rows or more: of eight warps on 64 rows and few keys, Triton 3.6 reads past the end of shared memory.
 TILES = {
     ("solve", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 2, 1)},
-    ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2), 256: Tiles(32, 16, 2, 1)},
-    ("keys", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 1)},
-    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 2, 1)},
+    ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 16, 4, 3)},
+    ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
+    ("keys", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2)},
+    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
 }
 SMALLEST_TILE = 16
 # Queries are gathered after so many evaluations first, where they fill so many tiles of a set of keys, and where one
@@ -59,7 +61,7 @@ class KernelPlan:
     keys: int
     dims: int  # the head dimension `dim`, up to a power of two
     dim: int
-    columns: int  # of a tile that are read at once where all of them would take too many registers
+    columns: int  # of a tile that are read at once
     causal: bool
     mask: int
     mask_rows: bool  # whether the mask differs from query to query
@@ -131,6 +133,11 @@ def _merged(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list[
     return [size for size, _ in axes], [tuple(steps[i] for _, steps in axes) for i in range(len(strides))]
 
 
+def largest_dim(dtype: torch.dtype) -> int:
+    """The largest head dimension: operands of 32 bits with more do not fit in a multiprocessor."""
+    return max(TILES["solve", dtype.itemsize == 2])
+
+
 def tiles(kernel: str, problem: Hopfield) -> Tiles:
     """The tiles of a kernel, no larger than the problem."""
     *_, rows, dim = problem.field.shape
@@ -177,7 +184,7 @@ def plan(problem: Hopfield, chosen: Tiles, picked: bool = False) -> KernelPlan:
         keys=chosen.keys,
         dims=dims,
         dim=dim,
-        columns=max(SMALLEST_TILE, dims // 4),
+        columns=max(SMALLEST_TILE, min(dims // 4, MOST_COLUMNS)),
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,

@@ -16,7 +16,18 @@ from ...status import Status
 from .. import trust
 from ..problem import Hopfield
 from ..rule import Solved
-from .kernels import LOG2E, attend, batch_offset, columns, no_sums, query_tile, rounded, scaled_back, sums, visited_tiles
+from .kernels import (
+    LOG2E,
+    attend,
+    batch_offset,
+    columns,
+    no_sums,
+    query_tile,
+    rounded,
+    scaled_back,
+    sums,
+    visited_tiles,
+)
 from .layout import KernelLayout, Picked, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
 from .mask_tiles import MaskTiles, shared
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..problem import Hopfield
-from .layout import AXES, KernelLayout, interpreted
+from .layout import AXES, KernelLayout, interpreted, largest_dim
 
-LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
 LEAST_CAPABILITY = (8, 0)
@@ -29,8 +28,9 @@ def unsupported(problem: Hopfield) -> str | None:
     for name, tensor in (("field", problem.field), ("keys", problem.keys)):
         if tensor.dtype not in DTYPES:
             return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='tiled'"
-    if not 1 <= dim <= LARGEST_DIM:
-        return f"Triton kernels do not take a head dimension of {dim}; use at most {LARGEST_DIM}, or impl='tiled'"
+    if not 1 <= dim <= largest_dim(problem.keys.dtype):
+        most = f"{largest_dim(problem.keys.dtype)} with keys in {problem.keys.dtype}"
+        return f"Triton kernels do not take a head dimension of {dim}; use at most {most}, or impl='tiled'"
     if _is_double(problem.mask) or _is_double(problem.beta) or _is_double(problem.anchor):
         return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='tiled'"
     if KernelLayout.of(problem) is None:
