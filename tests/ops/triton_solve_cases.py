@@ -126,7 +126,7 @@ def solve_reads_no_tile_that_is_masked(name, ends=()):
 
 
 def kinds_of(allowed, rows, keys):
-    """For each tile of pairs 0 if none is allowed, 2 if all are, else 1; pairs of no row have no say, of no key are not."""
+    """For each tile of pairs 0 if none is allowed, 2 if all are, else 1; rows beyond the last have no say."""
     n, m = allowed.shape
     padded = allowed.new_ones(-(-n // rows) * rows, -(-m // keys) * keys)
     padded[:n, :m], padded[:n, m:] = allowed, False
@@ -169,12 +169,13 @@ GATHERED = {
     "bf16": dict(dtype=BF16),
     "fp16": dict(dtype=FP16),
     "at_the_edge": dict(beta=3.0, anchor=0.2, seed=2),
-    "budget": dict(stop=STOP._replace(max_steps=5)),
+    "budget": dict(max_steps=5),
 }
 
 
 @cases(**GATHERED)
-def solve_gathers(stop=STOP._replace(max_steps=16), **options):
+def solve_gathers(max_steps=16, **options):
+    stop = STOP._replace(max_steps=max_steps)
     problem = problem_of(lead=(2,), **{"n": 75, "m": 40, "dim": 16, "beta": 1.5, "anchor": 0.2, **options})
     problem.field[1, 7, 3] = torch.nan
     whole = solve(problem, problem.field, stop)

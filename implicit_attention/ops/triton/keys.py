@@ -84,8 +84,10 @@ def _digits(number, sizes):
 
 @triton.jit
 def _visited_tiles(entry, number, offset, listed, sizes, N, M, P: tl.constexpr):
-    """The tiles of queries that a tile of keys visits: where their numbers stand, how many have no masked pair, how many
-    there are; without a mask, the first tile of either kind instead of their numbers."""
+    """The tiles of queries that a tile of keys visits: their numbers, how many have no masked pair, how many there are.
+
+    Without a mask the first tile of either kind stands for their numbers.
+    """
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
     visited, counts, strides = listed
@@ -116,7 +118,7 @@ def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def _next_of(split, splits, before, number):
-    """The first number from the given one on, of a list with `before` in front, whose turn it is to be done by `split`."""
+    """The first number from the given one on that `split` does, of a list with `before` others in front of it."""
     late = (before + number) % splits
     return number + (split - late + splits) % splits
 

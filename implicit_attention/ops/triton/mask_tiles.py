@@ -1,4 +1,4 @@
-"""The tiles of pairs that kernels visit under a mask: those in which every pair is as it is, then those in which some are.
+"""The tiles of pairs that kernels visit under a mask: those with no masked pair, then those with some.
 
 A tile whose pairs are all masked is not visited, and in one with no pair masked the mask is not read.
 """

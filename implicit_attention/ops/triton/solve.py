@@ -171,7 +171,7 @@ def _solve_kernel(
     batch, tile, first, local, dims, real, inside = query_tile(N, order, counts, P)
     if P.picked:
         if tile * ROWS >= tl.load(counts + batch):
-            return  # there are fewer queries
+            return
     here = batch * N + first
     at, start = here + local, here * D
     field, point, fresh = field + start, point + start, fresh + start
