@@ -37,7 +37,7 @@ KINDS = ("plain", "causal", "masked", "gathered")
 REGISTERS, WARPS, RESERVED = 65536, 64, 1024
 #: Instructions of a loop that are counted, by what their names begin with.
 COUNTED = {
-    "tensor": ("HGMMA", "HMMA"),
+    "tensor": ("HGMMA", "HMMA", "UTCHMMA"),
     "exp2": ("MUFU.EX2",),
     "loads": ("LDGSTS", "UTMALDG"),
     "barriers": ("BAR", "WARPSYNC", "WARPGROUP.DEPBAR"),

@@ -169,7 +169,7 @@ def _solve_kernel(
     ROWS: tl.constexpr = P.rows
     D: tl.constexpr = P.dim
     batch, tile, first, local, dims, real, inside = query_tile(N, order, counts, P)
-    if P.picked:
+    if P.picked:  # noqa: SIM102 - only then are there counts to load
         if tile * ROWS >= tl.load(counts + batch):
             return
     here = batch * N + first
