@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from . import attention as attention_suite
-from . import compiled_kernels, guides
+from . import compiled_kernels, gathering, guides
 from . import energy_transformer as energy_transformer_suite
 from . import native as native_suite
 from . import potentials as potentials_suite
@@ -128,21 +128,30 @@ def usefulness(
 
 @app.command()
 def kernels(
-    compile: Annotated[str, typer.Option(help="The GPU: sm_80 (A100) or sm_90a (H100, H200); none has to be there.")],
+    compile: Annotated[
+        str | None,
+        typer.Option(help="The GPU: sm_80 (A100), sm_90a (H100, H200), sm_100a (B200); none has to be there."),
+    ] = None,
     out: Out = None,
 ) -> None:
-    """Registers, memory and loops of the Triton kernels, as Triton compiles them."""
-    if compile not in compiled_kernels.ARCHES:
-        required = f"must be one of {', '.join(compiled_kernels.ARCHES)}"
-        raise typer.BadParameter(f"{required}, got {compile}", param_hint="--compile")
+    """Registers, memory and loops of the Triton kernels, as Triton compiles them.
+
+    Without a GPU to compile for: the evaluations that tiles make for queries that have ended.
+    """
     console = Console(stderr=True, highlight=False)
-    total = len(compiled_kernels.CASES)
+    suite: Any = gathering
+    if compile is not None:
+        suite = compiled_kernels
+        if compile not in compiled_kernels.ARCHES:
+            required = f"must be one of {', '.join(compiled_kernels.ARCHES)}"
+            raise typer.BadParameter(f"{required}, got {compile}", param_hint="--compile")
 
     def progress(row: Row) -> None:
-        console.print(f"{row['name']}: {row['registers']} registers (of {total} kernels)", markup=False)
+        console.print(f"{row['name']}: {suite.told(row)}", markup=False)
 
-    run, path = compiled_kernels.run(compile, reports.RESULTS if out is None else out, progress)
-    reports.show(run, compiled_kernels.NOTES, Console(highlight=False, width=200), compiled_kernels.tables)
+    folder = reports.RESULTS if out is None else out
+    run, path = suite.run(folder, progress) if compile is None else suite.run(compile, folder, progress)
+    reports.show(run, suite.NOTES, Console(highlight=False, width=200), suite.tables)
     typer.echo(f"written: {path}")
 
 

@@ -91,6 +91,11 @@ def rows_for(arch: str, cases: Iterable[Case], progress: Callable[[Row], None] =
     return rows
 
 
+def told(row: Row) -> str:
+    """The row in a few words."""
+    return f"{row['registers']} registers (of {len(CASES)} kernels)"
+
+
 def run(arch: str, out: Path, progress: Callable[[Row], None]) -> tuple[dict[str, Any], Path]:
     """Compile every case for `arch` and write the rows into the folder."""
     from .environment import environment

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import attention_tables, compiled_kernels, native_tables, report, train_tables, useful_tables
+from . import (
+    attention_tables,
+    compiled_kernels,
+    gathering,
+    native_tables,
+    report,
+    roofline,
+    train_tables,
+    useful_tables,
+)
 from .environment import warning
 from .puzzles import mazes
 from .puzzles.contenders import values
@@ -19,7 +28,18 @@ README = DOCS.parent / "README.md"
 COSTS, STEPS = DOCS / "performance.md", DOCS / "energy_minimization.md"
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 #: The parts of the page about costs that are written here, and what each is taken from.
-PARTS = ("five lines", "settings", "short calls", "lengths", "memory", "models", "kernels", "on a card")
+PARTS = (
+    "five lines",
+    "settings",
+    "short calls",
+    "lengths",
+    "memory",
+    "models",
+    "kernels",
+    "gathering",
+    "roofline",
+    "on a card",
+)
 SUITES = ("solve", "native", "attention", "train")
 #: The models of attention repeated over fixed keys whose scores are shown.
 MODELS = ("explicit, 1 step", "explicit, 2 steps, own weights", "equilibrium, solved")
@@ -135,19 +155,31 @@ def on_a_card(folder: Path = report.RESULTS) -> list[str]:
     return []
 
 
-def kernels(folder: Path = report.RESULTS) -> list[str]:
-    """The table of the kernels for an H100 without masks, as paragraphs; none before they were compiled."""
-    found = report.newest("kernels_sm_90a", folder)
-    if found is None:
-        return []
-    path, run = found
-    rows = [row for row in run["rows"] if row["kind"] == "plain" and row["dtype"] != "float16"]
-    ((_, intro, header, lines),) = compiled_kernels.tables({**run, "rows": rows})
-    versions = ", ".join(f"{name} {run['environment']['libraries'][name]}" for name in ("torch", "triton"))
-    source = (
-        f"From `{path.name}` in `benchmarks/results/` ({versions}), which has float16, causal and masked ones, too."
-    )
-    return [intro, report.markdown_table(header, lines), *compiled_kernels.NOTES, source]
+def kernels(folder: Path = report.RESULTS) -> dict[str, list[str]]:
+    """Of the kernels for an H100 without masks, what the compiler made and what bounds them; of tiles, what they waste.
+
+    As paragraphs by part; none before they were compiled or counted.
+    """
+    made = {}
+    if found := report.newest("kernels_sm_90a", folder):
+        path, run = found
+        rows = [row for row in run["rows"] if row["kind"] == "plain" and row["dtype"] != "float16"]
+        versions = ", ".join(f"{name} {run['environment']['libraries'][name]}" for name in ("torch", "triton"))
+        source = (
+            f"From `{path.name}` in `benchmarks/results/` ({versions}), which has float16, causal, masked and gathered "
+            "queries, too; others there are for sm_80 and sm_100a."
+        )
+        made["kernels"] = [*_whole(compiled_kernels, {**run, "rows": rows}), source]
+        made["roofline"] = _whole(roofline, run)
+    if found := report.newest("gathering", folder):
+        made["gathering"] = [*_whole(gathering, found[1]), f"From `{found[0].name}` in `benchmarks/results/`."]
+    return made
+
+
+def _whole(suite: Any, run: dict[str, Any]) -> list[str]:
+    """The one table of a suite with its notes, as paragraphs."""
+    ((_, intro, header, lines),) = suite.tables(run)
+    return [intro, report.markdown_table(header, lines), *suite.NOTES]
 
 
 def _repeated(row: Row, contender: str) -> bool:
@@ -226,7 +258,7 @@ def rewrite(costs: Path = COSTS, steps: Path = STEPS, readme: Path = README, fol
     """Put what the newest runs say between the markers of the pages."""
     lines = "\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))
     report.between(readme, BEGIN.format("five lines"), END.format("five lines"), lines)
-    made = {"five lines": [lines], "on a card": on_a_card(folder), "kernels": kernels(folder)} | tables(newest(folder))
+    made = {"five lines": [lines], "on a card": on_a_card(folder)} | kernels(folder) | tables(newest(folder))
     for part in PARTS:
         content = "\n\n".join(made.get(part) or ["Not run yet."])
         report.between(costs, BEGIN.format(part), END.format(part), content)

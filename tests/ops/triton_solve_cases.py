@@ -216,12 +216,12 @@ def solve_gathers_where_it_pays():
 
     least, layout.LEAST_WORK, module.launch = layout.LEAST_WORK, 0.0, counted
     try:
-        assert layout.gathered_after(problem, STOP) == (4, 5, 6, 8, 10)
+        assert layout.gathered_after(problem, STOP) == (3, 4, 5, 6, 7, 8, 10, 12)
         assert layout.gathered_after(problem, STOP._replace(rtol=0.0)) == ()
         whole = solve(problem, problem.field)
         assert launches == [False]
         found = dispatch.solve(problem, problem.field, STOP, "triton")
-        assert launches[-6:] == [False] + [True] * 5
+        assert launches[-9:] == [False] + [True] * 8
         few = problem._replace(field=problem.field[:, :60])
         assert layout.gathered_after(few, STOP) == () or harness.DEVICE == "cuda"
     finally:

@@ -49,8 +49,8 @@ TILES = {
 }
 SMALLEST_TILE = 16
 # Queries are gathered after so many evaluations first, where they fill so many tiles of a set of keys, and where one
-# evaluation of all takes so many operations that launches do not matter.
-FIRST_END, FEWEST_TILES, LEAST_WORK = 4, 4, 2.0**35
+# evaluation of all takes so many operations (the better part of a millisecond) that launches do not matter.
+FIRST_END, FEWEST_TILES, LEAST_WORK = 3, 4, 2.0**38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +166,12 @@ def gathered_after(problem: Hopfield, stop: FusedRule) -> tuple[int, ...]:
 
 
 def growing(most: int) -> tuple[int, ...]:
-    """Numbers up to `most`, each larger than the one before by about a third."""
+    """Numbers up to `most`, each larger than the one before by a quarter or by 1."""
     found = list[int]()
     following = FIRST_END
     while following <= most:
         found.append(following)
-        following += max(following // 3, 1)
+        following += max(following // 4, 1)
     return tuple(found)
 
 

@@ -1,0 +1,63 @@
+"""Tables about the Triton kernels that need no GPU: evaluations of tiles, bounds, what a compiler makes of them."""
+
+import pytest
+import torch
+
+from benchmarks import compiled_kernels, gathering, report, roofline
+from implicit_attention.ops.triton import layout
+
+ARCHES = tuple(compiled_kernels.ARCHES)
+
+
+def test_a_tile_waits_for_its_slowest_query_unless_others_are_gathered():
+    evaluations = torch.tensor([[1, 1, 5, 1, 3, 1], [2, 2, 2, 2, 2, 2]])
+    # By tiles of two: 1 + 5 + 3, and three times 2.
+    assert gathering.tile_evaluations(evaluations, 2, ()) == (15, 1)
+    # One evaluation of six tiles; then two and a half tiles, three with the part, go on: 5 and 3 share one.
+    assert gathering.tile_evaluations(evaluations, 2, (1,)) == (6 + 4 + 3, 2)
+    assert gathering.tile_evaluations(evaluations, 2, (1, 3, 9)) == (6 + 2 + 3 + 2, 3)
+    assert gathering.tile_evaluations(evaluations, 6, (1, 2, 3, 4)) == (2 + 2 + 1 + 1 + 1, 5)
+
+
+def test_queries_are_gathered_at_growing_distances():
+    assert layout.growing(20) == (3, 4, 5, 6, 7, 8, 10, 12, 15, 18)
+    assert layout.growing(2) == ()
+
+
+def test_gathering_leaves_a_tenth_at_most_in_the_committed_run():
+    _, run = report.newest("gathering", report.RESULTS)
+    assert len(run["rows"]) == 16
+    assert all(row["wasted"]["gathered"] <= 0.1 for row in run["rows"])
+    assert max(row["wasted"]["waiting"] for row in run["rows"]) > 0.5
+
+
+def test_bounds_of_a_kernel_are_those_of_the_data_sheet():
+    row = {"kernel": "solve", "dim": 64, "rows": 64, "keys": 64, "warps": 4, "loop": {"exp2": 32, "instructions": 256}}
+    found = roofline.bounds(row)
+    pairs = 64 * 4096**2
+    assert found["tensor cores"] == pytest.approx(4 * 64 * pairs / 989.4e12)
+    # One exponential and a quarter of a warp's instruction for every pair of 64 x 64 by 4 warps.
+    cycle = 1 / (132 * 66.9e12 / (132 * 128 * 2))
+    assert found["exp2"] == pytest.approx(pairs / 16 * cycle)
+    assert found["issue"] == pytest.approx(pairs / 4 / 4 * cycle)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_kernel_of_a_card_is_in_the_committed_run(arch):
+    _, run = report.newest(f"kernels_{arch}", report.RESULTS)
+    assert [row["name"] for row in run["rows"]] == [case.name for case in compiled_kernels.CASES]
+    limit = compiled_kernels.ARCHES[arch][2]
+    assert all(row["shared"] <= limit and row["programs"] > 0 for row in run["rows"])
+    # Of the tiles as they are: what was compiled is what runs.
+    for row in run["rows"]:
+        table = layout.TILES[row["kernel"], row["dtype"] != "float32"]
+        tile = table[min(size for size in table if size >= row["dim"])]
+        assert [row[name] for name in tile._fields] == list(tile), row["name"]
+
+
+def test_the_committed_loops_for_an_h100_stay_in_registers():
+    _, run = report.newest("kernels_sm_90a", report.RESULTS)
+    spilled = {row["name"]: row["loop"]["spills"] for row in run["rows"] if row["loop"]["spills"]}
+    assert {name for name in spilled if "-plain" in name and "-256-" not in name} <= {
+        f"{kernel}-float32-128-plain" for kernel in compiled_kernels.KERNELS
+    }, spilled
