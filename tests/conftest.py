@@ -37,7 +37,7 @@ SLOW = (
     # Kernels in the interpreter: two masks, ends and numbers stay in the fast suite, shapes and broken kernels do not.
     r"ops/test_triton.py::test_kernel_in_the_interpreter\[(trust|solve_shape|adjoint_shape)_",
     r"ops/test_triton.py::test_kernel_in_the_interpreter\[(solve|adjoint)_mask_(?!per_query|bias_padding)",
-    r"ops/test_triton.py::test_kernel_in_the_interpreter\[(solve_(gathers_masked|tiles)|adjoint_tiles)_(?!documents)",
+    r"ops/test_triton.py::test_kernel_in_the_interpreter\[(solve|adjoint)_tiles_(?!documents)",
     r"ops/test_triton.py::test_kernel_in_the_interpreter\[solve_gathers_(bf16|fp16|shape|causal|at_the_edge)",
     r"ops/test_triton.py::test_kernel_in_the_interpreter\[solve_agrees_with_the_tiled_one_(budget|at_once)",
     r"ops/test_triton.py::test_kernel_in_the_interpreter\[adjoint_(scale_(fp16_small|bf16|fp32_tiny)|of_every_scale)",

@@ -156,13 +156,21 @@ def _fitting(size: int, most: int) -> int:
 def gathered_after(problem: Hopfield, stop: FusedRule) -> tuple[int, ...]:
     """The numbers of evaluations after which it pays to gather the queries that have not ended into tiles of their own.
 
-    A tile then does not wait for its slowest query. Nothing where launches take longer than what waits.
+    A tile then does not wait for its slowest query. Nothing where launches take longer than what waits, and where a
+    mask lists the tiles of keys for queries as they stand.
     """
     *lead, rows, dim = problem.field.shape
     work = 4.0 * math.prod(lead) * rows * problem.keys.shape[-2] * dim
     few = rows < FEWEST_TILES * tiles("solve", problem).rows
+    listed = problem.mask is not None and not alike(problem)
     # Numbers of entries of a set are 32 bits.
-    return () if stop.fixed_budget or few or work < LEAST_WORK or rows * dim >= 2**31 else growing(stop.max_steps)
+    never = stop.fixed_budget or few or listed or work < LEAST_WORK or rows * dim >= 2**31
+    return () if never else growing(stop.max_steps)
+
+
+def alike(problem: Hopfield) -> bool:
+    """Whether the queries of a set attend to the same keys."""
+    return problem.first is None and (problem.mask is None or problem.mask.shape[-2] == 1)
 
 
 def growing(most: int) -> tuple[int, ...]:

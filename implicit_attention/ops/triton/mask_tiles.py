@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import trust
 from ..problem import Hopfield
 from .kernels import batch_offset, restricted
-from .layout import KernelLayout, Picked, Tiles, contiguous, launch, offset_of, readable_mask
+from .layout import KernelLayout, Tiles, alike, contiguous, launch, offset_of, readable_mask
 
 # What the pairs of a tile are.
 ALL_MASKED, SOME, NONE_MASKED = (tl.constexpr(kind) for kind in range(3))
@@ -37,46 +37,30 @@ class MaskTiles(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, problem: Hopfield, layout: KernelLayout, chosen: Tiles, *, picked: Picked | None = None, by_keys: bool
-    ) -> MaskTiles:
+    def of(cls, problem: Hopfield, layout: KernelLayout, chosen: Tiles, *, by_keys: bool) -> MaskTiles:
         """The tiles of keys of each tile of queries (or those of queries of each tile of keys); nothing without a mask.
 
-        Queries that share a mask share its entry, unless some of them are `picked`.
+        Sets of queries that share a mask share its entry; queries that attend to the same keys have one tile there.
         """
         keys = problem.keys
         if problem.mask is None:
             return cls(None, None, (0,) * len(layout.sizes))
         rows, count = problem.field.shape[-2], keys.shape[-2]
         row_tiles = triton.cdiv(rows, chosen.rows)
-        if shared(problem):
-            picked, row_tiles = None, 1
-        own = layout.sizes if picked is not None else layout.masks
-        shape = (math.prod(own), row_tiles, triton.cdiv(count, chosen.keys))
+        shape = (math.prod(layout.masks), 1 if alike(problem) else row_tiles, triton.cdiv(count, chosen.keys))
         kinds = trust.empty(shape, dtype=torch.int8, device=keys.device)
-        launch(
-            _kinds_kernel,
-            kinds.numel(),
-            chosen._replace(registers=None),
-            problem,
-            *(kinds, readable_mask(problem), layout.mask, *(picked or (None, None)), own),
-            *(rows, count, offset_of(problem)),
-            picked=picked is not None,
-        )
+        if kinds.numel():
+            given = (kinds, readable_mask(problem), layout.mask, layout.masks, rows, count, offset_of(problem))
+            launch(_kinds_kernel, kinds.numel(), chosen._replace(registers=None), problem, *given)
         if by_keys:
-            kinds = kinds.expand(-1, triton.cdiv(rows, chosen.rows), -1).mT.contiguous()
+            kinds = kinds.expand(-1, row_tiles, -1).mT.contiguous()
         whole, some = ((kinds == kind.value).sum(-1, dtype=torch.int32) for kind in (NONE_MASKED, SOME))
         order = kinds.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        return cls(order, torch.stack([whole, whole + some], -1), contiguous(own))
-
-
-def shared(problem: Hopfield) -> bool:
-    """Whether the queries of a set attend to the same keys."""
-    return problem.first is None and (problem.mask is None or problem.mask.shape[-2] == 1)
+        return cls(order, torch.stack([whole, whole + some], -1), contiguous(layout.masks))
 
 
 @triton.jit(do_not_specialize=["N", "M", "offset"])
-def _kinds_kernel(kinds, mask, mask_strides, order, counts, own, N, M, offset, P: tl.constexpr):
+def _kinds_kernel(kinds, mask, mask_strides, own, N, M, offset, P: tl.constexpr):
     """Write what the pairs of one tile are."""
     ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
@@ -88,9 +72,6 @@ def _kinds_kernel(kinds, mask, mask_strides, order, counts, own, N, M, offset, P
     entry = (number // key_tiles // row_tiles).to(tl.int64)
     rows = number // key_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
     real = rows < N
-    if P.picked:
-        real = rows < tl.load(counts + entry)
-        rows = tl.load(order + entry * N + rows, mask=real, other=0)
     cols = number % key_tiles * KEYS + tl.arange(0, KEYS)
     pairs = (mask + batch_offset(entry, own, mask_strides), mask_strides[3], mask_strides[4], offset)
     scores = restricted(tl.zeros([ROWS, KEYS], tl.float32), rows[:, None], cols[None, :], pairs, N, M, P)

@@ -29,7 +29,7 @@ from .kernels import (
     visited_tiles,
 )
 from .layout import KernelLayout, Picked, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
-from .mask_tiles import MaskTiles, shared
+from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -44,9 +44,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Squares of shorter vectors have lost digits to underflow; times POWER these are far from that.
 LEAST = tl.constexpr(2.0**-51)
 POWER = tl.constexpr(2.0**80)
-
-
-# The status of a query that goes on in the next stretch.
+# The status of a query that goes on in the next launch.
 UNFINISHED = -1
 
 
@@ -54,7 +52,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
     """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32.
 
     ends: the evaluations after which the queries of a set that have not ended are gathered into tiles of their own, so
-        that no tile waits for its slowest query; by default those that pay for a problem of this size.
+        that no tile waits for its slowest query; by default those that pay. Masks of pairs cannot be gathered.
     """
     problem = in_memory(problem)
     field, count = problem.field, problem.keys.shape[-2]
@@ -69,12 +67,9 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
     carried = tuple(empty(field.shape[:-1], dtype=kind) for kind in (torch.float32, torch.float32, torch.int8))
     held = (in_order(field).float(), point, empty(field.shape, dtype=torch.float32))
     ends = gathered_after(problem, stop) if ends is None else ends
-    picked, listed = None, None
+    listed = MaskTiles.of(problem, layout, chosen, by_keys=False)
     for begin, end in zip((0, *ends), (*ends, stop.max_steps + 1), strict=True):
-        if begin > 0:
-            picked = unfinished(answer.status, rows)
-        if listed is None or not shared(problem):
-            listed = MaskTiles.of(problem, layout, chosen, picked=picked, by_keys=False)
+        picked = unfinished(answer.status, rows) if begin > 0 else None
         launch(
             _solve_kernel,
             answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
@@ -155,7 +150,7 @@ def _solve_kernel(
     end,
     unfinished,
     FIXED: tl.constexpr,
-    STRETCH_OF_SEVERAL: tl.constexpr,
+    ONE_OF_SEVERAL: tl.constexpr,
     P: tl.constexpr,
 ):
     """Per query the iteration of `solvers.Anderson(history=1)` on an energy with a convex potential.
@@ -314,7 +309,7 @@ def _solve_kernel(
         step += 1
         running = (step < end) & (tl.max(active.to(tl.int32), 0) > 0)
     tl.store(status_out + at, (tl.zeros([ROWS], tl.int32) + unfinished).to(tl.int8), mask=active)
-    if STRETCH_OF_SEVERAL:
+    if ONE_OF_SEVERAL:
         tl.store(base_energy_out + at, base_energy, mask=active)
         tl.store(base_residual_out + at, base_residual, mask=active)
         tl.store(accelerated_out + at, accelerated.to(tl.int8), mask=active)
