@@ -15,7 +15,7 @@ CYCLES = FLOAT32 / (MULTIPROCESSORS * 128 * 2)
 EXP2, ISSUES = 16, 4
 #: Products of a queries' and a keys' tile; arrays (N, D) of float32 that an evaluation reads or writes beside the keys.
 PRODUCTS = {"solve": 2, "adjoint": 3, "keys": 4}
-PASSES = {"solve": 14, "adjoint": 13, "keys": 0}
+PASSES = {"solve": 14, "adjoint": 17, "keys": 2}
 #: The problem of G1 and G2, and what is published of the fastest attention there, in operations a second.
 SETS, LENGTH = 64, 4096
 SDPA = {64: 476e12, 128: 638e12}

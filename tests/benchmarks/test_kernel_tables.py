@@ -6,6 +6,7 @@ import torch
 from benchmarks import compiled_kernels, gathering, report, roofline
 from implicit_attention.ops.triton import layout
 
+
 def test_a_tile_waits_for_its_slowest_query_unless_others_are_gathered():
     evaluations = torch.tensor([[1, 1, 5, 1, 3, 1], [2, 2, 2, 2, 2, 2]])
     # By tiles of two: 1 + 5 + 3, and three times 2.
@@ -54,7 +55,8 @@ def test_every_kernel_of_a_card_is_in_the_committed_run(arch):
 
 def test_the_committed_loops_for_an_h100_stay_in_registers():
     _, run = report.newest("kernels_sm_90a", report.RESULTS)
-    spilled = {row["name"]: row["loop"]["spills"] for row in run["rows"] if row["loop"]["spills"]}
-    assert {name for name in spilled if "-plain" in name and "-256-" not in name} <= {
-        f"{kernel}-float32-128-plain" for kernel in compiled_kernels.KERNELS
-    }, spilled
+    rows = [row for row in run["rows"] if row["dtype"] != "float16" and row["dim"] <= 128 and row["kind"] != "masked"]
+    spilled = {row["name"] for row in rows if row["loop"]["spills"]}
+    # Products of float32 in three parts take more registers than there are.
+    assert all("float32-128" in name for name in spilled), spilled
+    assert all(row["loop"]["spills"] < 0.05 * row["loop"]["instructions"] for row in run["rows"] if row["dim"] <= 64)
