@@ -167,7 +167,7 @@ def kernels(folder: Path = report.RESULTS) -> dict[str, list[str]]:
         versions = ", ".join(f"{name} {run['environment']['libraries'][name]}" for name in ("torch", "triton"))
         source = (
             f"From `{path.name}` in `benchmarks/results/` ({versions}), which has float16, causal, masked and gathered "
-            "queries, too; others there are for sm_80 and sm_100a."
+            "queries, too; others there are for sm_80 and, plain, for sm_100a."
         )
         made["kernels"] = [*_whole(compiled_kernels, {**run, "rows": rows}), source]
         made["roofline"] = _whole(roofline, run)
