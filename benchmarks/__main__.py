@@ -7,11 +7,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from . import attention as attention_suite
-from . import compiled_kernels, gathering, guides
+from . import compiled_kernels, gathering, guides, tuning
 from . import energy_transformer as energy_transformer_suite
 from . import native as native_suite
 from . import potentials as potentials_suite
@@ -132,6 +133,7 @@ def kernels(
         str | None,
         typer.Option(help="The GPU: sm_80 (A100), sm_90a (H100, H200), sm_100a (B200); none has to be there."),
     ] = None,
+    tune: Annotated[bool, typer.Option(help="Time tiles on the GPU that is here, after checking them.")] = False,
     out: Out = None,
 ) -> None:
     """Registers, memory and loops of the Triton kernels, as Triton compiles them.
@@ -140,7 +142,11 @@ def kernels(
     """
     console = Console(stderr=True, highlight=False)
     suite: Any = gathering
-    if compile is not None:
+    if tune:
+        suite = tuning
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("needs a CUDA device, and torch finds none", param_hint="--tune")
+    elif compile is not None:
         suite = compiled_kernels
         if compile not in compiled_kernels.ARCHES:
             required = f"must be one of {', '.join(compiled_kernels.ARCHES)}"
@@ -150,7 +156,7 @@ def kernels(
         console.print(f"{row['name']}: {suite.told(row)}", markup=False)
 
     folder = reports.RESULTS if out is None else out
-    run, path = suite.run(folder, progress) if compile is None else suite.run(compile, folder, progress)
+    run, path = suite.run(compile, folder, progress) if suite is compiled_kernels else suite.run(folder, progress)
     reports.show(run, suite.NOTES, Console(highlight=False, width=200), suite.tables)
     typer.echo(f"written: {path}")
 

@@ -11,4 +11,5 @@ step python3 -m benchmarks attention --only G1,G2,G5,G6 --out "$out"
 step python3 -m benchmarks train --only G4,STEP,EQUILIBRIUM --out "$out"
 step python3 -m benchmarks attention --only LENGTH,STEPS,C4 --out "$out"
 step python3 -m benchmarks train --only LENGTH,BLOCK,MEMORY,COMPILED,LLAMA --out "$out"
+step python3 -m benchmarks kernels --tune --out "$out"
 exit $failed

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_adjoint_cases  # noqa: F401 - its cases register themselves
 import triton_harness as harness

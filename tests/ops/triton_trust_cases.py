@@ -244,6 +244,37 @@ def trust_sound(dtype=FP32, few=False, **options):
 
 
 @case
+def trust_of_tiles_before_they_are_timed():
+    from benchmarks import tuning
+    from implicit_attention.ops.triton.layout import TILES, Tiles
+
+    most = max(TILES["solve", True])
+    used, other, worse = TILES["solve", True][most], Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
+    with untried((SOLVE, None)) as ((broken,), _):
+        launch = broken.kernel
+
+        class Spoilt:
+            """The kernel, wrong with the last of the tiles."""
+
+            def __getitem__(self, grid):
+                def run(*arguments, **options):
+                    launch[grid](*arguments, **options)
+                    if arguments[-1].keys == worse.keys:
+                        arguments[OUTPUT[SOLVE]].add_(0.05)
+
+                return run
+
+        broken.kernel = Spoilt()
+        found = tuning.rows_for("solve", most, (other, worse), device=harness.DEVICE, length=40, sets=1, repeats=1)
+    assert TILES["solve", True][most] == used
+    assert {row["tiles"]: row["seconds"] is not None for row in found} == {
+        ", ".join(map(str, tile)): tile is not worse for tile in (used, other, worse)
+    }
+    (refused,) = (row for row in found if row["refused"])
+    assert " is off by " in refused["refused"]
+
+
+@case
 def trust_in_attention():
     (query, keys), _ = given()
 

@@ -26,15 +26,15 @@ class TritonVariant(NamedTuple):
     head_dim: int
     mask: str
     causal: bool
-    #: Queries and keys per tile of every kernel involved.
-    tiles: tuple[tuple[int, ...], ...]
+    #: The `Tiles` of every kernel involved.
+    tiles: tuple[tuple[int | None, ...], ...]
     #: Whether a solve has a fixed budget, and whether it gathers the queries that have not ended.
     fixed_budget: bool
     gathers: bool
 
 
 def variant(problem: Hopfield, kernels: tuple[str, ...], rule: FusedRule) -> TritonVariant:
-    sizes = tuple(tiles(kernel, problem)[:2] for kernel in kernels)
+    sizes = tuple(tuple(tiles(kernel, problem)) for kernel in kernels)
     dim, mask = problem.field.shape[-1], mask_kind(problem.mask)
     gathers = bool(gathered_after(problem, rule))
     return TritonVariant(problem.keys.dtype, dim, mask, problem.first is not None, sizes, rule.fixed_budget, gathers)
