@@ -210,11 +210,10 @@ def adjoint_errors(
 
 
 def small_problem(problem: Hopfield, rows: int, count: int) -> Hopfield:
-    """Two sets of other queries and keys, at most so many, with a mask of the same kind.
+    """Two sets of so many other queries and keys, with a mask of the same kind.
 
     Anchors and betas are such that few keys have one equilibrium too.
     """
-    rows, count = min(problem.field.shape[-2], rows), min(problem.keys.shape[-2], count)
     dim, device, wide = problem.field.shape[-1], problem.field.device, problem.beta.dtype
     field, keys = (normal((2, size, dim), seed) for seed, size in ((0, rows), (1, count)))
     beta = (torch.tensor([0.4, 0.5]).view(2, 1, 1) / dim**0.5).to(wide)

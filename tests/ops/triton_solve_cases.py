@@ -2,6 +2,7 @@
 
 import torch
 import triton_harness as harness
+from triton_adjoint_cases import check_adjoint
 from triton_harness import (
     BF16,
     FP16,
@@ -402,3 +403,43 @@ def solve_nothing():
     solved = solve(problem, problem.field)
     assert error(solved.state, problem.field / 2) < 1e-3
     assert bool((solved.mean == 0).all())
+
+
+def blocks(*lead, n=20, m=40):
+    """Masks with tiles of 16 x 16 of every kind, other ones for every entry."""
+    kinds = torch.randint(0, 3, (*lead, -(-n // 16), -(-m // 16)))
+    kinds = kinds.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., :n, :m]
+    return (kinds == 2) | ((kinds == 1) & (torch.rand(*lead, n, m) < 0.5))
+
+
+MASK_LAYOUTS = {
+    "samples": dict(mask=lambda: blocks(2, 1)),
+    "heads": dict(mask=lambda: blocks(1, 3)),
+    "transposed": dict(mask=lambda: blocks(3, 2).transpose(0, 1)),
+    "expanded": dict(mask=lambda: blocks(1, 3).expand(2, 3, 20, 40), keys_lead=(2, 1)),
+    "three_axes": dict(mask=lambda: blocks(2, 2, 2).permute(2, 0, 1, 3, 4), lead=(2, 2, 2), keys_lead=(2, 1, 2)),
+    "keys_of_samples": dict(mask=lambda: blocks(2, 1, n=1)),
+    "keys_of_heads_causal": dict(mask=lambda: blocks(1, 3, n=1), keys_lead=(2, 1), first=5),
+    "rows_alike": dict(mask=lambda: blocks(2, 3, n=1).expand(2, 3, 20, 40)),
+    "columns_alike": dict(mask=lambda: blocks(2, 3)[..., :1].expand(2, 3, 20, 40), first=3),
+    "bias_causal": dict(mask=lambda: torch.zeros(2, 1, 20, 40).masked_fill(~blocks(2, 1), -torch.inf), first=7),
+}
+
+
+@cases(**{name: dict(name=name) for name in MASK_LAYOUTS})
+def solve_mask_laid_out(name):
+    from implicit_attention.ops.triton import layout
+
+    options = {"lead": (2, 3), **MASK_LAYOUTS[name]}
+    problem = problem_of(**options | {"n": 20, "m": 40, "dim": 16, "mask": None})
+    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
+    if harness.DEVICE == "cuda":
+        return
+    layout.TILES.update({kernel: {max(table): layout.Tiles(16, 16, 1, 1)} for kernel, table in tables.items()})
+    try:
+        problem = problem._replace(mask=options["mask"]())
+        stop = STOP._replace(max_steps=6)
+        check_solved(problem, solve(problem, problem.field, stop), stop)
+        check_adjoint(problem)
+    finally:
+        layout.TILES.update(tables)

@@ -77,9 +77,9 @@ def by_torch(run, **options):
         dispatch.TRITON_DEVICES = devices
 
 
-def given(dtype=FP32, **options):
+def given(dtype=FP32, count=20, **options):
     torch.manual_seed(0)
-    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE, dtype) for size in (9, 20))
+    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE, dtype) for size in (9, count))
     return (query, keys), {"beta": 0.2, "anchor": 0.6, **options}
 
 
@@ -166,11 +166,12 @@ class BrokenKinds(Broken):
         return launch
 
 
-@cases(all_masked=dict(kind=0), none_masked=dict(kind=2))
-def trust_broken_tiles_of_masks(kind):
+@cases(all_masked=dict(kind=0), none_masked=dict(kind=2), with_more=dict(kind=2, count=70))
+def trust_broken_tiles_of_masks(kind, count=32):
     from implicit_attention.ops.triton import mask_tiles
 
-    options = {"mask": (torch.arange(20) < 7).to(harness.DEVICE)}
+    # Whole tiles: what lies behind the last key gives nothing away.
+    options = {"mask": (torch.arange(count) < 7).to(harness.DEVICE), "count": count}
     expected = by_torch(solved, **options)
     kernel = mask_tiles._kinds_kernel
     mask_tiles._kinds_kernel = BrokenKinds(kernel, kind)
@@ -178,9 +179,51 @@ def trust_broken_tiles_of_masks(kind):
         with untried() as (_, told):
             equal(solved("auto", **options), expected)
             assert len(told) == 2, [str(warning.message) for warning in told]
-            assert {check.verdict for check in kernel_checks()} == {"refused"}
+            verdicts = {check.use.partition(" on ")[0]: check.verdict for check in kernel_checks()}
+            assert verdicts[SOLVE] == verdicts[ADJOINT] == "refused"
     finally:
         mask_tiles._kinds_kernel = kernel
+
+
+class Blind(Broken):
+    """A kernel that sees a mask which allows everything."""
+
+    def __init__(self, kernel, place):
+        super().__init__(kernel, None, 0)
+        self.place = place
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            before, mask, after = arguments[: self.place], arguments[self.place], arguments[self.place + 1 :]
+            self.kernel[grid](*before, torch.ones_like(mask), *after, **options)
+
+        return launch
+
+
+# Where in its arguments a kernel has the mask.
+MASK = {SOLVE: 9, ADJOINT: 13, "keys": 4}
+
+
+@cases(
+    **{
+        f"{file}_{count}{'_causal' if causal else ''}": dict(name=name, count=count, is_causal=causal)
+        for name, (file, _) in BROKEN.items()
+        for count, causal in ((20, False), (70, False), (70, True))
+    }
+)
+def trust_that_a_mask_is_read(name, count, is_causal):
+    options = {"mask": (torch.arange(count) % 3 > 0).to(harness.DEVICE), "count": count, "is_causal": is_causal}
+    file, kernel = BROKEN[name]
+    module = importlib.import_module(f"implicit_attention.ops.triton.{file}")
+    sound = getattr(module, kernel)
+    setattr(module, kernel, Blind(sound, MASK[name]))
+    try:
+        with untried():
+            solved("auto", **options)
+            refused = {check.use.partition(" on ")[0] for check in kernel_checks() if check.verdict == "refused"}
+            assert refused == ({SOLVE, ADJOINT} if name == SOLVE else {ADJOINT})
+    finally:
+        setattr(module, kernel, sound)
 
 
 @cases(sound=dict(fault=None), one_less=dict(fault="counts"), another=dict(fault="order"))
@@ -219,10 +262,18 @@ def trust_broken_gradient_of_keys(fault):
     check_refused("keys", [ADJOINT], fault, "by_keys is ", adjoint)
 
 
-@cases(fp32=dict(dtype=FP32), bf16=dict(dtype=harness.BF16), causal=dict(is_causal=True), few=dict(few=True))
+@cases(
+    fp32=dict(dtype=FP32),
+    bf16=dict(dtype=harness.BF16),
+    causal=dict(is_causal=True),
+    few=dict(few=True),
+    masked=dict(few=70),
+    both=dict(few=70, is_causal=True),
+)
 def trust_sound(dtype=FP32, few=False, **options):
     if few:
-        options = {"mask": (torch.arange(20) < 7).to(harness.DEVICE)}
+        count = 20 if few is True else few
+        options = {"mask": (torch.arange(count) < 7).to(harness.DEVICE), "count": count, **options}
     expected = by_torch(solved, dtype=dtype, **options)
     with untried((SOLVE, None), (ADJOINT, None)) as ((forward, backward), told):
         equal(solved("auto", dtype=dtype, **options), expected, dtype)

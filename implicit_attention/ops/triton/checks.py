@@ -13,7 +13,7 @@ from ..checks import adjoint_errors, mask_kind, small_problem, solve_errors
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule, Solved
 from ..trust import Errors
-from .layout import TILES, gathered_after, tiles
+from .layout import TILES, fitting, gathered_after, tiles, whole_tiles
 
 #: In a check queries are gathered after so many evaluations, as small problems need few.
 GATHERED_AFTER = (1, 2, 3, 5)
@@ -42,7 +42,7 @@ def variant(problem: Hopfield, kernels: tuple[str, ...], rule: FusedRule) -> Tri
 
 def _solve(problem: Hopfield, chosen: TritonVariant) -> Errors:
     ends = GATHERED_AFTER if chosen.gathers else ()
-    return solve_errors(_small(problem), partial(_solved, ends=ends), fixed_budget=chosen.fixed_budget)
+    return solve_errors(_small(problem, "solve"), partial(_solved, ends=ends), fixed_budget=chosen.fixed_budget)
 
 
 def _adjoint(problem: Hopfield, _: TritonVariant) -> Errors:
@@ -51,7 +51,7 @@ def _adjoint(problem: Hopfield, _: TritonVariant) -> Errors:
     def solved(problem: Hopfield, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
         return solve_adjoint(problem, state, g, there.mean, there.logsumexp, stop)
 
-    return adjoint_errors(_small(problem), _solved, solved)
+    return adjoint_errors(_small(problem, "solve", "adjoint", "keys"), _solved, solved)
 
 
 #: Operation -> its check, and the kernels whose tiles it is made of.
@@ -61,16 +61,26 @@ CHECKS = {
 }
 
 
-def _small(problem: Hopfield) -> Hopfield:
-    """A problem that fills the same tiles twice, with tiles of every kind where there is a mask."""
+def _small(problem: Hopfield, *kernels: str) -> Hopfield:
+    """A problem of the same tiles, with tiles of every kind: some pairs masked, none, all, and some again.
+
+    All problems of these tiles trust what it shows, so that its number of keys is theirs only where one tile has them.
+    """
     most = max(max(sizes.rows, sizes.keys) for table in TILES.values() for sizes in table.values())
-    small = small_problem(problem, most + 5, 3 * most + 3)
+    rows, count = min(problem.field.shape[-2], most + 5), problem.keys.shape[-2]
+    many = all(tiles(kernel, problem).keys == whole_tiles(kernel, problem).keys for kernel in kernels)
+    small = small_problem(problem, rows, 4 * most + 3 if many else fitting(count, most))
     if small.mask is not None:
-        rows, boolean = small.mask.shape[-2], small.mask.dtype == torch.bool
+        low, high = (False, True) if small.mask.dtype == torch.bool else (-torch.inf, 0.0)
         # All queries but the one that attends to no key.
-        others = [row for row in range(rows) if rows == 1 or row != rows // 2]
-        small.mask[:, others, :most] = True if boolean else 0.0
-        small.mask[:, :, most : 2 * most] = False if boolean else -torch.inf
+        others = [row for row in range(small.mask.shape[-2]) if row == 0 or row != small.mask.shape[-2] // 2]
+        if many:
+            small.mask[:, others, most : 2 * most] = high
+            small.mask[:, :, 2 * most : 3 * most] = low
+        else:
+            small.mask[1] = high
+    if small.first is not None and many:
+        small = small._replace(first=3 * most)
     return small
 
 

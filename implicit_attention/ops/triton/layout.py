@@ -138,18 +138,23 @@ def largest_dim(dtype: torch.dtype) -> int:
     return max(TILES["solve", dtype.itemsize == 2])
 
 
+def whole_tiles(kernel: str, problem: Hopfield) -> Tiles:
+    """The tiles of a kernel for a problem that fills them."""
+    table = TILES[kernel, problem.keys.dtype.itemsize == 2]
+    return table[min(size for size in table if size >= problem.field.shape[-1])]
+
+
 def tiles(kernel: str, problem: Hopfield) -> Tiles:
     """The tiles of a kernel, no larger than the problem."""
-    *_, rows, dim = problem.field.shape
-    table = TILES[kernel, problem.keys.dtype.itemsize == 2]
-    chosen = table[min(size for size in table if size >= dim)]
-    fit = chosen._replace(rows=_fitting(rows, chosen.rows), keys=_fitting(problem.keys.shape[-2], chosen.keys))
+    rows, chosen = problem.field.shape[-2], whole_tiles(kernel, problem)
+    fit = chosen._replace(rows=fitting(rows, chosen.rows), keys=fitting(problem.keys.shape[-2], chosen.keys))
     # Small tiles do not keep many warps busy.
     small = fit.rows < chosen.rows or fit.keys < chosen.keys
     return fit._replace(warps=min(fit.warps, 4)) if small else fit
 
 
-def _fitting(size: int, most: int) -> int:
+def fitting(size: int, most: int) -> int:
+    """The side of a tile for so many rows or columns."""
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 

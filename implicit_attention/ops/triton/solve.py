@@ -28,7 +28,7 @@ from .kernels import (
     sums,
     visited_tiles,
 )
-from .layout import KernelLayout, Picked, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
+from .layout import KernelLayout, Picked, alike, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
 from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -67,6 +67,9 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
     carried = tuple(empty(field.shape[:-1], dtype=kind) for kind in (torch.float32, torch.float32, torch.int8))
     held = (in_order(field).float(), point, empty(field.shape, dtype=torch.float32))
     ends = gathered_after(problem, stop) if ends is None else ends
+    assert not ends or problem.mask is None or alike(problem), (
+        "the tiles of a mask of pairs are of queries as they stand"
+    )
     listed = MaskTiles.of(problem, layout, chosen, by_keys=False)
     for begin, end in zip((0, *ends), (*ends, stop.max_steps + 1), strict=True):
         picked = unfinished(answer.status, rows) if begin > 0 else None
