@@ -21,7 +21,11 @@ import triton_trust_cases  # noqa: F401
 
 CASES = harness.CASES
 # Each takes a process; the name of a case begins with that of its part.
-PARTS = ("solve_shape", "solve", "adjoint_shape", "adjoint", "trust")
+PARTS = (
+    *("solve_shape", "solve_mask", "solve_gathers", "solve"),
+    *("adjoint_shape", "adjoint"),
+    *("trust_that", "trust_broken", "trust"),
+)
 
 
 def part_of(name):

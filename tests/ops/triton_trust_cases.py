@@ -208,7 +208,7 @@ MASK = {SOLVE: 9, ADJOINT: 13, "keys": 4}
     **{
         f"{file}_{count}{'_causal' if causal else ''}": dict(name=name, count=count, is_causal=causal)
         for name, (file, _) in BROKEN.items()
-        for count, causal in ((20, False), (70, False), (70, True))
+        for count, causal in ((20, False), (70, True))
     }
 )
 def trust_that_a_mask_is_read(name, count, is_causal):
