@@ -388,14 +388,14 @@ def test_the_command_shows_what_the_compiler_made(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("kernels_sm_80-*.json")
     run = json.loads(path.read_text())
-    assert len(run["rows"]) == len(compiled_kernels.CASES) == 81
+    assert len(run["rows"]) == len(compiled_kernels.CASES) == 110
     ((_, intro, header, lines),) = compiled_kernels.tables(run)
     assert "for sm_80" in intro
     assert dict(zip(header, lines[0], strict=True))["tile"] == "64 x 32"
     assert "kernels for sm_80" in done.output
     done = CliRunner().invoke(command.app, ["kernels", "--compile", "sm_1", "--out", str(tmp_path)])
     assert done.exit_code == 2
-    assert "sm_90a, got sm_1" in done.output
+    assert "sm_100a, got sm_1" in done.output
 
 
 def test_a_compiler_that_fails_says_so(monkeypatch):

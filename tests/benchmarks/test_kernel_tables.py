@@ -1,9 +1,14 @@
 """Tables about the Triton kernels that need no GPU: evaluations of tiles, bounds, what a compiler makes of them."""
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from benchmarks import compiled_kernels, gathering, report, roofline
+from benchmarks import __main__ as command
+from benchmarks import compiled_kernels, gathering, report, roofline, tuning
+from benchmarks.problems import Shape
 from implicit_attention.ops.triton import layout
 
 
@@ -50,7 +55,8 @@ def test_every_kernel_of_a_card_is_in_the_committed_run(arch):
     for row in run["rows"]:
         table = layout.TILES[row["kernel"], row["dtype"] != "float32"]
         tile = table[min(size for size in table if size >= row["dim"])]
-        assert [row[name] for name in tile._fields] == list(tile), row["name"]
+        assert [row[name] for name in tile._fields[:4]] == list(tile[:4]), row["name"]
+        assert row["registers"] <= (tile.registers or 255)
 
 
 def test_the_committed_loops_for_an_h100_stay_in_registers():
@@ -60,3 +66,29 @@ def test_the_committed_loops_for_an_h100_stay_in_registers():
     # Products of float32 in three parts take more registers than there are.
     assert all("float32-128" in name for name in spilled), spilled
     assert all(row["loop"]["spills"] < 0.05 * row["loop"]["instructions"] for row in run["rows"] if row["dim"] <= 64)
+
+
+def test_the_command_says_what_it_lacks_and_tells_of_tiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused = CliRunner().invoke(command.app, ["kernels", "--tune"])
+    assert refused.exit_code == 2
+    assert "needs a CUDA device" in refused.output
+    monkeypatch.setattr(gathering, "FULL", gathering.FULL[:1])
+    monkeypatch.setattr(gathering, "SHAPE", Shape(1, 1, 128, 16))
+    done = CliRunner().invoke(command.app, ["kernels", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "of the evaluations are for queries that have ended" in " ".join(done.output.split())
+    (path,) = tmp_path.glob("gathering-*.json")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["converged"] == 1
+    assert 0 <= row["wasted"]["gathered"] <= row["wasted"]["waiting"] < 1
+
+
+def test_tiles_to_try_are_others_than_those_in_use():
+    for (kernel, dim), candidates in tuning.CANDIDATES.items():
+        used = layout.TILES[kernel, True][dim]
+        assert used not in candidates
+        with tuning.in_use(kernel, dim, candidates[0]):
+            assert layout.TILES[kernel, True][dim] == candidates[0]
+        assert layout.TILES[kernel, True][dim] == used
+        assert all((tile.keys if kernel == "keys" else tile.rows) >= 16 * tile.warps for tile in candidates)

@@ -125,7 +125,7 @@ def _next_of(split, splits, before, number):
 
 @triton.jit
 def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr):
-    """What a tile of queries from row `start` on adds to the gradient."""
+    """The gradient with the part of the tile of queries from row `start` on."""
     ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
