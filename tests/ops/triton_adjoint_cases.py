@@ -9,7 +9,6 @@ from triton_harness import (
     MAGIC,
     MASKS,
     SHAPES,
-    TILED_MASKS,
     Poison,
     case,
     cases,
@@ -18,7 +17,6 @@ from triton_harness import (
     masked_problem,
     problem_of,
     sign_aside,
-    tiled_problem,
 )
 from triton_oracle import Dense, adjoint
 
@@ -101,25 +99,6 @@ def adjoint_shape(**shape):
 @cases(**{name: dict(name=name) for name in MASKS})
 def adjoint_mask(name):
     check_adjoint(masked_problem(name))
-
-
-@cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
-def adjoint_tiles(name, **options):
-    check_adjoint(tiled_problem(name, **options))
-
-
-@case
-def adjoint_reads_no_tile_that_is_masked():
-    problem = tiled_problem("documents")
-    problem.mask[..., : large(35)] = False
-    _, z, mean, logsumexp = at_solution(problem)
-    cotangent = torch.randn(z.shape).to(harness.DEVICE)
-    clean = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
-    problem.keys[..., :32, :] = torch.nan
-    found = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
-    for field, before in zip(found, clean, strict=True):
-        assert torch.equal(field, before)
-    assert bool((found.by_keys[..., :32, :] == 0).all())
 
 
 @case
