@@ -13,6 +13,7 @@ from .command import Command
 
 #: The commands, each `file:class`, in the order of the help. To add one: its file in this folder, and its line here.
 COMMANDS = (
+    "demo:Demo",
     "compare:Compare",
     "magnetize:Magnetize",
     "landscape:Landscape",
@@ -57,6 +58,12 @@ def _add(command: type[Command], to: typer.Typer) -> None:
     vars(called)["__signature__"] = inspect.Signature([p.replace(annotation=hints[p.name]) for p in fields])
     called.__annotations__ = hints
     to.command(command.name.split()[-1], help=inspect.getdoc(command))(called)
+
+
+def commands_in_words() -> dict[str, str]:
+    """Return every command as it is typed, with the first sentence of its help."""
+    classes: list[type[Command]] = [pkgutil.resolve_name(f"{__package__}.{place}") for place in COMMANDS]
+    return {f"implicit-attention {each.name}": (inspect.getdoc(each) or "").split("\n")[0] for each in classes}
 
 
 def _app() -> typer.Typer:

@@ -1,0 +1,1 @@
+"""The parts of `implicit-attention demo`, and the page that shows them."""
