@@ -58,14 +58,16 @@ def answers(method, feature):
 
 
 def table():
-    """One line per method."""
-    lines = [f"| method | log Z | {' | '.join(FEATURES)} | error of log Z |", "|---" * (len(FEATURES) + 3) + "|"]
-    for row in METHODS:
-        if row.error is not None:
-            log_z = not issubclass(row.kind, DynamicalMethod)
-            cells = ["yes" if yes else "no" for yes in (log_z, *(answers(row.method, name) for name in FEATURES))]
-            lines.append(f"| `{row.text}` | {' | '.join(cells)} | {row.error} |")
-    return "\n".join(lines)
+    """One line per method, and a sentence about the features that all of them support."""
+    stated = [row for row in METHODS if row.error is not None]
+    found = {name: [answers(row.method, name) for row in stated] for name in FEATURES}
+    told = {name: column for name, column in found.items() if not all(column)}
+    told = {"log Z": [not issubclass(row.kind, DynamicalMethod) for row in stated], **told}
+    lines = [f"| method | {' | '.join(told)} | error of log Z |", "|---" * (len(told) + 2) + "|"]
+    for row, *cells in zip(stated, *told.values(), strict=True):
+        lines.append(f"| `{row.text}` | {' | '.join('yes' if yes else 'no' for yes in cells)} | {row.error} |")
+    *first, last = (name for name in FEATURES if name not in told)
+    return "\n".join([*lines, "", f"All methods support {', '.join(first)} and {last}."])
 
 
 def classes():

@@ -1,4 +1,4 @@
-"""The walk through a call that the documentation draws."""
+"""The walk through a call that the guide for contributors draws."""
 
 import re
 import sys
@@ -10,12 +10,12 @@ from direct_ways import native
 import implicit_attention as ia
 
 ROOT = Path(ia.__file__).parent
-GUIDE = ROOT.parent / "docs" / "how_it_works.md"
+GUIDE = ROOT.parent / "CONTRIBUTING.md"
 
 
 @native
 def test_a_training_step_passes_the_stops_that_the_guide_names_in_that_order():
-    section = GUIDE.read_text().partition("### A call, stop by stop")[2].partition("\n## ")[0]
+    section = GUIDE.read_text().partition("## A call, stop by stop")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `([\w/.]+)`: `(\w+)` \|", section, re.MULTILINE)
     assert 1 < len(named) <= 8
     layer, x = ia.ImplicitAttention(16, 2), torch.randn(2, 5, 16)

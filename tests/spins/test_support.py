@@ -1,5 +1,6 @@
 """The table of the docs that says which method supports what: every entry is tried."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from implicit_attention.spins.methods import METHODS, listed
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "spin_systems" / "methods.py"))
 PAGE = (DOCS / "spin_systems.md").read_text().split(SCRIPT["START"])[1].split(SCRIPT["END"])[0]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.strip().splitlines()]
-FEATURES = ROWS[0][2:-1]
-TABLE = {row[0].strip("`"): dict(zip(ROWS[0][1:], row[1:], strict=True)) for row in ROWS[2:]}
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")]
+ALL = re.split(", | and ", re.search(r"^All methods support (.*)\.$", PAGE, re.MULTILINE)[1])
+FEATURES = [*ROWS[0][2:-1], *ALL]
+TABLE = {
+    row[0].strip("`"): dict(zip(ROWS[0][1:], row[1:], strict=True), **dict.fromkeys(ALL, "yes")) for row in ROWS[2:]
+}
 STATED = {row.text: row for row in METHODS if row.error is not None}
 
 
@@ -38,6 +42,7 @@ def test_every_method_is_in_the_table():
 
 def test_the_guide_has_the_table_and_the_reference_has_the_classes():
     command = "run python docs/spin_systems/methods.py"
+    assert sorted(FEATURES) == sorted(SCRIPT["FEATURES"]), command
     assert list(TABLE) == list(STATED), command
     assert [cells["error of log Z"] for cells in TABLE.values()] == [row.error for row in STATED.values()], command
     for text, cells in TABLE.items():
