@@ -212,12 +212,10 @@ def shown(runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def page_table(results: dict[str, Any]) -> str:
-    """The same in Markdown, with what it says."""
+    """A paragraph of Markdown with what the table says."""
     runs = results["runs"]
-    heading, *rows = ("| " + " | ".join(row) + " |" for row in rows_of(runs))
-    lines = [heading, "|---" * len(rows_of(runs)[0]) + "|", *rows]
     accuracy = percent(*mean_and_error([run["accuracy"] for run in runs]))
-    return "\n".join(lines) + f"\n\nThe stack itself is right on {accuracy}. By these numbers {verdict(runs)}."
+    return f"The stack itself is right on {accuracy}. By these numbers {verdict(runs)}."
 
 
 def updated(page: str, content: str) -> str:
