@@ -37,7 +37,10 @@ def parts(rows: list[Row]) -> dict[str, str]:
     first, ended, _, cut, *timed = tables.tables(rows, lambda ours, theirs: "")
     lines = [line[:-1] for line in first.lines if not line[0].startswith(LEFT_OUT)]
     made = {"contenders": report.markdown_table(first.header[:-1], lines)}
-    made["exits"] = report.markdown_table(ended.header, [line for line in ended.lines if line[0] in EXITS])
+    # The most evaluations of a token are those of the solver, or few.
+    shown = [ended.header, *(line for line in ended.lines if line[0] in EXITS)]
+    header, *lines = ([*cells[:3], cells[4]] for cells in shown)
+    made["exits"] = report.markdown_table(header, lines)
     work = "; ".join(f"{name} {', '.join(ratios.split())}" for name, _, ratios, _ in cut.lines if name in CHUNKS)
     made["chunks"] = f"Evaluations over those of all at once, by seed: {work}."
     if timed:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import report
 from . import arithmetic, mazes, mazes_image, paths, prefix, recipes, two_streams
-from .contenders import Plan, values
+from .contenders import values
 from .tables import percent
 
 README = report.HERE.parent / "README.md"
@@ -40,7 +40,7 @@ CHECKS = (
     "every probability >= 0.9",
 )
 #: Recipes that the page leaves out: variants of others, which say the same.
-LEFT_OUT = ("loop, drawn, noise", "segments, random starts", "two streams, the same segments")
+LEFT_OUT = ("loop, drawn, noise", "segments, random", "two streams, the same segments", "implicit gradient, ")
 #: Exact answers, in %: beside stacks, then at the largest size that was asked.
 HEADER = ["task, block; learnt", "asked", "solved", "loop", "best stack (weights)"]
 HEADER += ["largest", "solved", "loop", "8 loops"]
