@@ -18,7 +18,7 @@ from implicit_attention.studies.measure import peak_memory
 
 from . import guard
 from .measure import interleaved, once, rows_of
-from .report import HERE, RESULTS, Table, between, markdown_table, newest, number, spread
+from .report import HERE, RESULTS, Table, between, newest, number, spread
 from .targets import ENERGY_TRANSFORMER as TARGETS
 from .targets import Row
 
@@ -27,6 +27,11 @@ __all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
 METRICS = ("EVALUATION", "LONG", "SOLVE", "TRAINING")
 TESTS = ("tests/potentials/test_token_attention.py", "tests/energies/test_legendre.py")
 PAGE = HERE.parent / "docs" / "energy_transformer.md"
+#: The ratios that the page shows.
+SHOWN = (
+    *("gradient / autograd", "memory / autograd", "evaluation / explicit block", "solve / evaluations"),
+    *("equilibrium, 40 / 5 evaluations", "published, 12 / 1 steps", "checkpointed, 12 / 1 steps"),
+)
 
 NOTES = (
     "EVALUATION: the gradient of the energy in closed form (`mean` of Phi at normalised tokens) over autograd of "
@@ -274,7 +279,7 @@ def rewrite(page: Path = PAGE, folder: Path = RESULTS) -> None:
     if (found := newest("energy_transformer", folder, "cpu")) is not None:
         path, run = found
         (table,) = tables(run)
-        text = markdown_table(table.header, table.lines)
-        told = "\n".join(f"- {note}" for note in NOTES)
-        content = f"{table.intro}\n\n{text}\n\n{told}\n\nFrom `benchmarks/results/{path.name}`."
+        measured = ", ".join(f"{name} {value}" for _, _, name, value, _ in table.lines if name in SHOWN)
+        tokens = run["rows"][0]["tokens"]
+        content = f"N {tokens}, {table.intro} {measured}. From `benchmarks/results/{path.name}`."
     between(page, "<!-- speed: python -m benchmarks report -->", "<!-- end of speed -->", content)

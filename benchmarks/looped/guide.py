@@ -11,17 +11,14 @@ from .suite import METRIC
 
 PAGE = report.HERE.parent / "docs" / "recurrent_depth.md"
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
-#: Contenders that the guide leaves out, and exits that it shows.
-LEFT_OUT = ("2 tied layers, 16", "2 tied layers, solved, Anderson", "counts, 2")
-EXITS = (
-    "change 0.3",
-    "change 0.1",
-    "4 evaluations",
-    "mean 3",
-    "read-out 0.1 nats",
-    "read-out 0.01 nats",
-    "solved, Picard",
+#: Rows that the guide leaves out, and those that it shows.
+LEFT_OUT = (
+    *(f"2 tied layers, {way}" for way in ("1 step", "2 steps", "8", "16", "solved, Anderson")),
+    *("frequencies", "counts, 2"),
 )
+EXITS = ("solved, Picard", "change 0.3", "mean 3", "read-out 0.1 nats")
+DECODING = ("stack", "one slot, 4", "one slot, 16", "a slot for every step, 16")
+CHUNKS = ("chunks of 16", "chunks of 256")
 
 
 def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
@@ -31,18 +28,23 @@ def rewrite(page: Path = PAGE, folder: Path = report.RESULTS) -> None:
     for name in ("contenders", "exits", "decoding", "chunks"):
         content = "Not run yet."
         if name in made:
-            content = report.markdown_table(*made[name])
-            content += f"\n\nFrom `benchmarks/results/{found[0][0].name}`; all of it is in `benchmarks/README.md`."
+            content = f"{made[name]}\n\nFrom `benchmarks/results/{found[0][0].name}`."
         report.between(page, BEGIN.format(name), END.format(name), content)
 
 
-def parts(rows: list[Row]) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Header and lines by the name of a table."""
+def parts(rows: list[Row]) -> dict[str, str]:
+    """Tables and a sentence by their names."""
     first, ended, _, cut, *timed = tables.tables(rows, lambda ours, theirs: "")
     lines = [line[:-1] for line in first.lines if not line[0].startswith(LEFT_OUT)]
-    made = {"contenders": (first.header[:-1], lines)}
-    made["exits"] = ended.header, [line for line in ended.lines if line[0] in EXITS]
-    made["chunks"] = cut.header, cut.lines
+    made = {"contenders": report.markdown_table(first.header[:-1], lines)}
+    # The most evaluations of a token are those of the solver, or few.
+    shown = [ended.header, *(line for line in ended.lines if line[0] in EXITS)]
+    header, *lines = ([*cells[:3], cells[4]] for cells in shown)
+    made["exits"] = report.markdown_table(header, lines)
+    work = "; ".join(f"{name} {', '.join(ratios.split())}" for name, _, ratios, _ in cut.lines if name in CHUNKS)
+    made["chunks"] = f"Evaluations over those of all at once, by seed: {work}."
     if timed:
-        made["decoding"] = timed[0].header, timed[0].lines
+        shown = [timed[0].header, *(line for line in timed[0].lines if line[0].startswith(DECODING))]
+        header, *lines = ([name, held, *cells] for name, held, _, *cells in shown)
+        made["decoding"] = report.markdown_table(header, lines)
     return made

@@ -23,7 +23,7 @@ import mil_digits
 import sklearn
 import sudoku
 import torch
-from _common import EXTRAS, MODELS, mean_and_std, numbers, verdict
+from _common import EXTRAS, MODELS, mean_and_std, numbers
 
 import implicit_attention
 
@@ -62,37 +62,31 @@ def run_all() -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Accuracies and costs, in Markdown."""
-    shares = [("example", "measure", *(f"{name}, %" for name in MODELS), "what the seeds say")]
-    costs = [
-        ("example", "seconds to train", "one step", "evaluations a query", "at most", "converged", "failed solves")
-    ]
+    """Shares that are right and costs, in Markdown."""
+    head = [f"{name}, %" for name in MODELS]
+    table = [("example", "measure", *head, "seconds to train", "one step", "evaluations (at most)")]
     for example, result in results["examples"].items():
         runs = result["runs"]
+        ours = [run for run in runs if run["model"] == "equilibrium"]
+        seconds = (f"{statistics.mean(numbers(runs, model, 'seconds')):.1f}" for model in MODELS)
+        most = max(run["most evaluations"] for run in ours)
+        cost = (*seconds, f"{statistics.mean(run['evaluations'] for run in ours):.1f} ({most})")
         for key in ("accuracy", *EXTRAS):
             if key in runs[0]:
                 found = (mean_and_std(numbers(runs, model, key)) for model in MODELS)
-                shares.append((f"`{example}.py`", key, *found, verdict(runs, key)))
-        ours = [run for run in runs if run["model"] == "equilibrium"]
-        seconds = (f"{statistics.mean(numbers(runs, model, 'seconds')):.1f}" for model in MODELS)
-        evals = f"{statistics.mean(run['evaluations'] for run in ours):.1f}"
-        most = max(run["most evaluations"] for run in ours)
-        converged = f"{100 * min(run['converged'] for run in ours):.4g} %"
-        costs.append(
-            (f"`{example}.py`", *seconds, evals, str(most), converged, str(sum(run["failed"] for run in ours)))
-        )
-    return f"{_markdown(shares)}\n\n{_markdown(costs)}\n"
+                # All measures of an example are of one training.
+                table.append((f"`{example}.py`", key, *found, *(cost if key == "accuracy" else ("", "", ""))))
+    return f"{_markdown(table)}\n"
 
 
 def puzzle_table(results: dict[str, Any]) -> str:
-    """Loop against fixed point, in Markdown."""
-    table = [("example", "puzzles", "loop, %", "solved, %", "converged, %", "right if so, %", "evaluations", "at most")]
+    """Loop against fixed point, in Markdown; all converge."""
+    table = [("example", "puzzles", "loop, %", "solved, %", "evaluations (at most)")]
     for example, result in results["examples"].items():
         for row in result["rows"]:
-            names = ("loop", "solved", "converged", "right if converged")
-            shares = ("-" if row[name] is None else f"{100 * row[name]:.1f}" for name in names)
-            evals = f"{row['evaluations']:.0f}"
-            table.append((f"`{example}.py`", row["set"], *shares, evals, str(row["most evaluations"])))
+            shares = (f"{100 * row[name]:.1f}" for name in ("loop", "solved"))
+            evals = f"{row['evaluations']:.0f} ({row['most evaluations']})"
+            table.append((f"`{example}.py`", row["set"], *shares, evals))
     return f"{_markdown(table)}\n"
 
 

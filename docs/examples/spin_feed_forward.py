@@ -5,7 +5,7 @@ python docs/examples/spin_feed_forward.py
 A stack of spin blocks learns digits with the exact answer m = -dF/dh, in which J(h) has the part
 1/2 sum_mn <s_m . s_n> dJ_mn/dh_i, a function of all tokens. Nets that see one token are fitted to it afterwards, on the
 images that the stack has learned from, and judged on others. `--write` makes three full runs, and writes
-`spin_feed_forward.json` beside this file, the table of `docs/examples.md` and the picture of `docs/spin_layers.md`.
+`spin_feed_forward.json` beside this file, the shares of `docs/examples.md` and the picture of `docs/spin_layers.md`.
 """
 
 from __future__ import annotations
@@ -212,12 +212,10 @@ def shown(runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def page_table(results: dict[str, Any]) -> str:
-    """The same in Markdown, with what it says."""
+    """A paragraph of Markdown with what the table says."""
     runs = results["runs"]
-    heading, *rows = ("| " + " | ".join(row) + " |" for row in rows_of(runs))
-    lines = [heading, "|---" * len(rows_of(runs)[0]) + "|", *rows]
     accuracy = percent(*mean_and_error([run["accuracy"] for run in runs]))
-    return "\n".join(lines) + f"\n\nThe stack itself is right on {accuracy}. By these numbers {verdict(runs)}."
+    return f"The stack itself is right on {accuracy}. By these numbers {verdict(runs)}."
 
 
 def updated(page: str, content: str) -> str:
