@@ -1,4 +1,4 @@
-"""The parts of the top README and of two pages on the newest runs: costs of a solve, and when one step is enough."""
+"""The parts of both READMEs and of two pages on the newest runs: costs of a solve, and when one step is enough."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import (
-    attention_tables,
-    compiled_kernels,
-    gathering,
-    native_tables,
-    report,
-    roofline,
-    train_tables,
-    useful_tables,
-)
+from . import attention_tables, compiled_kernels, cost_tables, gathering, report, roofline, train_tables, useful_tables
 from .environment import warning
 from .puzzles import mazes
 from .puzzles.contenders import values
@@ -28,18 +19,9 @@ README = DOCS.parent / "README.md"
 COSTS, STEPS = DOCS / "performance.md", DOCS / "energy_minimization.md"
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 #: The parts of the page about costs that are written here, and what each is taken from.
-PARTS = (
-    "five lines",
-    "settings",
-    "short calls",
-    "lengths",
-    "memory",
-    "models",
-    "kernels",
-    "gathering",
-    "roofline",
-    "on a card",
-)
+PARTS = ("five lines", "settings", "short calls", "lengths", "memory", "models", "on a card")
+#: The parts of the page of the benchmarks about the kernels of a GPU, for which no GPU is needed.
+KERNELS = ("kernels", "gathering", "roofline")
 SUITES = ("solve", "native", "attention", "train")
 #: The models of attention repeated over fixed keys whose scores are shown.
 MODELS = ("explicit, 1 step", "explicit, 2 steps, own weights", "equilibrium, solved")
@@ -117,14 +99,16 @@ def tables(runs: Runs) -> dict[str, list[str]]:
     if "solve" in runs:
         made["settings"] = [report.markdown_table(*settings(runs["solve"][1]["rows"]))]
     if "native" in runs:
-        short = [row for row in runs["native"][1]["rows"] if row["metric"] == "SHORT"]
-        made["short calls"] = [report.markdown_table(*native_tables.costs(short))]
-        made["short calls"] += _picked(native_tables.tables(runs["native"][1]), ("LAYER",))
+        made["short calls"] = [report.markdown_table(*cost_tables.short_calls(runs["native"][1]["rows"]))]
     if "attention" in runs:
-        made["lengths"] = _picked(attention_tables.tables(runs["attention"][1]), ("LENGTH",))
+        made["lengths"] = [report.markdown_table(*cost_tables.lengths(runs["attention"][1]["rows"]))]
         made["memory"] = _picked(attention_tables.tables(runs["attention"][1]), ("C4",))
     if "train" in runs:
-        made["models"] = _picked(train_tables.tables(runs["train"][1]), ("BLOCK", "Llama", "LLAMA", "EQUILIBRIUM"))
+        made["models"] = [
+            *_picked(train_tables.tables(runs["train"][1]), ("BLOCK", "LLAMA")),
+            cost_tables.BLOCKS,
+            report.markdown_table(*cost_tables.blocks(runs["train"][1]["rows"])),
+        ]
     source = {"settings": "solve", "short calls": "native", "lengths": "attention", "memory": "attention"}
     for part, told in made.items():
         told.append(_from(*runs[source.get(part, "train")]))
@@ -216,7 +200,8 @@ def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
 
 def _from(path: Path, run: dict[str, Any]) -> str:
     load = run["environment"]["load_average_at_start"]
-    told = f"From `{path.name}`" + ("" if load is None else f" (load {load[0]:.1f})") + " in `benchmarks/results/`."
+    told = f"From `{path.name}`" + ("" if load is None else f" (load {load[0]:.1f})")
+    told += f"; [the benchmarks](../benchmarks/README.md#results-{run['suite']}) have more of it."
     return told if warning(run["environment"]) is None else f"{told} Other work shared the cores: not reliable."
 
 
@@ -254,12 +239,19 @@ def one_step(folder: Path = report.RESULTS) -> str:
     return "\n\n".join(parts)
 
 
-def rewrite(costs: Path = COSTS, steps: Path = STEPS, readme: Path = README, folder: Path = report.RESULTS) -> None:
+def rewrite(
+    costs: Path = COSTS,
+    steps: Path = STEPS,
+    readme: Path = README,
+    benchmarks: Path = report.README,
+    folder: Path = report.RESULTS,
+) -> None:
     """Put what the newest runs say between the markers of the pages."""
     lines = "\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))
     report.between(readme, BEGIN.format("five lines"), END.format("five lines"), lines)
     made = {"five lines": [lines], "on a card": on_a_card(folder)} | kernels(folder) | tables(newest(folder))
-    for part in PARTS:
-        content = "\n\n".join(made.get(part) or ["Not run yet."])
-        report.between(costs, BEGIN.format(part), END.format(part), content)
+    for page, parts in ((costs, PARTS), (benchmarks, KERNELS)):
+        for part in parts:
+            content = "\n\n".join(made.get(part) or ["Not run yet."])
+            report.between(page, BEGIN.format(part), END.format(part), content)
     report.between(steps, BEGIN.format("one step"), END.format("one step"), one_step(folder))

@@ -1,0 +1,73 @@
+"""Short tables for the page about costs; those of the suites have every column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .native_tables import sizes
+from .report import number
+from .targets import Row
+from .train_tables import sizes_of_block
+
+Lines = tuple[list[str], list[list[str]]]
+
+BLOCKS = (
+    "A training step of a transformer block or of two convolutions that are repeated to a residual of 1e-3; our time "
+    "over that of torchdeq's faster solver, of the same methods in as few calls of torch as they need without a check "
+    "(by hand), of a stack of as many untied blocks as ours makes evaluations, and of these evaluations and products "
+    "alone (bare):"
+)
+
+
+def short_calls(rows: Iterable[Row]) -> Lines:
+    """Header and lines of the short calls of a run of `native`, as functions and as layers, in those of SDPA."""
+    named = {
+        "SHORT": ("explicit", "forward", "training", "forward tiled", "training tiled"),
+        "LAYER": ("explicit", "solve", "training"),
+    }
+    lines = []
+    for row in rows:
+        if (names := named.get(row["metric"])) is not None:
+            width = row["shape"]["heads"] * row["shape"]["dim"]
+            call = sizes(row) if row["metric"] == "SHORT" else f"layer, {sizes(row)}, width {width}"
+            cells = [number(row["ratios"].get(name)) for name in names]
+            lines.append([call, *cells, *["-"] * (5 - len(cells))])
+    return ["call", "`max_steps=0`", "solve", "training step", "solve, tiled", "training step, tiled"], lines
+
+
+def lengths(rows: Iterable[Row]) -> Lines:
+    """Header and lines of forward solves by length, of all problems of that length in one cell, in forwards of SDPA."""
+    names = {
+        "ours": "ours",
+        "ours, tiled": "ours, tiled",
+        "Picard": "plain steps",
+        "torchdeq fpi": "torchdeq, plain steps",
+        "torchdeq anderson": "torchdeq, Anderson",
+    }
+    by_length: dict[int, list[Row]] = {}
+    for row in rows:
+        if row["metric"] == "LENGTH":
+            by_length.setdefault(row["shape"]["length"], []).append(row)
+    lines = [
+        [str(length), *(" / ".join(_digits(row["ratios"].get(name)) for row in found) for name in names)]
+        for length, found in by_length.items()
+    ]
+    return ["N = M", *names.values()], lines
+
+
+def _digits(value: float | None) -> str:
+    """Three digits, or as many as stand before the point."""
+    return "-" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def blocks(rows: Iterable[Row]) -> Lines:
+    """Header and lines of the blocks as fixed points, one each: evaluations, products, and our time over others."""
+    names = ("ours / torchdeq", "ours / by hand", "ours / stack", "ours / bare")
+    lines = []
+    for row in rows:
+        if row["metric"] == "EQUILIBRIUM":
+            found = row["evidence"]["ours"]
+            counts = [str(found.get(what, "-")) for what in ("evaluations", "products")]
+            block = sizes_of_block(row).removesuffix(", float32, to 0.001")
+            lines.append([block, *counts, *(number(row["ratios"].get(name)) for name in names)])
+    return ["block", "evaluations", "products", *names], lines
