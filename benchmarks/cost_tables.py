@@ -49,7 +49,7 @@ def lengths(rows: Iterable[Row]) -> Lines:
         if row["metric"] == "LENGTH":
             by_length.setdefault(row["shape"]["length"], []).append(row)
     lines = [
-        [str(length), *(" / ".join(_digits(row["ratios"].get(name)) for row in found) for name in names)]
+        [str(length), *("/".join(_digits(row["ratios"].get(name)) for row in found) for name in names)]
         for length, found in by_length.items()
     ]
     return ["N = M", *names.values()], lines

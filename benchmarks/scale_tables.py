@@ -232,7 +232,7 @@ def simulated_table(work: Work = LARGE, clusters: Iterable[Cluster] = ASSUMED) -
             found = {algorithm: simulation(work, cluster, count, algorithm) for algorithm in ALGORITHMS}
             lines.append(
                 [
-                    cluster.name,
+                    cluster.name.partition(",")[0],
                     f"{count:,}",
                     f"{work.key_bytes / count / 1e9:.3g}",
                     milliseconds(found["ring"].local),
