@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .native_tables import sizes
 from .report import number
@@ -17,6 +17,41 @@ BLOCKS = (
     "(by hand), of a stack of as many untied blocks as ours makes evaluations, and of these evaluations and products "
     "alone (bare):"
 )
+
+
+def settings(rows: Iterable[Row]) -> Lines:
+    """Header and lines of the solves of the suite `solve` and their training steps, by anchor, in those of SDPA."""
+    by_keys: dict[str, dict[float, Row]] = {}
+    for row in rows:
+        if "evidence" in row:
+            by_keys.setdefault(f"{row['keys']}, {row['sharpness']:g}", {})[row["anchor"]] = row
+    header, lines = ["keys, beta*sqrt(D)"], [[keys] for keys in by_keys]
+    anchors = sorted({anchor for found in by_keys.values() for anchor in found})
+    for name, cell in SETTINGS.items():
+        for anchor in anchors:
+            header.append(f"{name}, anchor {anchor:g}" if anchor == anchors[0] else f"anchor {anchor:g}")
+            for line, found in zip(lines, by_keys.values(), strict=True):
+                line.append(cell(found[anchor]) if anchor in found else "-")
+    return header, lines
+
+
+def times(row: Row, way: str) -> float:
+    """Return our seconds of a way, forward or training, in those of SDPA."""
+    seconds = row["seconds"]
+    return float(seconds[f"ours_{way}"]["median"] / seconds[f"sdpa_{way}"]["median"])
+
+
+def _evaluations(row: Row) -> str:
+    found = row["evidence"]["ours_forward"]
+    return f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}"
+
+
+SETTINGS: dict[str, Callable[[Row], str]] = {
+    "evaluations": _evaluations,
+    "plain steps": lambda row: f"{row['picard']['mean']:.1f}/{row['picard']['most']}",
+    "forward": lambda row: number(times(row, "forward")),
+    "training step": lambda row: number(times(row, "training")),
+}
 
 
 def short_calls(rows: Iterable[Row]) -> Lines:
@@ -46,7 +81,8 @@ def lengths(rows: Iterable[Row]) -> Lines:
     }
     by_length: dict[int, list[Row]] = {}
     for row in rows:
-        if row["metric"] == "LENGTH":
+        # Every other power of two.
+        if row["metric"] == "LENGTH" and row["shape"]["length"].bit_length() % 2:
             by_length.setdefault(row["shape"]["length"], []).append(row)
     lines = [
         [str(length), *("/".join(_digits(row["ratios"].get(name)) for row in found) for name in names)]
@@ -61,13 +97,11 @@ def _digits(value: float | None) -> str:
 
 
 def blocks(rows: Iterable[Row]) -> Lines:
-    """Header and lines of the blocks as fixed points, one each: evaluations, products, and our time over others."""
+    """Header and lines of the blocks as fixed points, one each: our time over others."""
     names = ("ours / torchdeq", "ours / by hand", "ours / stack", "ours / bare")
     lines = []
     for row in rows:
         if row["metric"] == "EQUILIBRIUM":
-            found = row["evidence"]["ours"]
-            counts = [str(found.get(what, "-")) for what in ("evaluations", "products")]
             block = sizes_of_block(row).removesuffix(", float32, to 0.001")
-            lines.append([block, *counts, *(number(row["ratios"].get(name)) for name in names)])
-    return ["block", "evaluations", "products", *names], lines
+            lines.append([block, *(number(row["ratios"].get(name)) for name in names)])
+    return ["block", *names], lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def five_lines(folder: Path = report.RESULTS) -> list[str]:
     if missing:
         return [f"Not run yet: {', '.join(missing)}."]
     rows = [row for row in runs["solve"][1]["rows"] if "evidence" in row]
-    forward, training = ([_times(row, what) for row in rows] for what in ("forward", "training"))
+    forward, training = ([cost_tables.times(row, what) for row in rows] for what in ("forward", "training"))
     evaluations = statistics.mean(row["evidence"]["ours_forward"]["evaluations_mean"] for row in rows)
     rivals = [statistics.geometric_mean(row["ratios"][f"C2 {name}"] for row in rows) for name in ("anderson", "fpi")]
     tiny = _ratios(runs, "native", "SHORT")[0]["forward"]
@@ -68,12 +67,6 @@ def _ratios(runs: Runs, suite: str, metric: str) -> list[dict[str, float]]:
     return [row["ratios"] for row in runs[suite][1]["rows"] if row["metric"] == metric and not row.get("memory")]
 
 
-def _times(row: Row, what: str) -> float:
-    """Our seconds in those of SDPA."""
-    seconds = row["seconds"]
-    return float(seconds[f"ours_{what}"]["median"] / seconds[f"sdpa_{what}"]["median"])
-
-
 def _span(ratios: list[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
 
@@ -97,7 +90,7 @@ def tables(runs: Runs) -> dict[str, list[str]]:
     """The other parts of the page about costs, as paragraphs; those whose suite has not run are left out."""
     made: dict[str, list[str]] = {}
     if "solve" in runs:
-        made["settings"] = [report.markdown_table(*settings(runs["solve"][1]["rows"]))]
+        made["settings"] = [report.markdown_table(*cost_tables.settings(runs["solve"][1]["rows"]))]
     if "native" in runs:
         made["short calls"] = [report.markdown_table(*cost_tables.short_calls(runs["native"][1]["rows"]))]
     if "attention" in runs:
@@ -170,24 +163,6 @@ def _repeated(row: Row, contender: str) -> bool:
     return contender in row["seconds"] and row["seconds"][contender]["turns"] > 1
 
 
-def settings(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the solves of the suite `solve` and their training steps, in those of SDPA."""
-    header = ["keys, beta*sqrt(D), anchor", "our evals mean/max", "Picard's", "forward / SDPA", "training step / SDPA"]
-    lines = []
-    for row in rows:
-        if "evidence" in row:
-            found, picard = row["evidence"]["ours_forward"], row["picard"]
-            lines.append(
-                [
-                    f"{row['keys']}, {row['sharpness']:g}, {row['anchor']:g}",
-                    f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}",
-                    f"{picard['mean']:.1f}/{picard['most']}",
-                    *(report.number(_times(row, what)) for what in ("forward", "training")),
-                ]
-            )
-    return header, lines
-
-
 def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
     """The tables whose sentence begins with one of the names, as paragraphs."""
     return [
@@ -200,8 +175,8 @@ def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
 
 def _from(path: Path, run: dict[str, Any]) -> str:
     load = run["environment"]["load_average_at_start"]
-    told = f"From `{path.name}`" + ("" if load is None else f" (load {load[0]:.1f})")
-    told += f"; [the benchmarks](../benchmarks/README.md#results-{run['suite']}) have more of it."
+    told = f"From `{path.name}` ([all of it](../benchmarks/README.md#results-{run['suite']})"
+    told += ")." if load is None else f", load {load[0]:.1f})."
     return told if warning(run["environment"]) is None else f"{told} Other work shared the cores: not reliable."
 
 

@@ -234,13 +234,12 @@ def simulated_table(work: Work = LARGE, clusters: Iterable[Cluster] = ASSUMED) -
                 [
                     cluster.name.partition(",")[0],
                     f"{count:,}",
-                    f"{work.key_bytes / count / 1e9:.3g}",
                     milliseconds(found["ring"].local),
                     *(milliseconds(found[algorithm].collective) for algorithm in ALGORITHMS),
                     *(f"{alone / count / found[algorithm].total:.2f}" for algorithm in ALGORITHMS),
                 ]
             )
-    header = ["cluster", "processes", "keys, GB each", "local, ms"]
+    header = ["cluster", "processes", "local, ms"]
     header += [f"collective, ms, {algorithm}" for algorithm in ALGORITHMS]
     return [*header, *(f"efficiency, {algorithm}" for algorithm in ALGORITHMS)], lines
 
