@@ -1,22 +1,12 @@
-"""The parts of the top README and of two pages on the newest runs: costs of a solve, and when one step is enough."""
+"""The parts of both READMEs and of two pages on the newest runs: costs of a solve, and when one step is enough."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import (
-    attention_tables,
-    compiled_kernels,
-    gathering,
-    native_tables,
-    report,
-    roofline,
-    train_tables,
-    useful_tables,
-)
+from . import attention_tables, compiled_kernels, cost_tables, gathering, report, roofline, train_tables, useful_tables
 from .environment import warning
 from .puzzles import mazes
 from .puzzles.contenders import values
@@ -28,18 +18,9 @@ README = DOCS.parent / "README.md"
 COSTS, STEPS = DOCS / "performance.md", DOCS / "energy_minimization.md"
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 #: The parts of the page about costs that are written here, and what each is taken from.
-PARTS = (
-    "five lines",
-    "settings",
-    "short calls",
-    "lengths",
-    "memory",
-    "models",
-    "kernels",
-    "gathering",
-    "roofline",
-    "on a card",
-)
+PARTS = ("five lines", "settings", "short calls", "lengths", "memory", "models", "on a card")
+#: The parts of the page of the benchmarks about the kernels of a GPU, for which no GPU is needed.
+KERNELS = ("kernels", "gathering", "roofline")
 SUITES = ("solve", "native", "attention", "train")
 #: The models of attention repeated over fixed keys whose scores are shown.
 MODELS = ("explicit, 1 step", "explicit, 2 steps, own weights", "equilibrium, solved")
@@ -59,7 +40,7 @@ def five_lines(folder: Path = report.RESULTS) -> list[str]:
     if missing:
         return [f"Not run yet: {', '.join(missing)}."]
     rows = [row for row in runs["solve"][1]["rows"] if "evidence" in row]
-    forward, training = ([_times(row, what) for row in rows] for what in ("forward", "training"))
+    forward, training = ([cost_tables.times(row, what) for row in rows] for what in ("forward", "training"))
     evaluations = statistics.mean(row["evidence"]["ours_forward"]["evaluations_mean"] for row in rows)
     rivals = [statistics.geometric_mean(row["ratios"][f"C2 {name}"] for row in rows) for name in ("anderson", "fpi")]
     tiny = _ratios(runs, "native", "SHORT")[0]["forward"]
@@ -86,12 +67,6 @@ def _ratios(runs: Runs, suite: str, metric: str) -> list[dict[str, float]]:
     return [row["ratios"] for row in runs[suite][1]["rows"] if row["metric"] == metric and not row.get("memory")]
 
 
-def _times(row: Row, what: str) -> float:
-    """Our seconds in those of SDPA."""
-    seconds = row["seconds"]
-    return float(seconds[f"ours_{what}"]["median"] / seconds[f"sdpa_{what}"]["median"])
-
-
 def _span(ratios: list[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
 
@@ -115,16 +90,18 @@ def tables(runs: Runs) -> dict[str, list[str]]:
     """The other parts of the page about costs, as paragraphs; those whose suite has not run are left out."""
     made: dict[str, list[str]] = {}
     if "solve" in runs:
-        made["settings"] = [report.markdown_table(*settings(runs["solve"][1]["rows"]))]
+        made["settings"] = [report.markdown_table(*cost_tables.settings(runs["solve"][1]["rows"]))]
     if "native" in runs:
-        short = [row for row in runs["native"][1]["rows"] if row["metric"] == "SHORT"]
-        made["short calls"] = [report.markdown_table(*native_tables.costs(short))]
-        made["short calls"] += _picked(native_tables.tables(runs["native"][1]), ("LAYER",))
+        made["short calls"] = [report.markdown_table(*cost_tables.short_calls(runs["native"][1]["rows"]))]
     if "attention" in runs:
-        made["lengths"] = _picked(attention_tables.tables(runs["attention"][1]), ("LENGTH",))
+        made["lengths"] = [report.markdown_table(*cost_tables.lengths(runs["attention"][1]["rows"]))]
         made["memory"] = _picked(attention_tables.tables(runs["attention"][1]), ("C4",))
     if "train" in runs:
-        made["models"] = _picked(train_tables.tables(runs["train"][1]), ("BLOCK", "Llama", "LLAMA", "EQUILIBRIUM"))
+        made["models"] = [
+            *_picked(train_tables.tables(runs["train"][1]), ("BLOCK", "LLAMA")),
+            cost_tables.BLOCKS,
+            report.markdown_table(*cost_tables.blocks(runs["train"][1]["rows"])),
+        ]
     source = {"settings": "solve", "short calls": "native", "lengths": "attention", "memory": "attention"}
     for part, told in made.items():
         told.append(_from(*runs[source.get(part, "train")]))
@@ -186,24 +163,6 @@ def _repeated(row: Row, contender: str) -> bool:
     return contender in row["seconds"] and row["seconds"][contender]["turns"] > 1
 
 
-def settings(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the solves of the suite `solve` and their training steps, in those of SDPA."""
-    header = ["keys, beta*sqrt(D), anchor", "our evals mean/max", "Picard's", "forward / SDPA", "training step / SDPA"]
-    lines = []
-    for row in rows:
-        if "evidence" in row:
-            found, picard = row["evidence"]["ours_forward"], row["picard"]
-            lines.append(
-                [
-                    f"{row['keys']}, {row['sharpness']:g}, {row['anchor']:g}",
-                    f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}",
-                    f"{picard['mean']:.1f}/{picard['most']}",
-                    *(report.number(_times(row, what)) for what in ("forward", "training")),
-                ]
-            )
-    return header, lines
-
-
 def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
     """The tables whose sentence begins with one of the names, as paragraphs."""
     return [
@@ -216,7 +175,8 @@ def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
 
 def _from(path: Path, run: dict[str, Any]) -> str:
     load = run["environment"]["load_average_at_start"]
-    told = f"From `{path.name}`" + ("" if load is None else f" (load {load[0]:.1f})") + " in `benchmarks/results/`."
+    told = f"From `{path.name}` ([all of it](../benchmarks/README.md#results-{run['suite']})"
+    told += ")." if load is None else f", load {load[0]:.1f})."
     return told if warning(run["environment"]) is None else f"{told} Other work shared the cores: not reliable."
 
 
@@ -254,12 +214,19 @@ def one_step(folder: Path = report.RESULTS) -> str:
     return "\n\n".join(parts)
 
 
-def rewrite(costs: Path = COSTS, steps: Path = STEPS, readme: Path = README, folder: Path = report.RESULTS) -> None:
+def rewrite(
+    costs: Path = COSTS,
+    steps: Path = STEPS,
+    readme: Path = README,
+    benchmarks: Path = report.README,
+    folder: Path = report.RESULTS,
+) -> None:
     """Put what the newest runs say between the markers of the pages."""
     lines = "\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))
     report.between(readme, BEGIN.format("five lines"), END.format("five lines"), lines)
     made = {"five lines": [lines], "on a card": on_a_card(folder)} | kernels(folder) | tables(newest(folder))
-    for part in PARTS:
-        content = "\n\n".join(made.get(part) or ["Not run yet."])
-        report.between(costs, BEGIN.format(part), END.format(part), content)
+    for page, parts in ((costs, PARTS), (benchmarks, KERNELS)):
+        for part in parts:
+            content = "\n\n".join(made.get(part) or ["Not run yet."])
+            report.between(page, BEGIN.format(part), END.format(part), content)
     report.between(steps, BEGIN.format("one step"), END.format("one step"), one_step(folder))

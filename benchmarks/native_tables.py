@@ -25,7 +25,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
 
 
 def costs(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the short calls in SDPA calls, for the page about costs as well."""
+    """Header and lines of the short calls in SDPA calls."""
     columns = {
         "explicit": "`max_steps=0`",
         "forward": "forward",

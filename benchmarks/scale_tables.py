@@ -13,7 +13,7 @@ from implicit_attention.ops.fold import row_block
 from implicit_attention.plotting.style import COLORS, DASHES, MARKERS, new_figure
 
 from .environment import warning
-from .report import HERE, RESULTS, Table, between, markdown_table, newest, number, spread, targets_table
+from .report import HERE, RESULTS, Table, between, markdown_table, newest, number, spread
 from .scale_model import (
     ASSUMED,
     Algorithm,
@@ -209,6 +209,20 @@ def _efficiency(row: Row, size: int) -> str:
     return number(found) if size <= row["cores"] else f"{found:.2f} ({size} on {row['cores']} cores)"
 
 
+def measured_table(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of one process beside two, a line for each problem; `tables` has more processes and columns."""
+    lines = []
+    for row in timed(run, "EVALUATION", "SOLVE", "TRAINING"):
+        name = {"EVALUATION": "one evaluation", "SOLVE": "solve", "TRAINING": "training step"}[row["metric"]]
+        count = 1 if row["metric"] == "EVALUATION" else row["evidence"]["2"]["evaluations"]
+        one, two = (1e3 * count * seconds_of(row, size) for size in "12")
+        messages = max(two - 1e3 * count * seconds_of(row, "2", "local_seconds"), 0)
+        cells = [f"{name}, {row['keys']}", *_sizes(row), str(count), *(f"{part:.1f}" for part in (one, two, messages))]
+        lines.append([*cells, _efficiency(row, 2), number(row["ratios"]["sharded / fused"])])
+    header = ["problem", "queries", "keys", "evaluations", "ms, one process", "two", "of it messages", "efficiency"]
+    return [*header, "one process / `LogSumExp`"], lines
+
+
 def simulated_table(work: Work = LARGE, clusters: Iterable[Cluster] = ASSUMED) -> tuple[list[str], list[list[str]]]:
     """Header and lines of what a cluster is expected to take for an evaluation."""
     lines = []
@@ -218,15 +232,14 @@ def simulated_table(work: Work = LARGE, clusters: Iterable[Cluster] = ASSUMED) -
             found = {algorithm: simulation(work, cluster, count, algorithm) for algorithm in ALGORITHMS}
             lines.append(
                 [
-                    cluster.name,
+                    cluster.name.partition(",")[0],
                     f"{count:,}",
-                    f"{work.key_bytes / count / 1e9:.3g}",
                     milliseconds(found["ring"].local),
                     *(milliseconds(found[algorithm].collective) for algorithm in ALGORITHMS),
                     *(f"{alone / count / found[algorithm].total:.2f}" for algorithm in ALGORITHMS),
                 ]
             )
-    header = ["cluster", "processes", "keys, GB each", "local, ms"]
+    header = ["cluster", "processes", "local, ms"]
     header += [f"collective, ms, {algorithm}" for algorithm in ALGORITHMS]
     return [*header, *(f"efficiency, {algorithm}" for algorithm in ALGORITHMS)], lines
 
@@ -325,12 +338,11 @@ def rewrite(page: Path = PAGE, folder: Path = RESULTS) -> None:
     content, run = "Not run yet.", None
     if (found := newest("scale", folder, "cpu")) is not None:
         path, run = found
-        told = [markdown_table(*targets_table(run))]
+        told = [markdown_table(*measured_table(run))]
         if (busy := warning(run["environment"])) is not None:
             told.append(busy)
-        for _, intro, header, lines in tables(run):
-            told += [intro, markdown_table(header, lines)]
-        content = "\n\n".join([*told, f"From `benchmarks/results/{path.name}`."])
+        source = f"From `{path.name}`; [the benchmarks](../benchmarks/README.md#results-scale) have more of it."
+        content = "\n\n".join([*told, source])
     between(page, "<!-- measured: python -m benchmarks report -->", "<!-- end of measured -->", content)
     clusters = clusters_of(run)
     simulated_text = f"{markdown_table(*assumptions(clusters))}\n\n{markdown_table(*simulated_table(LARGE, clusters))}"

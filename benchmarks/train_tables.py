@@ -110,12 +110,12 @@ def _equilibria(rows: list[Row]) -> Table:
     lines = []
     for row in rows:
         ratio = number(row["ratios"].get("ours / torchdeq"))
-        lines.append([_sizes(row), "our faster / torchdeq's faster", *["-"] * 6, ratio])
+        lines.append([sizes_of_block(row), "our faster / torchdeq's faster", *["-"] * 6, ratio])
         for name in dict.fromkeys((*row["evidence"], *row["seconds"])):
             found, timing = row["evidence"].get(name, {}), row["seconds"].get(name)
             lines.append(
                 [
-                    _sizes(row),
+                    sizes_of_block(row),
                     name,
                     *(str(found.get(what, "-")) for what in ("evaluations", "products")),
                     *(f"{found[r]:.1e}" if r in found else "-" for r in ("state_residual", "adjoint_residual")),
@@ -149,7 +149,7 @@ def _forwards(rows: list[Row]) -> Table:
     header = ["block", "evaluations, picard", "anderson", *RATIOS_OF_FORWARD, "spread"]
     lines = [
         [
-            _sizes(row),
+            sizes_of_block(row),
             *(str(row["evidence"].get(name, {}).get("evaluations", "-")) for name in ("picard", "anderson")),
             *(number(row["ratios"].get(name)) for name in RATIOS_OF_FORWARD),
             spread(row["seconds"]),
@@ -160,7 +160,7 @@ def _forwards(rows: list[Row]) -> Table:
     return Table("forwards of blocks", title, header, lines)
 
 
-def _sizes(row: Row) -> str:
+def sizes_of_block(row: Row) -> str:
     """Write the block of a row and its sizes."""
     return str(row["name"].removeprefix(f"{row['metric']}: ").removeprefix("forward of a ")).replace(
         " as a fixed point", ""

@@ -133,9 +133,9 @@ def test_the_links_between_the_guides_lead_somewhere():
     for name in ("choosing", "troubleshooting", "performance", "energy_minimization", "recurrent_depth"):
         text = (docs / f"{name}.md").read_text()
         for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", text):
-            # The site holds what lies in its folder.
+            # The site holds what lies in its folder, and the page of the benchmarks.
             assert not target or (docs / target).is_file(), (name, target)
-            assert not target.startswith(".."), (name, target)
+            assert not target.startswith("..") or target == "../benchmarks/README.md", (name, target)
         headings = {anchor_of(found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
         assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings, name
 
@@ -156,15 +156,32 @@ def test_the_commands_of_the_guides_exist(page):
 
 def test_the_pages_are_those_of_the_newest_runs(tmp_path):
     copies = {}
-    for page in (guides.COSTS, guides.STEPS, guides.README):
-        copies[page] = tmp_path / page.name
+    for number, page in enumerate((guides.COSTS, guides.STEPS, guides.README, report.README)):
+        copies[page] = tmp_path / f"{number}.md"
         copies[page].write_text(page.read_text())
     guides.rewrite(*copies.values())
     for page, copy in copies.items():
         assert copy.read_text() == page.read_text(), page.name
     guides.rewrite(*copies.values(), folder=tmp_path)
-    told = [copy.read_text().count("Not run yet") for copy in copies.values()]
-    assert told == [len(guides.PARTS), 1, 1]
+    told = [
+        copy.read_text().count("Not run yet") - page.read_text().count("Not run yet") for page, copy in copies.items()
+    ]
+    assert told == [len(guides.PARTS), 1, 1, len(guides.KERNELS)]
+
+
+def test_the_short_tables_hold_the_numbers_of_the_runs():
+    page = guides.COSTS.read_text()
+    runs = {suite: run["rows"] for suite, (_, run) in guides.newest().items()}
+    long = [row["ratios"] for row in runs["attention"] if row["metric"] == "LENGTH" and row["shape"]["length"] == 4096]
+    told = "/".join(f"{ratios['ours']:.1f}" for ratios in long)
+    assert f"| 4096 | {told} |" in page
+    (layer, *_) = (row["ratios"] for row in runs["native"] if row["metric"] == "LAYER")
+    told = " | ".join(f"{layer[name]:.2f}" for name in ("explicit", "solve", "training"))
+    assert f"| layer, H 1, N = M = 8, width 16 | {told} | - | - |" in page
+    blocks = [row for row in runs["train"] if row["metric"] == "EQUILIBRIUM"]
+    told = [f"{row['ratios']['ours / torchdeq']:.2f} | {row['ratios']['ours / by hand']:.2f} |" for row in blocks]
+    assert all(cells in page for cells in told)
+    assert len(blocks) == len(re.findall(r"^\| (?:block|convolution), B ", page, re.MULTILINE))
 
 
 def test_the_five_lines_are_what_the_runs_hold():

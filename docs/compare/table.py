@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from implicit_attention.cli.compare import Compare
-from implicit_attention.cli.compare_solvers import retrieval_tables, solver_tables
+from implicit_attention.cli.compare_solvers import solver_tables
 from implicit_attention.studies.retrieval import summary
 
 FOLDER = Path(__file__).resolve().parent
@@ -23,14 +23,14 @@ START, END = "<!-- table of compare: python docs/compare/table.py -->\n", "<!-- 
 
 
 def table(path: Path) -> str:
-    """What the command printed, from its JSON file."""
+    """The table of solvers and the summary that the command printed, from its JSON file; rates.png has its rates."""
     run = json.loads(path.read_text())
     chosen = run["settings"]
     settings = Compare(**{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")})
     ran = {"threads": run["device"]["threads"], "native": run["device"].get("native")}
     comparison = SimpleNamespace(settings=settings, rows=run["rows"], **ran)
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    for part in (*solver_tables(comparison, 120), *retrieval_tables(run["retrieval"], 120)):
+    for part in solver_tables(comparison, 120):
         console.print(part)
         console.print()
     console.print(summary(run["retrieval"], settings.beta))

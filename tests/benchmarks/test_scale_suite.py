@@ -316,12 +316,16 @@ def test_the_page_tells_a_run_and_whether_the_machine_was_busy(told, tmp_path):
     assert "Not run yet." not in text
     assert (tmp_path / scale_tables.FIGURE).stat().st_size > 10_000
     assert text.count("| measured: one core") == 1 + len(scale_tables.SHOWN)
-    for table in scale_tables.tables(told):
-        assert all(f"| {' | '.join(line)} |" in text for line in table.lines)
+    _, lines = scale_tables.measured_table(told)
+    assert len(lines) == sum(row["metric"] != "COLLECTIVE" for row in told["rows"])
+    assert all(f"| {' | '.join(line)} |" in text for line in lines)
     readme = tmp_path / "README.md"
     readme.write_text(report.README.read_text())
     report.rewrite("scale", scale.NOTES, **command.options_of(scale), readme=readme, folder=tmp_path)
-    assert f"From `{tmp_path.name}/{path.name}`" in readme.read_text()
+    text = readme.read_text()
+    assert f"From `{tmp_path.name}/{path.name}`" in text
+    for table in scale_tables.tables(told):
+        assert all(f"| {' | '.join(line)} |" in text for line in table.lines)
 
 
 def test_the_simulation_of_the_page_is_that_of_the_model():
