@@ -94,10 +94,10 @@ class Demo(Command):
         return str(row["line"]) if "line" in row else compare_solvers.line(row)
 
     def files(self, result: Demonstration) -> Files:
-        from ..ops import native_status
         from ..studies.demo.page import page
         from .commands import commands_in_words
         from .landscape import picture
+        from .report import native_status
 
         pictures = {
             part.name: part.picture if isinstance(part.picture, bytes) else picture(part.picture)

@@ -58,7 +58,7 @@ def found_and_true(solver, dim=8):
     return solution.adjoint.gradient_error[:, 0], error[:, 0]
 
 
-# The numbers of README.md.
+# The numbers of docs/tour.md.
 
 
 @pytest.mark.parametrize(
