@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("implicit_attention", "ops", "native")
@@ -50,6 +51,15 @@ class Libraries(build_ext):
             path.write_bytes(made + hashlib.sha256(made).digest())
 
 
+class Wheel(bdist_wheel):
+    """One wheel for all versions of Python and torch: the libraries link neither, and ask for a platform only."""
+
+    def get_tag(self):
+        # A wheel asks after all was laid here; without a compiler there is no library, and every platform is served.
+        self.root_is_pure = not any(Path(self.bdist_dir).rglob("*.library"))
+        return "py3", "none", super().get_tag()[2]
+
+
 def library(isa, flags):
     return Extension(
         f"implicit_attention.ops.native.{isa}",
@@ -65,4 +75,4 @@ def library(isa, flags):
 
 # The kernels are written with the vector extensions of GCC and clang, so not for MSVC; `native_status()` says so there.
 sets = {} if sys.platform == "win32" else SETS.get(platform.machine(), {})
-setup(ext_modules=[library(*each) for each in sets.items()], cmdclass={"build_ext": Libraries})
+setup(ext_modules=[library(*each) for each in sets.items()], cmdclass={"build_ext": Libraries, "bdist_wheel": Wheel})

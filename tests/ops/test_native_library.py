@@ -8,9 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import warnings
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -368,32 +366,3 @@ def test_an_editable_install_is_seen_by_type_checkers(tmp_path):
     # Torch is not in that environment; the types of this package are.
     assert "Revealed type is" in found.stdout, found.stdout
     assert "implicit_attention.solution.Solution" in found.stdout, found.stdout
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(platform.machine() not in library.SETS, reason="there are no kernels for this processor")
-def test_wheels_and_sources_hold_what_they_need(tmp_path):
-    clone, out = tmp_path / "clone", tmp_path / "out"
-    copied = shutil.ignore_patterns(".git", "build", "*.egg-info", ".*cache", "*.library", ".venv")
-    shutil.copytree(ROOT, clone, ignore=copied)
-    out.mkdir()
-    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True)
-    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-        archive.extractall(tmp_path / "unpacked")
-    folder = "implicit_attention/ops/native"
-    needed = {f"{folder}/{path.name}" for path in (*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"))}
-    assert needed | {"setup.py", "implicit_attention/py.typed"} <= names
-    assert not [name for name in names if name.endswith(".library")]
-
-    # Of the sources as they are packed.
-    (sources,) = (tmp_path / "unpacked").iterdir()
-    wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(sources)]
-    subprocess.run([sys.executable, "-m", "pip", *wheel], check=True, cwd=tmp_path)
-    with zipfile.ZipFile(next(out.glob("*.whl"))) as opened:
-        names = set(opened.namelist())
-    compiled = {f"{folder}/{isa}.library" for isa in library.SETS[platform.machine()]}
-    assert compiled | {"implicit_attention/py.typed"} <= names
-    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]

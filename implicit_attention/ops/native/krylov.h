@@ -8,6 +8,14 @@
 #include "mixing.h"
 #include "rule.h"
 
+// glibc 2.35 has another version of these two, of the same numbers, which leaves errno alone. The version that every glibc
+// has lets a library that was linked there load on older systems.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver hypot, hypot@GLIBC_2.2.5\n.symver hypotf, hypotf@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver hypot, hypot@GLIBC_2.17\n.symver hypotf, hypotf@GLIBC_2.17");
+#endif
+
 // A relative quantity below this times the precision is rounding noise, and where a remainder is smaller than its vector
 // by more than this its parts along the basis are removed a second time: as in linear/_vectors.py.
 constexpr double ROUNDOFF = 10.0, LOST = 0.1;
