@@ -21,7 +21,7 @@ from implicit_attention.ops.native import library
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "implicit_attention"
 #: A command that works only where the files that the package ships are found, and its last words.
-COMMAND, SAYS = ("think", "prefix", "--size", "64"), r"all 64 bits are right"
+COMMAND, SAYS = ("demo",), r"index.html, to open in a browser"
 SETS = library.SETS.get(platform.machine(), ())
 COMPILED = {f"implicit_attention/ops/native/{isa}.library" for isa in SETS}
 SOURCES = (".h", ".cpp")
