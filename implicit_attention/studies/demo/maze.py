@@ -143,6 +143,7 @@ def _row(puzzle: Puzzle, weights: Weights, size: int) -> dict[str, Any]:
         "settled": int(solution.converged.sum()),
         "settled_right": int((right & solution.converged).sum()),
         "loop": max(loops),
+        "by_steps": loops,
         "evaluations": int(solution.num_evals.median()),
     }
 
