@@ -30,13 +30,14 @@ BOXES = """
 STATE = """new Promise((done) => setTimeout(() => {
   const part = (name) => document.querySelector(`[data-part="${name}"]`);
   const ground = part("ground");
+  const dots = [...document.querySelectorAll("#touch [tabindex]")];
   const pixels = ground.getContext("2d").getImageData(0, 0, ground.width, ground.height).data;
   done({
     side: ground.width,
     blue: pixels.filter((_, i) => i % 4 === 2 && pixels[i] > pixels[i - 2] + 12).length,
     pixels: pixels.reduce((sum, x, i) => (sum + x * ((i % 1009) + 1)) % 4294967291, 0),
-    dots: [...document.querySelectorAll("#touch circle")].map((dot) => dot.getAttribute("aria-label")),
-    places: [...document.querySelectorAll("#touch circle")].map((dot) => [dot.cx.baseVal.value, -dot.cy.baseVal.value]),
+    dots: dots.map((dot) => dot.getAttribute("aria-label")),
+    places: dots.map((dot) => dot.parentNode.transform.baseVal[0].matrix).map(({ e, f }) => [e, -f]),
     path: part("path").getAttribute("points"),
     end: part("end").getAttribute("transform"),
     said: part("said").textContent,
@@ -230,8 +231,12 @@ def test_keys_move_what_has_the_focus(tab, address):
     opened(tab, address)
     first = tab.run(STATE)
     tab.press("Tab")
-    outline = "getComputedStyle(document.activeElement).outlineStyle + document.activeElement.matches(':focus-visible')"
-    assert tab.run(outline) == "solidtrue"
+    rings = "[...document.querySelectorAll('.ring')].map((ring) => getComputedStyle(ring).visibility)"
+    assert tab.run(rings) == ["visible", *["hidden"] * 6]
+    # Around the point, and over nothing else: an outline would be as wide as so many units of the plane.
+    around = "(({ width }) => width)(document.querySelector('.ring').getBoundingClientRect())"
+    assert 40 < tab.run(around) < 80
+    assert tab.run("getComputedStyle(document.activeElement).outlineStyle") == "none"
     for key in ("ArrowUp", "ArrowLeft", "ArrowLeft"):
         tab.press(key)
     tab.press("ArrowDown", SHIFT)

@@ -121,13 +121,10 @@ function show(figure, problem) {
   }
 
   function addPoint(at, name, kind, label) {
-    const dot = document.createElementNS(SVG, "circle");
-    const text = document.createElementNS(SVG, "text");
+    const radius = (kind === "query" ? 0.075 : 0.065) * reach;
+    const [spot, dot, ring, text] = ["g", "circle", "circle", "text"].map((tag) => document.createElementNS(SVG, tag));
     const place = () => {
-      dot.setAttribute("cx", at[0]);
-      dot.setAttribute("cy", -at[1]);
-      text.setAttribute("x", at[0]);
-      text.setAttribute("y", -at[1]);
+      spot.setAttribute("transform", `translate(${at[0]} ${-at[1]})`);
       dot.setAttribute("aria-label", `${name} at ${at.map((n) => n.toFixed(2)).join(", ")}; arrow keys move it`);
     };
     const move = (x, y) => {
@@ -142,7 +139,7 @@ function show(figure, problem) {
         -reach * ((2 * (event.clientY - box.top)) / box.height - 1),
       );
     };
-    dot.setAttribute("r", (kind === "query" ? 0.075 : 0.065) * reach);
+    dot.setAttribute("r", radius);
     dot.setAttribute("class", kind);
     dot.setAttribute("tabindex", "0");
     dot.setAttribute("role", "img");
@@ -159,13 +156,16 @@ function show(figure, problem) {
       const length = event.shiftKey ? reach / 8 : reach / 40;
       move(at[0] + by[0] * length, at[1] + by[1] * length);
     });
+    // An outline of a point would be measured in units of the plane: a ring shows the focus.
+    ring.setAttribute("r", 1.3 * radius);
+    ring.setAttribute("class", "ring");
     text.textContent = label;
     text.setAttribute("font-size", 0.075 * reach);
     text.setAttribute("aria-hidden", "true");
     place();
     places.push(place);
-    plot.append(dot);
-    plot.append(text);
+    spot.append(dot, ring, text);
+    plot.append(spot);
     return follow;
   }
 
