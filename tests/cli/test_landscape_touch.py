@@ -316,16 +316,20 @@ def test_the_script_finds_the_equilibria_of_the_library(tab):
     ):
         keys, query = draw(count, seed), draw(1, 100 + seed)[0]
         problems.append({"keys": keys.tolist(), "query": query.tolist(), "beta": beta, "anchor": anchor})
+    # An end at 0, and a query on a border, which comes to a saddle.
+    opposite = {"keys": [[1.0, 0.5], [-1.0, -0.5]], "anchor": 0.0}
+    problems += [opposite | {"query": [0.3, 0.2], "beta": 0.4}, opposite | {"query": [0.5, -1.0], "beta": 3.0}]
     program = """
       return given.problems.map((problem) => {
-        const { value, converged, path } = equilibrium(problem);
-        return { value, converged, energy: energyOf(problem, value), start: path[0] };
+        const { value, converged, path, attracts } = equilibrium(problem);
+        return { value, converged, attracts, energy: energyOf(problem, value), start: path[0] };
       });
     """
     for problem, found in zip(problems, in_browser(tab, program, problems=problems), strict=True):
         end, energy = end_of(problem["keys"], problem["query"], problem["beta"], problem["anchor"])
         # Of several minima both take the one that plain steps lead to.
         assert found["converged"]
+        assert found["attracts"] == (problem is not problems[-1])
         assert found["start"] == problem["query"]
         assert found["value"] == pytest.approx(end, abs=1e-6)
         assert found["energy"] == pytest.approx(energy, abs=1e-9)

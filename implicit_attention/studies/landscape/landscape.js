@@ -55,12 +55,14 @@ function energyOf(problem, z) {
 // Plain steps from the query, until they move no more.
 function equilibrium(problem, { tolerance = 1e-9, steps = 20000 } = {}) {
   const step = new Step(problem);
+  // Ends may be at 0, so that a tolerance relative to them would ask for too much.
+  const size = Math.max(...[problem.query, ...problem.keys].flat().map(Math.abs));
   let [x, y] = problem.query;
   const path = [[x, y]];
   let converged = false;
   while (!converged && path.length <= steps) {
     step.from(x, y);
-    converged = Math.hypot(step.x - x, step.y - y) <= tolerance * Math.hypot(step.x, step.y);
+    converged = Math.hypot(step.x - x, step.y - y) <= tolerance * size;
     [x, y] = [step.x, step.y];
     path.push([x, y]);
   }
