@@ -34,7 +34,7 @@ STATE = """new Promise((done) => setTimeout(() => {
   const pixels = ground.getContext("2d").getImageData(0, 0, ground.width, ground.height).data;
   done({
     side: ground.width,
-    blue: pixels.filter((_, i) => i % 4 === 2 && pixels[i] > pixels[i - 2] + 12).length,
+    blue: pixels.filter((_, i) => i % 4 === 2 && pixels[i] > pixels[i - 2] + 25).length,
     pixels: pixels.reduce((sum, x, i) => (sum + x * ((i % 1009) + 1)) % 4294967291, 0),
     dots: dots.map((dot) => dot.getAttribute("aria-label")),
     places: dots.map((dot) => dot.parentNode.transform.baseVal[0].matrix).map(({ e, f }) => [e, -f]),
@@ -125,6 +125,8 @@ def agrees(state, beta, anchor):
     way = [[float(n) for n in place.split(",")] for place in state["path"].split()]
     assert (way[0][0], -way[0][1]) == pytest.approx(query, abs=1e-5)
     assert (way[-1][0], -way[-1][1]) == pytest.approx(end, abs=1e-5)
+    share = int(re.search(r"(\d+) % of the plane", state["said"])[1]) / 100
+    assert state["blue"] / state["side"] ** 2 == pytest.approx(share, abs=0.03)  # but borders
     label = re.findall(r"-?\d+\.\d+", state["dots"][0])
     assert [float(n) for n in label] == pytest.approx(query, abs=6e-3)
 
