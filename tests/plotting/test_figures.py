@@ -1,11 +1,16 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from figure_files import covered, png
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
-from implicit_attention.plotting import convergence_figure, rates_figure, retrieval_figure
+from implicit_attention.plotting import convergence_figure, potentials_figure, rates_figure, retrieval_figure
 from implicit_attention.plotting.convergence import quartiles
 from implicit_attention.solution import Trace
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def trace_of(residual, num_evals):
@@ -71,6 +76,13 @@ def test_no_text_is_over_a_curve(count):
     traces = {f"method {index}": (high, low)[index % 2] for index in range(count)}
     for tolerance in (1e-5, None):
         assert covered(convergence_figure(traces, tolerance=tolerance, title="Residuals\nof two lines")) == []
+
+
+def test_no_text_is_over_a_bound_of_potentials():
+    measured = json.loads((DOCS / "potentials" / "retrieval.json").read_text())
+    rows = [row for row in measured["rows"] if row["data"] == "digits" and row["curve"] == "capacity"]
+    assert len(rows) > 50
+    assert covered(potentials_figure({"digits": rows}, measured["bounds"])) == []
 
 
 def test_panels_are_wrapped_and_empty_places_stay_empty():
