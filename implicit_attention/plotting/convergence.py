@@ -86,12 +86,12 @@ def convergence_figure(
         end = {"markevery": [-1], "ms": 5, "clip_on": False, "color": color}
         axes.plot(evaluations, middle, lw=1.8, marker="o", label="median problem", **end)
         axes.plot(evaluations, worst, lw=1.5, ls="--", marker="s", label="worst problem", **end)
-        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_title(name, fontsize=9, loc="left", pad=6 if tolerance is None else 24)
         if tolerance is not None:
             axes.axhline(tolerance, color="0.2", lw=1, ls=(0, (1, 2)), label="tolerance")
-            box = {"facecolor": "w", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
-            place = {"transform": axes.transAxes, "ha": "right", "va": "top", "bbox": box}
-            axes.text(0.97, 0.95, _solved(curve, tolerance), fontsize=7, **place)
+            # Above the frame, where no curve is; the name stands above both lines.
+            above = {"xycoords": "axes fraction", "xytext": (0, 3), "textcoords": "offset points", "va": "bottom"}
+            axes.annotate(_solved(curve, tolerance), (0, 1), fontsize=7, annotation_clip=False, **above)
         axes.set(xscale="log", yscale="log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))

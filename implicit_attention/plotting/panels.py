@@ -68,7 +68,7 @@ def panels_figure(
     for index, (axes, (name, (energies, minima))) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         drawn = _draw(axes, name, energies, minima, reach)
         axes.plot(*keys.detach().double().cpu().T, ls="", marker="o", ms=8, mfc="none", mec="k", mew=1.1, label="key")
-        axes.set_title(name, fontsize=8)
+        axes.set_title(name, fontsize=8, pad=12 if minima is None else 6)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
         finish(axes, "$z_1$" if index >= columns * (rows - 1) else "", "" if index % columns else "$z_2$", grid=0)
     for axes in list(grid.flat)[len(panels) :]:
@@ -102,8 +102,8 @@ def _draw(axes: Any, name: str, energies: Tensor, minima: Tensor | None, reach: 
             axes.contourf(line, line, heights, levels=(lowest, 0.0), colors=[SAND])
         if depths := [depth for depth in DEPTHS if depth > lowest]:
             axes.contour(line, line, heights, levels=depths, colors=BAD, linewidths=0.6, linestyles="-")
-        box = {"facecolor": "w", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
-        axes.text(0.5, 0.04, "no lower bound", transform=axes.transAxes, ha="center", fontsize=7, bbox=box)
+        above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points", "va": "bottom"}
+        axes.annotate("no lower bound", (0.5, 1), fontsize=7, ha="center", annotation_clip=False, **above)
     else:
         _check_points(f"minima of {name!r}", minima)
         look = {"ls": "", "marker": "o", "ms": 4, "mfc": BAD, "mec": "w", "mew": 0.5, "zorder": 3}

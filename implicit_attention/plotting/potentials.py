@@ -44,8 +44,8 @@ def potentials_figure(
     _validate.require(len(panels) > 0, "panels", "hold at least one grid", "none")
     methods = list(dict.fromkeys(row["method"] for rows in panels.values() for row in rows))
     height = 0.9 + 0.24 * len(methods)
-    figure = new_figure(max(3.6 * len(panels), 12), height + 4.6, title, fontsize=11)
-    parts: Any = figure.subfigures(2, 1, height_ratios=[height, 4.0])
+    figure = new_figure(max(3.6 * len(panels), 12), height + 5.3, title, fontsize=11)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[height, 4.7])
     upper, lower = parts
     grids: Any = upper.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (name, rows) in zip(grids, panels.items(), strict=True):
@@ -91,7 +91,8 @@ def _describe(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=9)
     finish(axes, x, y, size=9, frame=False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
+        # Below the panel: within, every corner of some panel has a curve.
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
 def _fixed_points(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

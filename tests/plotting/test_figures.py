@@ -1,11 +1,16 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from figure_files import png
+from figure_files import covered, png
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
-from implicit_attention.plotting import convergence_figure, rates_figure, retrieval_figure
+from implicit_attention.plotting import convergence_figure, potentials_figure, rates_figure, retrieval_figure
 from implicit_attention.plotting.convergence import quartiles
 from implicit_attention.solution import Trace
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def trace_of(residual, num_evals):
@@ -61,6 +66,23 @@ def test_a_panel_says_when_the_median_and_the_worst_keep_to_the_tolerance():
     told = [axes.texts[0].get_text().splitlines()[1] for axes in figure.axes]
     assert told == ["median 2, worst 4", "median never, worst never"]
     assert [len(axes.texts) for axes in convergence_figure({"first": first}).axes] == [0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_text_is_over_a_curve(count):
+    # Residuals that stay at the top until the last evaluation come into every corner of a panel.
+    high = trace_of([[8.0, 4.0], [7.0, 4.0], [6.0, 3.0], [1e-6, 1e-7]], [[1, 1], [20, 9], [150, 90], [200, 99]])
+    low = trace_of([[8.0, 8.0], [1e-8, 1e-8]], [[1, 1], [2, 2]])
+    traces = {f"method {index}": (high, low)[index % 2] for index in range(count)}
+    for tolerance in (1e-5, None):
+        assert covered(convergence_figure(traces, tolerance=tolerance, title="Residuals\nof two lines")) == []
+
+
+def test_no_text_is_over_a_bound_of_potentials():
+    measured = json.loads((DOCS / "potentials" / "retrieval.json").read_text())
+    rows = [row for row in measured["rows"] if row["data"] == "digits" and row["curve"] == "capacity"]
+    assert len(rows) > 50
+    assert covered(potentials_figure({"digits": rows}, measured["bounds"])) == []
 
 
 def test_panels_are_wrapped_and_empty_places_stay_empty():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figure_files import covered
 from scipy.optimize import minimize
 
 from implicit_attention import AnchoredEnergy, Anderson, Potential, potentials
@@ -69,6 +70,11 @@ def test_an_energy_without_bound_says_so_and_has_no_minima():
     for axes in figure.axes[:2]:
         assert [text.get_text() for text in axes.texts] == ["no lower bound"]
         assert {line.get_label() for line in axes.lines} == {"key"}
+
+
+def test_no_text_is_over_a_contour():
+    panels = {f"energy {index}": (-3 * bowl(0.5, index / 3), None) for index in range(4)}
+    assert covered(panels_figure(panels, torch.eye(2), columns=2)) == []
 
 
 def test_panels_that_are_left_over_stay_empty():

@@ -2,150 +2,150 @@
 
 // E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor) Phi(z), Phi(z) = (1/beta) log sum_j exp(beta <k_j, z>).
 
-function attend(keys, z, beta) {
-  const scores = keys.map((k) => beta * (k[0] * z[0] + k[1] * z[1]));
-  const top = Math.max(...scores);
-  const weights = scores.map((s) => Math.exp(s - top));
-  const total = weights.reduce((a, b) => a + b, 0);
-  const mean = [0, 1].map((axis) => keys.reduce((sum, k, j) => sum + weights[j] * k[axis], 0) / total);
-  return { mean, value: (top + Math.log(total)) / beta };
+// The plain step from a state, anchor x + (1 - anchor) softmax(beta z K^T) K, with its Jacobian and the energy before.
+// A frame takes a hundred thousand of them: arrays are flat, and results are fields.
+class Step {
+  constructor({ keys, query, beta, anchor }) {
+    this.keys = Float64Array.from(keys.flat());
+    this.scores = new Float64Array(keys.length);
+    this.pull = [anchor * query[0], anchor * query[1]];
+    this.beta = beta;
+    this.rest = 1 - anchor;
+  }
+
+  from(x, y) {
+    const { keys, scores, pull, beta, rest } = this;
+    let top = -Infinity;
+    for (let j = 0; j < scores.length; j += 1) {
+      scores[j] = beta * (keys[2 * j] * x + keys[2 * j + 1] * y);
+      if (scores[j] > top) top = scores[j];
+    }
+    let [total, mx, my, xx, xy, yy] = [0, 0, 0, 0, 0, 0];
+    for (let j = 0; j < scores.length; j += 1) {
+      const [kx, ky] = [keys[2 * j], keys[2 * j + 1]];
+      const weight = Math.exp(scores[j] - top);
+      total += weight;
+      mx += weight * kx;
+      my += weight * ky;
+      xx += weight * kx * kx;
+      xy += weight * kx * ky;
+      yy += weight * ky * ky;
+    }
+    mx /= total;
+    my /= total;
+    this.x = pull[0] + rest * mx;
+    this.y = pull[1] + rest * my;
+    this.xx = rest * beta * (xx / total - mx * mx);
+    this.xy = rest * beta * (xy / total - mx * my);
+    this.yy = rest * beta * (yy / total - my * my);
+    this.energy = (x * x + y * y) / 2 - pull[0] * x - pull[1] * y - (rest * (top + Math.log(total))) / beta;
+    return this;
+  }
+
+  // Whether steps from around come nearer: both eigenvalues of the Jacobian are below 1.
+  get attracts() {
+    return this.xx < 1 && (1 - this.xx) * (1 - this.yy) > this.xy * this.xy;
+  }
 }
 
 function energyOf(problem, z) {
-  const { keys, query, beta, anchor } = problem;
-  const pull = anchor * (query[0] * z[0] + query[1] * z[1]);
-  return (z[0] * z[0] + z[1] * z[1]) / 2 - pull - (1 - anchor) * attend(keys, z, beta).value;
+  return new Step(problem).from(...z).energy;
 }
 
-// Plain steps z <- anchor x + (1 - anchor) softmax(beta z K^T) K from the query, until they move no more.
+// Plain steps from the query, until they move no more.
 function equilibrium(problem, { tolerance = 1e-9, steps = 20000 } = {}) {
-  const { keys, query, beta, anchor } = problem;
-  let z = [...query];
-  const path = [z];
-  for (let step = 0; step < steps; step += 1) {
-    const { mean } = attend(keys, z, beta);
-    const next = [0, 1].map((axis) => anchor * query[axis] + (1 - anchor) * mean[axis]);
-    const residual = Math.hypot(next[0] - z[0], next[1] - z[1]);
-    z = next;
-    path.push(z);
-    if (residual <= tolerance * Math.hypot(...next)) return { value: z, path, converged: true };
+  const step = new Step(problem);
+  // Ends may be at 0, so that a tolerance relative to them would ask for too much.
+  const size = Math.max(...[problem.query, ...problem.keys].flat().map(Math.abs));
+  let [x, y] = problem.query;
+  const path = [[x, y]];
+  let converged = false;
+  while (!converged && path.length <= steps) {
+    step.from(x, y);
+    converged = Math.hypot(step.x - x, step.y - y) <= tolerance * size;
+    [x, y] = [step.x, step.y];
+    path.push([x, y]);
   }
-  return { value: z, path, converged: false };
+  const { energy, attracts } = step.from(x, y);
+  return { value: [x, y], path, converged, energy, attracts };
 }
 
-function show(figure, problem) {
-  const SIDE = 140;
-  const BANDS = 16;
-  const LOW = [8, 69, 128];
-  const HIGH = [240, 246, 251];
-  const SVG = "http://www.w3.org/2000/svg";
-  const { reach } = problem;
-  const part = (name) => figure.querySelector(`[data-part="${name}"]`);
-  const canvas = part("ground");
-  const context = canvas.getContext("2d");
-  canvas.width = canvas.height = SIDE;
-  const plot = part("points");
-  const line = part("path");
-  const end = part("end");
-  const said = part("said");
+// The end of plain steps from every pixel of a square: energies, and numbers of attractors.
+function basins(problem, reach, side) {
+  const LONGEST = 300;
+  const LEVELS = 4096;
+  const step = new Step(problem);
+  const width = (2 * reach) / side;
+  const energies = new Float64Array(side * side);
+  const after = new Float64Array(2 * side * side);
+  let [low, high] = [Infinity, -Infinity];
+  for (let pixel = 0; pixel < energies.length; pixel += 1) {
+    const column = pixel % side;
+    const row = (pixel - column) / side;
+    step.from((column + 0.5) * width - reach, reach - (row + 0.5) * width);
+    energies[pixel] = step.energy;
+    after[2 * pixel] = step.x;
+    after[2 * pixel + 1] = step.y;
+    if (step.energy < low) low = step.energy;
+    if (step.energy > high) high = step.energy;
+  }
 
-  function paint() {
-    const energies = new Float64Array(SIDE * SIDE);
-    for (let row = 0; row < SIDE; row += 1) {
-      for (let column = 0; column < SIDE; column += 1) {
-        const z = [reach * ((2 * column + 1) / SIDE - 1), -reach * ((2 * row + 1) / SIDE - 1)];
-        energies[row * SIDE + column] = energyOf(problem, z);
+  const ends = new Int16Array(side * side).fill(-1);
+  const attractors = [];
+  const within = (index) => Math.max(0, Math.min(side - 2, Math.floor(index)));
+  const near = (x, y) => attractors.findIndex((a) => Math.hypot(a[0] - x, a[1] - y) < width);
+
+  // The end that the four pixels around a state have in common.
+  function around(x, y) {
+    const at = within((reach - y) / width - 0.5) * side + within((x + reach) / width - 0.5);
+    const end = ends[at];
+    return end === ends[at + 1] && end === ends[at + side] && end === ends[at + side + 1] ? end : -1;
+  }
+
+  // Newton's steps from a state at which plain ones are short, for they may be short far from the end.
+  function settled(x, y) {
+    let [u, v] = [x, y];
+    for (let turn = 0; turn < 8; turn += 1) {
+      const { x: nx, y: ny, xx, xy, yy, attracts } = step.from(u, v);
+      if (!attracts || Math.hypot(u - x, v - y) > 3 * width) return null;
+      if (Math.hypot(nx - u, ny - v) < 1e-9 * reach) return [u, v];
+      const determinant = (1 - xx) * (1 - yy) - xy * xy;
+      const [dx, dy] = [nx - u, ny - v];
+      u += ((1 - yy) * dx + xy * dy) / determinant;
+      v += ((1 - xx) * dy + xy * dx) / determinant;
+    }
+    return null;
+  }
+
+  function follow(x, y) {
+    for (let count = 0; count < LONGEST; count += 1) {
+      const known = around(x, y);
+      if (known >= 0) return known;
+      step.from(x, y);
+      const length = Math.hypot(step.x - x, step.y - y);
+      [x, y] = [step.x, step.y];
+      if (length < width / 4) {
+        const trapped = near(x, y);
+        if (trapped >= 0) return trapped;
+        const end = settled(x, y);
+        if (end !== null) {
+          const same = near(...end);
+          return same >= 0 ? same : attractors.push(end) - 1;
+        }
       }
     }
-    let [low, high] = [Infinity, -Infinity];
-    for (const e of energies) [low, high] = [Math.min(low, e), Math.max(high, e)];
-    const image = context.createImageData(SIDE, SIDE);
-    energies.forEach((e, index) => {
-      // Bands are nearer to each other at the bottom, where minima are shallow.
-      const part = Math.floor(BANDS * Math.cbrt((e - low) / (high - low || 1))) / BANDS;
-      const color = LOW.map((dark, channel) => dark + part * (HIGH[channel] - dark));
-      image.data.set([...color, 255], 4 * index);
-    });
-    context.putImageData(image, 0, 0);
+    return -1;
   }
 
-  function tell() {
-    const found = equilibrium(problem);
-    line.setAttribute("points", found.path.map(([x, y]) => `${x},${-y}`).join(" "));
-    end.setAttribute("transform", `translate(${found.value[0]} ${-found.value[1]})`);
-    const [x, y] = found.value.map((n) => n.toFixed(3));
-    const how = found.converged ? `after ${found.path.length - 1} steps` : "not reached, too many steps";
-    part("beta-value").textContent = problem.beta.toPrecision(3);
-    part("anchor-value").textContent = problem.anchor.toFixed(2);
-    said.textContent = `Equilibrium (${x}, ${y}) ${how}, energy ${energyOf(problem, found.value).toFixed(4)}.`;
-  }
-
-  let waiting = false;
-  function refresh() {
-    if (waiting) return;
-    waiting = true;
-    requestAnimationFrame(() => {
-      waiting = false;
-      paint();
-      tell();
-    });
-  }
-
-  function addPoint(at, name, kind) {
-    const dot = document.createElementNS(SVG, "circle");
-    const place = () => {
-      dot.setAttribute("cx", at[0]);
-      dot.setAttribute("cy", -at[1]);
-      dot.setAttribute("aria-label", `${name} at ${at.map((n) => n.toFixed(2)).join(", ")}; arrow keys move it`);
-    };
-    const move = (x, y) => {
-      [at[0], at[1]] = [x, y].map((n) => Math.max(-reach, Math.min(reach, n)));
-      place();
-      refresh();
-    };
-    dot.setAttribute("r", 0.055 * reach);
-    dot.setAttribute("class", kind);
-    dot.setAttribute("tabindex", "0");
-    dot.setAttribute("role", "img");
-    dot.addEventListener("pointerdown", (event) => dot.setPointerCapture(event.pointerId));
-    dot.addEventListener("pointermove", (event) => {
-      if (!dot.hasPointerCapture(event.pointerId)) return;
-      const box = plot.getBoundingClientRect();
-      move(
-        reach * ((2 * (event.clientX - box.left)) / box.width - 1),
-        -reach * ((2 * (event.clientY - box.top)) / box.height - 1),
-      );
-    });
-    dot.addEventListener("keydown", (event) => {
-      const by = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
-      if (!by) return;
-      event.preventDefault();
-      move(at[0] + (by[0] * reach) / 40, at[1] + (by[1] * reach) / 40);
-    });
-    place();
-    plot.append(dot);
-  }
-
-  problem.keys.forEach((key, index) => addPoint(key, `Stored pattern ${index + 1}`, "key"));
-  addPoint(problem.query, "Query", "query");
-  const beta = part("beta");
-  // The slider is the logarithm of beta in units of where it begins.
-  const begin = problem.beta;
-  beta.addEventListener("input", () => {
-    problem.beta = begin * 10 ** Number(beta.value);
-    refresh();
+  // From the lowest pixel up: a plain step never climbs, so the end of where it leads is mostly known.
+  const level = (energy) => Math.floor(((LEVELS - 1) * (energy - low)) / (high - low || 1));
+  const begins = new Uint32Array(LEVELS + 1);
+  for (const energy of energies) begins[level(energy) + 1] += 1;
+  for (let index = 0; index < LEVELS; index += 1) begins[index + 1] += begins[index];
+  const order = new Uint32Array(side * side);
+  energies.forEach((energy, pixel) => {
+    order[begins[level(energy)]++] = pixel;
   });
-  const anchor = part("anchor");
-  anchor.value = problem.anchor;
-  anchor.addEventListener("input", () => {
-    problem.anchor = Number(anchor.value);
-    refresh();
-  });
-  figure.hidden = false;
-  paint();
-  tell();
-}
-
-if (typeof document !== "undefined") {
-  show(document.getElementById("touch"), JSON.parse(document.getElementById("touch-problem").textContent));
+  for (const pixel of order) ends[pixel] = follow(after[2 * pixel], after[2 * pixel + 1]);
+  return { energies, low, high, ends, attractors };
 }

@@ -12,8 +12,8 @@ from string import Template
 
 from .plane import Plane, PlaneScene, number, points
 
-#: The script of the part that a reader can touch, in a file of its own, so that tests can run it alone.
-SCRIPT = Path(__file__).with_name("landscape.js")
+#: The scripts of the part that a reader can touch, in files of their own: what is computed, and what is shown.
+SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("landscape.js", "touch.js"))
 #: The scene of this part, and the number of patterns up to which it can be touched.
 TOUCHED, MOST_TOUCHED = "anchor-0.3", 40
 
@@ -34,13 +34,14 @@ def page(plane: Plane, scenes: Sequence[PlaneScene], pictures: Mapping[str, byte
         style="\n" + _text("page.css"),
         patterns=number(len(plane.patterns), "stored pattern"),
         places=points(plane.patterns),
+        number=number(len(scenes), "scene").capitalize(),
         contents=contents,
-        scenes="\n".join(_section(scene, pictures[scene.name], plane, scene is touched) for scene in scenes),
-        script="" if touched is None else _script(plane, touched),
+        touch="" if touched is None else _touch(plane, touched),
+        scenes="\n".join(_section(scene, pictures[scene.name]) for scene in scenes),
     )
 
 
-def _section(scene: PlaneScene, picture: bytes, plane: Plane, touched: bool) -> str:
+def _section(scene: PlaneScene, picture: bytes) -> str:
     rows = (
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in scene.facts.items()
     )
@@ -54,18 +55,11 @@ def _section(scene: PlaneScene, picture: bytes, plane: Plane, touched: bool) -> 
         height=height,
         data=base64.b64encode(picture).decode(),
         rows="\n".join(rows),
-        touch=_touch(plane.reach) if touched else "",
     )
 
 
-def _touch(reach: float) -> str:
-    lengths = {"reach": reach, "side": 2 * reach, "thin": reach / 80, "thick": reach / 50, "arm": reach / 25}
-    # Without a script this part stays hidden, below the still picture.
-    return Template(_text("touch.html")).substitute({name: f"{length:.6g}" for name, length in lengths.items()})
-
-
-def _script(plane: Plane, scene: PlaneScene) -> str:
-    """Return the script and its problem. JSON of numbers alone cannot end a script."""
+def _touch(plane: Plane, scene: PlaneScene) -> str:
+    """Return the part to touch with its problem and its script, which begins before the pictures below are read."""
     problem = {
         "keys": plane.patterns.tolist(),
         "query": scene.numbers["query"].tolist(),
@@ -73,5 +67,13 @@ def _script(plane: Plane, scene: PlaneScene) -> str:
         "anchor": scene.numbers["anchor"],
         "reach": plane.reach,
     }
-    start = f'<script type="application/json" id="touch-problem">{json.dumps(problem)}</script>'
-    return f"{start}\n<script>\n{SCRIPT.read_text(encoding='utf-8')}</script>"
+    reach, arm = plane.reach, f"{plane.reach / 25:.6g}"
+    lengths = {"reach": reach, "side": 2 * reach, "thin": reach / 90, "thick": reach / 50}
+    lengths |= {"wide": reach / 30, "dot": reach / 36}
+    # Without a script this part stays hidden. JSON of numbers alone cannot end a script.
+    return Template(_text("touch.html")).substitute(
+        {name: f"{length:.6g}" for name, length in lengths.items()},
+        cross=f"M-{arm} -{arm}L{arm} {arm}M-{arm} {arm}L{arm} -{arm}",
+        problem=json.dumps(problem),
+        script="\n".join(file.read_text(encoding="utf-8") for file in SCRIPTS),
+    )
