@@ -112,7 +112,7 @@ def test_a_quick_page_has_four_scenes(quick):
 def test_the_committed_page_has_the_scripts_and_the_style_of_today():
     text = COMMITTED.read_text(encoding="utf-8")
     folder = Path(landscape_page.__file__).parent
-    for file in (*landscape_page.SCRIPTS, folder / "page.css"):
+    for file in (*landscape_page.SCRIPTS, landscape_page.STYLE, folder / "page.css"):
         assert file.read_text(encoding="utf-8") in text, f"{file.name}: run implicit-attention landscape --html"
 
 

@@ -11,8 +11,8 @@ from string import Template
 from .part import Part
 
 FOLDER = Path(__file__).parent
-#: The style that all pages share.
-STYLE = FOLDER.parent / "landscape" / "page.css"
+#: The style that pages share.
+STYLE = FOLDER.parent / "page.css"
 
 
 def page(parts: Sequence[Part], pictures: Mapping[str, bytes], commands: Mapping[str, str], made: str) -> str:

@@ -14,6 +14,8 @@ from .plane import Plane, PlaneScene, number, points
 
 #: The scripts of the part that a reader can touch, in files of their own: what is computed, and what is shown.
 SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("landscape.js", "touch.js"))
+#: The style that pages share; this one has more in a file of its own.
+STYLE = Path(__file__).parents[1] / "page.css"
 #: The scene of this part, and the number of patterns up to which it can be touched.
 TOUCHED, MOST_TOUCHED = "anchor-0.3", 40
 
@@ -31,7 +33,7 @@ def page(plane: Plane, scenes: Sequence[PlaneScene], pictures: Mapping[str, byte
     contents = "\n".join(f'<li><a href="#{escape(scene.name)}">{escape(scene.title)}</a></li>' for scene in scenes)
     touched = next((scene for scene in scenes if scene.name == TOUCHED and len(plane.patterns) <= MOST_TOUCHED), None)
     return Template(_text("page.html")).substitute(
-        style="\n" + _text("page.css"),
+        style="\n" + STYLE.read_text(encoding="utf-8") + _text("page.css"),
         patterns=number(len(plane.patterns), "stored pattern"),
         places=points(plane.patterns),
         number=number(len(scenes), "scene").capitalize(),
