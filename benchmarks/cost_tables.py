@@ -48,7 +48,6 @@ def _evaluations(row: Row) -> str:
 
 SETTINGS: dict[str, Callable[[Row], str]] = {
     "evaluations": _evaluations,
-    "plain steps": lambda row: f"{row['picard']['mean']:.1f}/{row['picard']['most']}",
     "forward": lambda row: number(times(row, "forward")),
     "training step": lambda row: number(times(row, "training")),
 }

@@ -34,7 +34,7 @@ PAGE = HERE.parent / "docs" / "scale.md"
 FIGURE = "scale/processes.png"
 #: The simulated problem: more keys than one process could hold.
 LARGE = Work(queries=64, keys=10**9, dim=64)
-SHOWN = (1, 10, 100, 1000)
+SHOWN = (10, 100, 1000)
 DRAWN = tuple(2**power for power in range(12))
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "doubling")
 
