@@ -28,7 +28,7 @@ from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.native import NativeSolve, is_differentiated, is_native, native_rule, problem_of, solve_natively
 from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
-from .problem import Problem, randomness, widened
+from .problem import Problem, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution
 from .solvers import Anderson, Outcome, Solver
 from .solvers.exported import check_budget, check_no_evidence, stepped
@@ -156,7 +156,7 @@ def by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
     if (tally := _sampled(request.report)) is not None:
         tally.keep(problem, outcome.value)
     energy = problem.energy if problem.has_energy else None
-    cause = partial(randomness, problem, outcome.value)
+    cause = partial(problem.cause, outcome.value)
     tokens = None if request.by_token is None else request.by_token.record
     return concluded(
         outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice, tokens=tokens

@@ -165,6 +165,8 @@ class UserProblem(Problem):
         try:
             return problem.function(z, *problem.inputs)
         except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                refuse_writes(self)
             # Torch speaks of sizes that the caller never wrote.
             if type(error) is not RuntimeError or _OF_SHAPES.search(str(error)) is None:
                 raise
@@ -174,15 +176,14 @@ class UserProblem(Problem):
             remedy = f"start from a tensor of the shape that it returns, {axes}"
             raise ValueError(_validate.message("initial", required, received, remedy)) from error
 
-    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
+    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
         name = self._map_name()
         if not isinstance(result, Tensor):
-            received, remedy = type(result).__name__, _validate.joined(result)
+            received, remedy = type(result).__name__, remedy or _validate.joined(result)
             raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", received, remedy))
         if result.shape != shape:
-            raise ValueError(
-                _validate.message(name, f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}")
-            )
+            required, received = f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}"
+            raise ValueError(_validate.message(name, required, received, remedy))
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
             if got != expected:

@@ -55,6 +55,7 @@ class Evaluation(NamedTuple):
 _OF_ALL = (
     "hessian_product",
     "evaluate",
+    "_both",
     "linearize",
     "lipschitz",
     "select",
@@ -190,7 +191,10 @@ class Problem(Declared, general=True):
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
         """f(z) and, if asked for, E(z) in one go."""
-        return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
+        return self._both(z) if energy else Evaluation(self.fixed_point_map(z), None)
+
+    def _both(self, z: Tensor) -> Evaluation:
+        return Evaluation(self.fixed_point_map(z), self.energy(z))
 
     def later_map(self) -> Callable[[Tensor], Tensor] | None:
         """f for the evaluations after those that have passed all tests (two, or one if it is `tested`).
@@ -331,6 +335,10 @@ class Problem(Declared, general=True):
 
     #: The remedy for a map that turns out to be random.
     if_random: str = "call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
+
+    def cause(self, z: Tensor) -> str:
+        """Return why the problem may have failed, with the remedy, once its best states z are known; maybe empty."""
+        return randomness(self, z)
 
     #: Whether the problems that `without` returns read finite numbers only.
     knows_own: bool = False

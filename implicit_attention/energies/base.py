@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import check_graph, grad, vjp
+from .._autograd import check_graph, exact_precision, grad, transforms_active, vjp
 from ..fixed_point_map import UserProblem
-from ..problem import Problem
+from ..problem import Evaluation, Problem
 
 
 class Energy(Problem, general=True):
@@ -74,11 +75,17 @@ class EnergyFunction(UserProblem, Energy):
 
     Args:
         function: E(z, *tensors) -> one number per problem, i.e. of z's shape without its last `event_ndim` axes; or an
-            nn.Module, whose parameters are then declared.
+            nn.Module, whose parameters are then declared. It needs a lower bound, and two derivatives: an energy of
+            ReLU layers has a Hessian of zero almost everywhere, so that their biases get no gradient, and its minima
+            may be kinks, where no solve ends. Softplus, SiLU and tanh have none.
         *inputs: every tensor that E reads and whose gradient may be wanted, maybe as `PerSample(t)` or `Shared(t)`.
         event_ndim: number of trailing axes of z that form one problem.
 
     Gradients: with respect to every declared tensor, first and second order.
+
+    Modules: in evaluation mode, as dropout draws anew at every evaluation, and batch normalisation in training mode
+    makes the energy of one problem depend on others. A solve that fails names these; a fixed budget of steps
+    (rtol = atol = 0) is made all the same.
 
     Not for a map that is no gradient: use `FixedPointMap`.
 
@@ -98,5 +105,48 @@ class EnergyFunction(UserProblem, Energy):
         return self._restricted(index)
 
     def energy(self, z: Tensor) -> Tensor:
+        result, lead = self._called(z), z.shape[: z.ndim - self.event_ndim]
+        return self._check_output(result, z, lead, "of z without its event axes", self._to_one_number(result, z))
+
+    def _both(self, z: Tensor) -> Evaluation:
+        def total(z: Tensor) -> tuple[Tensor, Tensor]:
+            energy = self.energy(z)
+            check_graph(self._map_name(), energy, self.energy, z)
+            return energy.sum(), energy
+
+        # One call of the network, not one for the energy and one for its gradient.
+        gradient, energy = grad(total, has_aux=True)(z)
+        return Evaluation(z - gradient, energy)
+
+    def _to_one_number(self, result: Any, z: Tensor) -> str:
+        """The remedy for a result that is not one number per problem."""
+        if not isinstance(result, Tensor):
+            return "return the energy alone"
+        lead = z.ndim - self.event_ndim
+        if result.ndim > lead and result.shape[lead:].numel() == 1:
+            return "drop its last axis of size 1 with .squeeze(-1)"
+        axes = tuple(range(-self.event_ndim, 0))
+        return f"sum it over the axes {axes} of z, which form one problem, and over no others"
+
+    if_random = "call model.eval(): what draws random numbers, as dropout does, has no minimum"
+
+    def cause(self, z: Tensor) -> str:
+        return super().cause(z) or self._mixes(z)
+
+    def _mixes(self, z: Tensor) -> str:
+        """Say that problems read each other, as in batch normalisation, if the energy of the first is not its own."""
         lead = z.shape[: z.ndim - self.event_ndim]
-        return self._check_output(self._called(z), z, lead, "of z without its event axes")
+        if transforms_active() or lead.numel() < 2:
+            return ""
+        others = torch.arange(lead.numel(), device=z.device).reshape(*lead, *(1,) * self.event_ndim) > 0
+        problem, z = self.apart(), z.detach()
+        with torch.no_grad(), exact_precision(z):
+            moved = torch.where(others, z / 2 + 0.1, z)
+            alone, beside = (problem.energy(state).flatten()[0] for state in (moved, z))
+        if not bool((alone - beside).abs() > torch.finfo(z.dtype).eps ** (2 / 3) * beside.abs()):
+            return ""
+        return (
+            f"`{self._map_name()}` mixes problems: the energy of one changes with the states of others, so that none "
+            "descends by itself; call model.eval(), normalise each problem by itself (nn.LayerNorm, nn.GroupNorm), or "
+            "raise event_ndim to make them one problem"
+        )
