@@ -202,7 +202,7 @@ def test_operations_are_asked_for_in_few_places():
     # The root only makes operations known to torch, and one file more takes the layout of keys from there.
     layout = PACKAGE / "potentials" / "masked_keys.py"
     # Commands tell which implementation ran.
-    told = {"cli.compare_solvers", "cli.report"}
+    told = {"cli.compare_solvers", "cli.demo", "cli.report"}
     ask = {"fused", "potentials.scored_keys", "adjoints.native", "adjoints.native_gmres", "attention"}
     ask |= {"solvers"}
     rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}

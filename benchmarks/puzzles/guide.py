@@ -94,10 +94,7 @@ def _larger(folder: Path) -> tuple[list[list[str]], list[Path]]:
             *(percent(values(ours["runs"], how, asked)) for how in (way, plan.drawn[1][1])),
             f"{percent(stack)} ({size:.0f} x)",
         ]
-        beyond = [
-            percent(values(ours["runs"], how, SETS.get(largest, largest)))
-            for how in (way, plan.drawn[2][1])
-        ]
+        beyond = [percent(values(ours["runs"], how, SETS.get(largest, largest))) for how in (way, plan.drawn[2][1])]
         shown = re.sub(r"^depth-first (\d+)$", r"\1 x \1", asked)
         lines.append([f"{task}, by {block}; {learnt}", shown, *cells, largest, *beyond])
         paths.append(path)

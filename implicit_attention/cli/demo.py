@@ -15,8 +15,8 @@ from ..studies.measure import one_thread
 from .command import Command, Console, Files, Progress, seed_option
 
 if TYPE_CHECKING:
+    from ..studies.demo.experiment import Experiment
     from ..studies.demo.maze import Shown
-    from ..studies.demo.part import Part
 
 PAGE, CONTENT = "index.html", "demo.json"
 #: Evaluations shown in a second.
@@ -27,7 +27,7 @@ SPEED = 20.0
 class Demonstration:
     """The result of `demo`: its parts, the maze that the terminal shows, and the seconds that all of it took."""
 
-    parts: list[Part]
+    parts: list[Experiment]
     shown: Shown
     seconds: float
 
@@ -56,8 +56,8 @@ class Demo(Command):
 
     def run(self, progress: Progress) -> Demonstration:
         """Compute all parts."""
-        from ..studies.demo.magnet import magnet_part
-        from ..studies.demo.maze import PUZZLE, SIZES, maze_part, shown
+        from ..studies.demo.magnet import magnet_experiment
+        from ..studies.demo.maze import PUZZLE, SIZES, maze_experiment, shown
         from ..studies.thinking.puzzles import PUZZLES
         from ..studies.thinking.weights import shipped, trained
 
@@ -72,12 +72,16 @@ class Demo(Command):
             }
             progress.begin("a maze to watch")
             found = shown(weights[PUZZLE.name], self.seed)
-            parts = [maze_part(weights, found, self.seed, progress), self._solvers(progress), magnet_part(progress)]
+            parts = [
+                maze_experiment(weights, found, self.seed, progress),
+                self._solvers(progress),
+                magnet_experiment(progress),
+            ]
         return Demonstration(parts, found, time.perf_counter() - begin)
 
-    def _solvers(self, progress: Progress) -> Part:
+    def _solvers(self, progress: Progress) -> Experiment:
         """Run a short `compare`."""
-        from ..studies.demo.solvers import solvers_part
+        from ..studies.demo.solvers import solvers_experiment
         from . import compare_solvers
         from .compare import Compare
 
@@ -86,7 +90,7 @@ class Demo(Command):
         settings = content["settings"]
         picture = figures["convergence.png"]
         assert not isinstance(picture, bytes)
-        return solvers_part(found.rows, picture, settings, content["summary"])
+        return solvers_experiment(found.rows, picture, settings, content["summary"])
 
     def line(self, row: dict[str, Any]) -> str:
         from . import compare_solvers
@@ -94,10 +98,10 @@ class Demo(Command):
         return str(row["line"]) if "line" in row else compare_solvers.line(row)
 
     def files(self, result: Demonstration) -> Files:
+        from ..ops import native_status
         from ..studies.demo.page import page
         from .commands import commands_in_words
         from .landscape import picture
-        from .report import native_status
 
         pictures = {
             part.name: part.picture if isinstance(part.picture, bytes) else picture(part.picture)

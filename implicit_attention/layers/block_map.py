@@ -172,7 +172,7 @@ class BlockProblem(FixedPointMap):
         self.checked, self.mode, self.draws = checked, function.block.training, function.draws
         self.graphs: Graphs | None = None
 
-    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
+    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
         # The map has checked what the block returned.
         mapped: Tensor = result
         return mapped

@@ -12,7 +12,7 @@ from ...spins import TAP, AdaTAP, Bethe, Enumeration, MeanField, SpinSystem, Swe
 from ...spins.approximation import Approximation
 from ...status import Status
 from ..progress import Listener
-from .part import Part
+from .experiment import Experiment
 
 SIDES = (3, 4)
 FIELD = 0.1
@@ -40,7 +40,7 @@ def magnet() -> SpinSystem:
     return SpinSystem(couplings, torch.full((len(couplings), 1), FIELD, dtype=torch.float64))
 
 
-def magnet_part(progress: Listener) -> Part:
+def magnet_experiment(progress: Listener) -> Experiment:
     """Solve every method at every temperature, and draw the curves."""
     methods: dict[str, Approximation] = {
         "mean field": MeanField(),
@@ -56,7 +56,7 @@ def magnet_part(progress: Listener) -> Part:
     for row in rows:
         progress.end(row["method"], {"line": f"half magnetized at beta {row['half']:.2f}"})
     spins, (first, *_, last) = len(system.couplings), rows
-    return Part(
+    return Experiment(
         name="magnet",
         title="Magnetizations, beside the sum over all states",
         text=(

@@ -15,7 +15,7 @@ from ..thinking.pixels import LEARNT
 from ..thinking.puzzle import RTOL, Asked, Problems, Puzzle, Thought
 from ..thinking.puzzles import PUZZLES
 from ..thinking.weights import Weights
-from .part import Part
+from .experiment import Experiment
 
 PUZZLE = PUZZLES["maze"]
 #: Squares along a side of the maze that is shown.
@@ -56,7 +56,7 @@ def shown(weights: Weights, seed: int) -> Shown:
     return Shown(asked, thought, loop, *wrong)
 
 
-def maze_part(weights: Mapping[str, Weights], found: Shown, seed: int, progress: Listener) -> Part:
+def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, progress: Listener) -> Experiment:
     """Solve problems of several sizes in both ways, and draw one maze; the weights are by puzzle."""
     rows: list[dict[str, Any]] = []
     for name, sizes in SIZES.items():
@@ -76,7 +76,7 @@ def maze_part(weights: Mapping[str, Weights], found: Shown, seed: int, progress:
         "wrong": found.wrong,
         "wrong_loop": found.wrong_loop,
     }
-    return Part(
+    return Experiment(
         name="maze",
         title="A block that repeats until its answer settles",
         text=f"The block was trained on mazes of {LEARNT} x {LEARNT} squares; this one has {SIZE} x {SIZE}. On the "

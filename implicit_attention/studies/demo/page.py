@@ -8,14 +8,14 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from .part import Part
+from .experiment import Experiment
 
 FOLDER = Path(__file__).parent
 #: The style that pages share.
 STYLE = FOLDER.parent / "page.css"
 
 
-def page(parts: Sequence[Part], pictures: Mapping[str, bytes], commands: Mapping[str, str], made: str) -> str:
+def page(parts: Sequence[Experiment], pictures: Mapping[str, bytes], commands: Mapping[str, str], made: str) -> str:
     """Return the HTML of all parts.
 
     Args:
@@ -34,7 +34,7 @@ def page(parts: Sequence[Part], pictures: Mapping[str, bytes], commands: Mapping
     )
 
 
-def _section(part: Part, picture: bytes) -> str:
+def _section(part: Experiment, picture: bytes) -> str:
     name, *others = ('<th scope="col">' + escape(header) + "</th>" for header in part.headers)
     rows = (
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .part import Part
+from .experiment import Experiment
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,9 @@ print(solution)
 """
 
 
-def solvers_part(rows: Sequence[dict[str, Any]], picture: Figure, settings: Mapping[str, Any], summary: str) -> Part:
+def solvers_experiment(
+    rows: Sequence[dict[str, Any]], picture: Figure, settings: Mapping[str, Any], summary: str
+) -> Experiment:
     """Return the part, from the rows and the figure of `compare`, its settings, and its summary of retrieval."""
     cells: list[tuple[str, ...]] = [
         (
@@ -37,7 +39,7 @@ def solvers_part(rows: Sequence[dict[str, Any]], picture: Figure, settings: Mapp
         for row in rows
         if "error" not in row
     ]
-    return Part(
+    return Experiment(
         name="solvers",
         title="Solvers, beside unrolled descent",
         text=f"{settings['patterns']} of scikit-learn's digits are stored, and {2 * settings['queries_per_task']} "

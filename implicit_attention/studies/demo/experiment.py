@@ -1,4 +1,4 @@
-"""One part of the demonstration: a picture, numbers with their evidence, and the code for more of them."""
+"""One experiment of the demonstration: a picture, numbers with their evidence, and the code for them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """One part of the page.
+class Experiment:
+    """One experiment, and what the page shows of it.
 
     Attributes:
         name: of its section and of its picture.
