@@ -5,6 +5,7 @@ import html
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,21 @@ def test_the_loop_is_the_beginning_of_the_solve_and_is_wrong(shipped):
     with torch.no_grad():
         z = model.layer(*model.told(found.asked.problem.inputs), steps=len(found.loop))
     torch.testing.assert_close(model.readout(z).softmax(1).movedim(1, -1)[0], found.loop[-1])
+
+
+def test_a_maze_that_does_not_settle_is_told_so(shipped, monkeypatch):
+    monkeypatch.setattr(maze, "SIZES", {"maze": (5,), "prefix": (8,)})
+    monkeypatch.setattr(maze, "COUNT", 1)
+    found = maze.shown(shipped["maze"], 0)
+    course = found.thought.course._replace(solution=SimpleNamespace(converged=False))
+    progress = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
+    for thought, words in (
+        (found.thought, "it settles after"),
+        (found.thought._replace(course=course), "it has not settled after"),
+    ):
+        told = maze.maze_experiment(shipped, found._replace(thought=thought), 0, progress)
+        assert f"{words} {len(thought.answers)} evaluations" in told.text
+        assert f"{words} {len(thought.answers)} evaluations" in told.description
 
 
 def test_the_magnet_is_a_torus():

@@ -64,7 +64,7 @@ def magnet_experiment(progress: Listener) -> Experiment:
             f"{HOTTEST:g} to {COLDEST:g}. m = -dF/dh of four approximate free energies F is compared with the sum over "
             f"all {2**spins:,} states. Mean field magnetizes at beta {first['half']:.2f}, the magnet at "
             f"{last['half']:.2f}: so small a magnet turns over as a whole, and has no sharp transition. While it is "
-            "hot all of them are right; in between AdaTAP is right longest, and jumps last."
+            "hot, all of them are near to the sum."
         ),
         picture=found.plot(title=f"{spins} Ising spins against inverse temperature"),
         ending="png",

@@ -68,6 +68,7 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
             progress.end(title, {"line": told})
     progress.begin("picture of a maze")
     largest, spent, steps = rows[len(SIZES["maze"]) - 1], len(found.thought.answers), len(found.loop)
+    outcome = "it settles after" if found.thought.course.settled else "it has not settled after"
     shown = {
         "size": SIZE,
         "evaluations": spent,
@@ -81,15 +82,15 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         title="A block that repeats until its answer settles",
         text=f"The block was trained on mazes of {LEARNT} x {LEARNT} squares; this one has {SIZE} x {SIZE}. On the "
         f"left it makes {steps} steps, as many as its training made at most. On the right the same weights are "
-        f"repeated until the state settles, which takes {spent} evaluations. Of {COUNT} other mazes of this size "
-        f"{largest['solved']} are right when solved, and {largest['loop']} by the loop. The block erases dead "
-        "ends, and the longer they are the more evaluations it takes. Another block says of every bit of a "
+        f"repeated until the state settles: {outcome} {spent} evaluations, with {found.wrong} squares wrong. "
+        f"Of {COUNT} other mazes of this size {largest['solved']} are right when solved, and {largest['loop']} by the loop. "
+        "The block erases dead ends, and the longer they are the more evaluations it takes. Another block says of every bit of a "
         "string whether the number of ones up to it is odd, and is asked the same.",
         picture=_picture(found),
         ending="gif",
         description=f"A maze of {SIZE} by {SIZE} squares, twice. On the left a path grows for {steps} steps and stops, "
-        f"with {found.wrong_loop} squares wrong. On the right it grows on until the residual is below {RTOL:g}, after "
-        f"{spent} evaluations, with {found.wrong} squares wrong.",
+        f"with {found.wrong_loop} squares wrong. On the right it grows on: {outcome} {spent} evaluations, with "
+        f"{found.wrong} squares wrong.",
         headers=(
             "problems",
             "solved: right",
