@@ -83,9 +83,9 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         text=f"The block was trained on mazes of {LEARNT} x {LEARNT} squares; this one has {SIZE} x {SIZE}. On the "
         f"left it makes {steps} steps, as many as its training made at most. On the right the same weights are "
         f"repeated until the state settles: {outcome} {spent} evaluations, with {found.wrong} squares wrong. "
-        f"Of {COUNT} other mazes of this size {largest['solved']} are right when solved, and {largest['loop']} by the loop. "
-        "The block erases dead ends, and the longer they are the more evaluations it takes. Another block says of every bit of a "
-        "string whether the number of ones up to it is odd, and is asked the same.",
+        f"Of {COUNT} other mazes of this size {largest['solved']} are right when solved, "
+        f"and {largest['loop']} by the loop. The block erases dead ends, and the longer they are the more evaluations it takes. "
+        "Another block says of every bit of a string whether the number of ones up to it is odd, and is asked the same.",
         picture=_picture(found),
         ending="gif",
         description=f"A maze of {SIZE} by {SIZE} squares, twice. On the left a path grows for {steps} steps and stops, "
