@@ -84,7 +84,7 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         f"left it makes {steps} steps, as many as its training made at most. On the right the same weights are "
         f"repeated until the state settles: {outcome} {spent} evaluations, with {found.wrong} squares wrong. "
         f"Of {COUNT} other mazes of this size {largest['solved']} are right when solved, "
-        f"and {largest['loop']} by the loop. The block erases dead ends, and the longer they are the more evaluations it takes. "
+        f"and {largest['loop']} by the loop. The block erases dead ends, which takes longer the longer they are. "
         "Another block says of every bit of a string whether the number of ones up to it is odd, and is asked the same.",
         picture=_picture(found),
         ending="gif",
