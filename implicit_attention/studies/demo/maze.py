@@ -85,7 +85,7 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         f"repeated until the state settles: {outcome} {spent} evaluations, with {found.wrong} squares wrong. "
         f"Of {COUNT} other mazes of this size {largest['solved']} are right when solved, "
         f"and {largest['loop']} by the loop. The block erases dead ends, which takes longer the longer they are. "
-        "Another block says of every bit of a string whether the number of ones up to it is odd, and is asked the same.",
+        "Another says of every bit of a string whether the number of ones up to it is odd, and is asked the same.",
         picture=_picture(found),
         ending="gif",
         description=f"A maze of {SIZE} by {SIZE} squares, twice. On the left a path grows for {steps} steps and stops, "
