@@ -65,7 +65,9 @@ class Contender:
 
 
 def sdpa(data: Data, z: Tensor, keys: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(z, keys, keys, is_causal=data.setting.causal, scale=data.setting.beta)
+    """One explicit attention in the precision of the keys, for states that may have a finer one."""
+    causal, scale = data.setting.causal, data.setting.beta
+    return F.scaled_dot_product_attention(z.to(keys.dtype), keys, keys, is_causal=causal, scale=scale).to(z.dtype)
 
 
 def step(data: Data, z: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

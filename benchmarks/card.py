@@ -578,7 +578,9 @@ def beside(contest: Contest, one: float, most: float) -> None:
 
     one: seconds of one explicit step.
     """
+    # States of half precision do not get within the tolerance, and torchdeq's Anderson does not know them.
     data, ratios = contest.data, contest.row["ratios"]
+    data = data._replace(queries=data.queries.float(), cotangent=data.cotangent.float())
     counts = picard_counts(data, CAP)
     contest.row["picard"] = counts._asdict()
     forwards, trainings = [], []
@@ -872,10 +874,8 @@ def looked_at(data: block_equilibrium.Data, forward: Callable[[torch.nn.Module],
 
 
 def tiles(scale: Scale) -> Iterator[tuple[str, Callable[[Row], None]]]:
-    for dim, candidates in CANDIDATES.items():
-        yield f"solve, D {dim}", functools.partial(try_tiles, dim, candidates, scale)
-        if scale.dry:
-            return
+    for dim, candidates in list(CANDIDATES.items())[: 1 if scale.dry else None]:
+        yield f"solve, D {dim}", functools.partial(try_tiles, dim, candidates[: 1 if scale.dry else None], scale)
 
 
 def try_tiles(dim: int, candidates: tuple[Tiles, ...], scale: Scale, row: Row) -> None:
