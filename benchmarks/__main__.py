@@ -7,12 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from . import attention as attention_suite
-from . import compiled_kernels, gathering, guides, tuning
+from . import card_tables, compiled_kernels, gathering, guides
 from . import energy_transformer as energy_transformer_suite
 from . import native as native_suite
 from . import potentials as potentials_suite
@@ -75,13 +74,13 @@ def native(quick: Quick = False, only: Only = None, repeats: Repeats = None, out
 
 @app.command()
 def attention(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
-    """LENGTH, STEPS, C4 and, on a GPU, G1, G2, G5, G6: what a solve costs by length, evaluations and memory."""
+    """LENGTH, STEPS and C4: what a solve costs by length, evaluations and memory."""
     measure("attention", quick=quick, only=only, repeats=repeats, out=out)
 
 
 @app.command()
 def train(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
-    """STEP, LENGTH, BLOCK and, on a GPU, G4: training steps beside explicit attention, unrolling and torchdeq."""
+    """STEP, LENGTH, BLOCK and others: training steps beside explicit attention, unrolling and torchdeq."""
     measure("train", quick=quick, only=only, repeats=repeats, out=out)
 
 
@@ -133,7 +132,6 @@ def kernels(
         str | None,
         typer.Option(help="The GPU: sm_80 (A100), sm_90a (H100, H200), sm_100a (B200); none has to be there."),
     ] = None,
-    tune: Annotated[bool, typer.Option(help="Time tiles on the GPU that is here, after checking them.")] = False,
     out: Out = None,
 ) -> None:
     """Registers, memory and loops of the Triton kernels, as Triton compiles them.
@@ -142,11 +140,7 @@ def kernels(
     """
     console = Console(stderr=True, highlight=False)
     suite: Any = gathering
-    if tune:
-        suite = tuning
-        if not torch.cuda.is_available():
-            raise typer.BadParameter("needs a CUDA device, and torch finds none", param_hint="--tune")
-    elif compile is not None:
+    if compile is not None:
         suite = compiled_kernels
         if compile not in compiled_kernels.ARCHES:
             required = f"must be one of {', '.join(compiled_kernels.ARCHES)}"
@@ -169,6 +163,8 @@ def report() -> None:
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **options_of(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
+    path = card_tables.rewrite()
+    typer.echo("card: no run yet" if path is None else f"card: tables written from {path.name}")
     guide.rewrite()
     guides.rewrite()
     pages = (guide, looped_guide, potentials_suite, energy_transformer_suite, scale_suite)

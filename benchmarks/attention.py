@@ -1,4 +1,4 @@
-"""The suite `attention`: time by sequence length and by evaluations, memory (C4), and the kernels on a GPU (G rows)."""
+"""The suite `attention`: time by sequence length and by evaluations, and memory (C4)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import baselines, guard, kernels, memory
+from . import baselines, guard, memory
 from .attention_tables import tables
 from .baselines import BACKENDS, OURS, picard_counts
 from .compare import CONVERGED, compared, ratios
@@ -20,7 +20,7 @@ from .targets import Row
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("LENGTH", "STEPS", "C4", *kernels.METRICS)
+METRICS = ("LENGTH", "STEPS", "C4")
 
 SOLVERS = {
     "ours": "ours_forward",
@@ -42,8 +42,6 @@ NOTES = (
     "forwards. A query at rest to the last bit stops: the evaluations are counted.",
     "C4: resident set of a fresh process per contender at its highest during one training step, above what it held "
     "with inputs and after a warm-up; on a GPU the allocator's count. N evaluations: converged or not.",
-    "G rows need a GPU: bfloat16, B 4, H 16, N = M = 4096, medians of CUDA events, inputs rotated past the L2 cache. "
-    "Without one they are `unmeasured`.",
     "The check of bfloat16 answers allows five times the tolerance: kernels round probabilities to three digits.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
@@ -86,7 +84,6 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         ),
         Case("STEPS", Setting("gaussian", 2.0, 0.0, steps, device=device), budgets),
         Case("C4", Setting("gaussian", 2.0, 0.0, longest, device=device), (2, 4) if quick else MEMORY_STEPS),
-        *(Case(metric, problem) for metric, problem in kernels.settings(quick=quick, device=device)),
     )
 
 
@@ -102,8 +99,7 @@ def run(
 
     def measured(case: Case) -> Row:
         row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
-        measure = MEASURES.get(case.metric, kernels.measured)
-        return row | measure(case, repeats=repeats, max_seconds=max_seconds)
+        return row | MEASURES[case.metric](case, repeats=repeats, max_seconds=max_seconds)
 
     return rows_of(settings, metrics, measured, progress)
 

@@ -10,14 +10,13 @@ from .targets import Row
 
 
 def tables(run: dict[str, Any]) -> list[Table]:
-    """One table for every metric that was measured, one for all G rows."""
+    """One table for every metric that was measured."""
     made = []
     for metric, make in TABLES.items():
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(make(rows))
-    kernels = [row for row in run["rows"] if row["metric"].startswith("G")]
-    return [*made, _kernels(kernels)] if kernels else made
+    return made
 
 
 def problem(row: Row) -> str:
@@ -112,29 +111,6 @@ def _memory(rows: list[Row]) -> Table:
     shape = rows[0]["shape"]
     sizes = f"B {shape['batch']}, H {shape['heads']}, N = M = {shape['length']}, D {shape['dim']}"
     return Table("memory of a training step", f"C4: peak memory above the inputs, {sizes}:", header, lines)
-
-
-def _kernels(rows: list[Row]) -> Table:
-    header = ["row", "problem", "D", "value", "evaluations", "microseconds fused/SDPA", "best SDPA", "spread"]
-    lines = []
-    for row in rows:
-        found, seconds = row["evidence"]["fused"], row["seconds"]
-        best = row["evidence"].get("best", {}).get("label", "-")
-        times = [seconds[name]["median"] if name in seconds else None for name in ("fused", best)]
-        mean = found.get("evaluations_mean")
-        lines.append(
-            [
-                row["metric"],
-                problem(row),
-                str(row["shape"]["dim"]),
-                found.get("error") or ", ".join(number(value) for value in row["ratios"].values()),
-                "-" if mean is None else f"{mean:.1f}",
-                "/".join("-" if t is None else f"{1e6 * t:.0f}" for t in times),
-                best.removeprefix("sdpa_"),
-                spread(seconds),
-            ]
-        )
-    return Table("kernels", "G rows:", header, lines)
 
 
 TABLES: dict[str, Callable[[list[Row]], Table]] = {"LENGTH": _lengths, "STEPS": _steps, "C4": _memory}

@@ -65,7 +65,9 @@ class Contender:
 
 
 def sdpa(data: Data, z: Tensor, keys: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(z, keys, keys, scale=data.setting.beta)
+    """One explicit attention in the precision of the keys, for states that may have a finer one."""
+    causal, scale = data.setting.causal, data.setting.beta
+    return F.scaled_dot_product_attention(z.to(keys.dtype), keys, keys, is_causal=causal, scale=scale).to(z.dtype)
 
 
 def step(data: Data, z: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -75,12 +77,12 @@ def step(data: Data, z: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def picard_counts(data: Data) -> PicardCounts:
+def picard_counts(data: Data, cap: int = PICARD_CAP) -> PicardCounts:
     """Repeat f on all queries and note when each reaches the tolerance."""
     z, rtol = data.queries, data.setting.rtol
-    counts = torch.full(z.shape[:-1], PICARD_CAP, device=z.device)
+    counts = torch.full(z.shape[:-1], cap, device=z.device)
     active = torch.ones_like(counts, dtype=torch.bool)
-    for index in range(1, PICARD_CAP + 1):
+    for index in range(1, cap + 1):
         f = step(data, z, data.queries, data.keys)
         small = torch.linalg.vector_norm(f - z, dim=-1) <= ATOL + rtol * torch.linalg.vector_norm(f, dim=-1)
         counts[active & small] = index
@@ -95,7 +97,7 @@ def picard_counts(data: Data) -> PicardCounts:
     )
 
 
-def _training(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[], Run]:
+def training_step(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[], Run]:
     """Forward, the fixed loss, and its gradient for queries and keys."""
     queries, keys = (t.clone().requires_grad_() for t in (data.queries, data.keys))
 
@@ -136,7 +138,7 @@ def _sdpa_by(backend: str) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
 
 
 def _sdpa_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
-    return _training(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
+    return training_step(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
 
 
 def _solve(data: Data, queries: Tensor, keys: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +162,7 @@ def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run
         with torch.no_grad():
             return Run(*forward(data.queries, data.keys))
 
-    return _training(data, forward) if training else run
+    return training_step(data, forward) if training else run
 
 
 def _ours_forward(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
@@ -175,7 +177,7 @@ def _ours_forward(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run
 
 
 def _ours_training(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
-    return lambda data, counts: _training(data, lambda queries, keys: _solve(data, queries, keys, impl))
+    return lambda data, counts: training_step(data, lambda queries, keys: _solve(data, queries, keys, impl))
 
 
 def _torchdeq(name: str, *, per_query: bool) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
@@ -230,7 +232,7 @@ def _torchdeq_training(name: str) -> Callable[[Data, PicardCounts], Callable[[],
             states, _ = deq(f, queries.detach().flatten(0, -2))
             return states[-1].view_as(queries), torch.tensor(evaluations)
 
-        return _training(data, forward)
+        return training_step(data, forward)
 
     return make
 
@@ -257,7 +259,7 @@ def unrolled(data: Data, steps: int) -> Callable[[], Run]:
             z = step(data, z, queries, keys)
         return z, torch.tensor(steps)
 
-    return _training(data, forward)
+    return training_step(data, forward)
 
 
 #: The tests of the default solver and its gradient.

@@ -193,8 +193,8 @@ def ours(data: Data, *, rtol: float, evaluations: int | None = None, plain: bool
     return run
 
 
-def torchdeq(data: Data, name: str, *, forward: float, backward: float) -> Training:
-    """torchdeq's layer with its implicit gradient, the same solver forward and backward."""
+def torchdeq_state(data: Data, name: str, *, forward: float, backward: float) -> Callable[[nn.Module], Tensor]:
+    """The state of a block by torchdeq's layer with its implicit gradient, the same solver forward and backward."""
     from torchdeq import get_deq
 
     options: dict[str, Any] = {"f_tol": forward, "b_tol": backward}
@@ -203,9 +203,20 @@ def torchdeq(data: Data, name: str, *, forward: float, backward: float) -> Train
     deq: Any = get_deq(ift=True, **options)
     deq.train()
 
+    def run(block: nn.Module) -> Tensor:
+        state: Tensor = deq(lambda z: block(z, data.x), torch.zeros_like(data.x))[0][-1]
+        return state
+
+    return run
+
+
+def torchdeq(data: Data, name: str, *, forward: float, backward: float) -> Training:
+    """Its training step."""
+    solve = torchdeq_state(data, name, forward=forward, backward=backward)
+
     def run(block: nn.Module = data.block) -> Tensor:
         block.zero_grad(set_to_none=True)
-        state: Tensor = deq(lambda z: block(z, data.x), torch.zeros_like(data.x))[0][-1]
+        state = solve(block)
         state.backward(data.cotangent)
         return state.detach()
 
@@ -330,6 +341,12 @@ def measured(data: Data, training: Training) -> dict[str, Any]:
         "state_residual": float((_norms(of_state) / _norms(mapped.detach())).max()),
         "adjoint_residual": float((_norms(of_adjoint) / _norms(data.cotangent)).max()),
     }
+
+
+def relative_residual(data: Data, state: Tensor) -> float:
+    """The largest |f(z) - z| / |f(z)| over the samples."""
+    mapped = data.block(state, data.x)
+    return float((_norms(mapped - state) / _norms(mapped)).max())
 
 
 def _norms(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from implicit_attention import Anderson, Equilibrium, Picard
 from implicit_attention.studies.measure import one_thread
 
 from . import by_hand, guard
-from .block_equilibrium import HISTORY, SLACK, TEN, TESTS, Data, EquilibriumSetting, draw
+from .block_equilibrium import HISTORY, SLACK, TEN, TESTS, Data, EquilibriumSetting, draw, relative_residual
 from .by_hand import Ends
 from .measure import interleaved_clocks
 from .targets import Row
@@ -79,9 +79,9 @@ def _timed(data: Data, rtol: float, repeats: int, max_seconds: float) -> Row:
         state = layer(data.x)
         assert layer.last_solve is not None
         evaluations = int(layer.last_solve.num_evals.max())
-        found[name] = {"evaluations": evaluations, "state_residual": _residual(data, state)}
+        found[name] = {"evaluations": evaluations, "state_residual": relative_residual(data, state)}
         end = loop()
-        found[hand] = {"evaluations": int(end.evaluations.max()), "state_residual": _residual(data, end.value)}
+        found[hand] = {"evaluations": int(end.evaluations.max()), "state_residual": relative_residual(data, end.value)}
         functions[name], functions[f"bare {name}"] = partial(layer, data.x), partial(bare, data, evaluations)
         functions[hand] = loop
     wrong = [evidence for evidence in found.values() if not evidence["state_residual"] <= SLACK * rtol]
@@ -96,10 +96,3 @@ def _timed(data: Data, rtol: float, repeats: int, max_seconds: float) -> Row:
         "process_seconds": {name: dataclasses.asdict(timing) for name, timing in process.items()},
         "ratios": {name: process[one].median / process[other].median for name, (one, other) in RATIOS.items()},
     }
-
-
-def _residual(data: Data, state: Tensor) -> float:
-    """The largest |f(z) - z| / |f(z)| over the samples."""
-    mapped = data.block(state, data.x)
-    sizes = (torch.linalg.vector_norm(t.double().flatten(1), dim=-1) for t in (mapped - state, mapped))
-    return float(torch.div(*sizes).max())

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from implicit_attention import __version__
 from implicit_attention.ops import native_status
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = ("implicit_attention", "torch", "torchdeq", "scipy", "numpy", "einops")
-#: Recorded where they are installed.
-OPTIONAL = ("triton",)
+#: Recorded where they are installed; the package itself may be run from a checkout.
+LIBRARIES = ("torch", "torchdeq", "scipy", "numpy", "einops", "triton")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -34,15 +34,15 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "load_average_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
         "python": platform.python_version(),
-        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES} | optional(),
+        "libraries": libraries(),
         **commit(),
     }
 
 
-def optional() -> dict[str, str]:
-    """Versions of what need not be there."""
-    found = {}
-    for name in OPTIONAL:
+def libraries() -> dict[str, str]:
+    """Versions of the package and of what is installed."""
+    found = {"implicit_attention": __version__}
+    for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

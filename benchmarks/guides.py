@@ -6,12 +6,22 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from . import attention_tables, compiled_kernels, cost_tables, gathering, report, roofline, train_tables, useful_tables
+from . import (
+    attention_tables,
+    card_tables,
+    compiled_kernels,
+    cost_tables,
+    gathering,
+    report,
+    roofline,
+    train_tables,
+    useful_tables,
+)
 from .environment import warning
 from .puzzles import mazes
 from .puzzles.contenders import values
 from .puzzles.tables import percent
-from .targets import Row
+from .targets import CARD, Row
 
 DOCS = report.HERE.parent / "docs"
 README = DOCS.parent / "README.md"
@@ -72,17 +82,12 @@ def _span(ratios: list[float]) -> str:
 
 
 def _unmeasured(folder: Path) -> str:
-    """Write which costs were never measured; a run on a GPU, once there is one, is not passed over."""
-    judged = [
-        target
-        for suite in SUITES
-        for device in report.DEVICES
-        if (found := report.newest(suite, folder, device)) is not None
-        for target in found[1]["targets"]
-    ]
+    """Write which costs were never measured; a run on a card, once there is one, is not passed over."""
+    found = card_tables.newest(folder)
+    judged = [target.judge([]) for target in CARD] if found is None else found[1]["targets"]
     measured = {target["id"] for target in judged if target["rows"]}
-    gpu = sorted({target["id"] for target in judged if target["id"][0] == "G"} - measured)
-    first = f"the targets of a GPU ({', '.join(gpu)}), " if gpu else ""
+    missing = list(dict.fromkeys(target["id"] for target in judged if target["id"] not in measured))
+    first = f"the targets of a GPU ({', '.join(missing)}), " if missing else ""
     return f"{first}more than one machine, and a larger model than a Llama of width 512 with 4 layers."
 
 
@@ -109,10 +114,12 @@ def tables(runs: Runs) -> dict[str, list[str]]:
 
 
 def on_a_card(folder: Path = report.RESULTS) -> list[str]:
-    """What the newest run on a GPU says of times by length, as a paragraph; none without such a run.
+    """The newest run of a card; until there is one, what an older one says of times by length. Nothing without either.
 
-    A contender that was timed once was compiled by that call, and is left out.
+    In the older one a contender that was timed once was compiled by that call, and is left out.
     """
+    if told := card_tables.in_short(folder):
+        return told
     for path, run in report.newest_by_metric("attention", ("LENGTH",), folder, "cuda"):
         told = []
         for dtype in ("float32", "bfloat16"):

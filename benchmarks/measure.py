@@ -58,6 +58,7 @@ def interleaved(
     repeats: int = 5,
     max_seconds: float = 4.0,
     device: str = "cpu",
+    turn_seconds: float = TURN_SECONDS,
 ) -> dict[str, Timing]:
     """Time every function once per round, round after round, so that a change of the machine meets all of them alike.
 
@@ -68,6 +69,7 @@ def interleaved(
         max_seconds: a function that has used up this time takes no further turn. If its first call nearly did, that
             is its one measurement.
         device: whose clock: `perf_counter` on a CPU, events of the current stream on a GPU.
+        turn_seconds: how long a quick function is repeated in a turn.
     """
     turn = TURNS[torch.device(device).type]
     turns: dict[str, list[float]] = {name: [] for name in functions}
@@ -79,9 +81,9 @@ def interleaved(
         for name, function in functions.items():
             if turns[name] and spent[name] + turns[name][-1] > max_seconds:
                 continue
-            seconds = turn(function, TURN_SECONDS)
+            seconds = turn(function, turn_seconds)
             turns[name].append(seconds)
-            spent[name] += max(seconds, TURN_SECONDS)
+            spent[name] += max(seconds, turn_seconds)
     return {name: summary(seconds) for name, seconds in turns.items()}
 
 

@@ -43,6 +43,7 @@ class Setting:
     dtype: str = "float32"
     device: str = "cpu"
     rtol: float = RTOL
+    causal: bool = False
 
     @property
     def name(self) -> str:
@@ -77,28 +78,42 @@ class Data(NamedTuple):
     cotangent: Tensor
 
 
-def draw(setting: Setting) -> Data:
+def draw(setting: Setting, on: str = "cpu") -> Data:
     """Queries and keys iid standard normal; clustered keys lie around CENTRES such points per head.
 
-    Drawn on the CPU in float32, so that every device and dtype gets the same numbers.
+    Drawn in float32 and on the CPU, so that every device and dtype gets the same numbers, or `on` another device, where
+    that takes no time.
     """
-    generator = torch.Generator().manual_seed(setting.seed)
-    s = setting.shape
+    generator = torch.Generator(on).manual_seed(setting.seed)
+    s, where = setting.shape, {"generator": generator, "device": on}
     size = (s.batch, s.heads, s.length, s.dim)
     size_of_keys = (s.batch, s.heads, s.length if s.num_keys is None else s.num_keys, s.dim)
-    queries, keys, cotangent = (torch.randn(shape, generator=generator) for shape in (size, size_of_keys, size))
+    queries, keys, cotangent = (torch.randn(shape, **where) for shape in (size, size_of_keys, size))
     if setting.keys == "clustered":
-        centres = torch.randn(s.batch, s.heads, CENTRES, s.dim, generator=generator)
-        member = torch.randint(CENTRES, size_of_keys[:3], generator=generator)
+        centres = torch.randn(s.batch, s.heads, CENTRES, s.dim, **where)
+        member = torch.randint(CENTRES, size_of_keys[:3], **where)
         keys = centres.gather(2, member[..., None].expand(size_of_keys)) + NOISE * keys
-    where = {"device": setting.device, "dtype": getattr(torch, setting.dtype)}
-    return Data(setting, *(t.to(**where) for t in (queries, keys, cotangent)))
+    return Data(setting, *(t.to(setting.device, getattr(torch, setting.dtype)) for t in (queries, keys, cotangent)))
+
+
+def last_head(data: Data) -> Data:
+    """The problem of the last head of the last sample, with its leading axes; heads do not mix."""
+    return Data(data.setting, *(t[-1:, -1:] for t in data[1:]))
+
+
+def probabilities(setting: Setting, z: Tensor, keys: Tensor, first: int) -> Tensor:
+    """Softmax over the keys in float64, for queries z of which `first` is the index of the first."""
+    scores = setting.beta * z.double() @ keys.double().mT
+    if setting.causal:
+        rows, cols = (torch.arange(count, device=z.device) for count in scores.shape[-2:])
+        scores = scores.masked_fill(cols > first + rows[:, None], -torch.inf)
+    return scores.softmax(-1)
 
 
 def mapped(data: Data, z: Tensor) -> Tensor:
     """f(z) in float64 by an explicit softmax."""
-    setting, keys = data.setting, data.keys.double()
-    means = [(setting.beta * part.double() @ keys.mT).softmax(-1) @ keys for part in z.split(CHUNK, dim=-2)]
+    setting, keys, parts = data.setting, data.keys.double(), z.split(CHUNK, dim=-2)
+    means = [probabilities(setting, part, keys, CHUNK * i) @ keys for i, part in enumerate(parts)]
     return setting.anchor * data.queries.double() + (1 - setting.anchor) * torch.cat(means, dim=-2)
 
 
@@ -136,12 +151,15 @@ def gradient_error(data: Data, z: Tensor, by_queries: Tensor, by_keys: Tensor) -
 def exact_adjoint(setting: Setting, z: Tensor, keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """u with (I - df/dz) u = g for every query of one head, by dense solves, and (df/dkeys)^T u."""
     keys = keys.clone().requires_grad_()
+    rate, identity = 1 - setting.anchor, torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
     with torch.no_grad():
-        p = (setting.beta * z @ keys.T).softmax(-1)
+        squares = (keys[:, :, None] * keys[:, None, :]).flatten(1)
+    solved, by_keys = [], torch.zeros_like(keys)
+    for i, (part, right) in enumerate(zip(z.split(CHUNK), g.split(CHUNK), strict=True)):
+        p = probabilities(setting, part, keys, CHUNK * i)
         mean = p @ keys
-        second = torch.einsum("nm,md,me->nde", p, keys, keys)
-        jacobian = (1 - setting.anchor) * setting.beta * (second - mean[:, :, None] * mean[:, None, :])
-        u = torch.linalg.solve(torch.eye(len(g[0]), dtype=g.dtype, device=g.device) - jacobian, g)
-    f = (1 - setting.anchor) * (setting.beta * z @ keys.T).softmax(-1) @ keys
-    (by_keys,) = torch.autograd.grad((f * u).sum(), keys)
-    return u, by_keys
+        with torch.no_grad():
+            covariance = (p @ squares).unflatten(-1, identity.shape) - mean[:, :, None] * mean[:, None, :]
+            solved.append(torch.linalg.solve(identity - rate * setting.beta * covariance, right))
+        by_keys += torch.autograd.grad((rate * mean * solved[-1]).sum(), keys)[0]
+    return torch.cat(solved), by_keys

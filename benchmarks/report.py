@@ -128,7 +128,7 @@ Tables = Callable[[Document], list[Table]]
 
 def show(run: Document, notes: Iterable[str], console: Console, tables: Tables = tables_of_settings) -> None:
     """All tables, the machine, and what the reader must know."""
-    verdicts = [Table("targets", "", *targets_table(run))] if run["targets"] else []
+    verdicts = [Table("targets", "", *targets_table(run))] if any(t["rows"] for t in run["targets"]) else []
     for title, _, header, lines in (*tables(run), *verdicts):
         table = RichTable(
             title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -166,11 +166,11 @@ def scope(run: Document) -> str:
 
 
 def targets_table(run: Document) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the verdicts of what was measured, and of what takes a GPU that was not there.
+    """Header and lines of the verdicts of what was measured.
 
     `ambition`, where any target has one, is a sharper bound and whether it was reached.
     """
-    targets = [target for target in run["targets"] if target["verdict"] != "not measured"]
+    targets = [target for target in run["targets"] if target["rows"]]
     ambitious = any(target.get("ambition") is not None for target in targets)
     lines = []
     for target in targets:

@@ -1,10 +1,9 @@
-"""The suite `train`: training steps of ours, explicit attention, unrolled autograd and torchdeq, and G4 on a GPU."""
+"""The suite `train`: training steps of ours, explicit attention, unrolled autograd and torchdeq."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from .baselines import picard_counts
@@ -28,7 +27,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "COMPILED", "MEMORY", "DECODING", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "FORWARD", "COMPILED", "MEMORY", "DECODING")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -117,10 +116,6 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
         Case("MEMORY", memory),
         *(Case("DECODING", setting) for setting in (DECODINGS[:1] if quick else DECODINGS) if device == "cpu"),
     ]
-    if device != "cpu":
-        half = {"dtype": "bfloat16", "rtol": 1e-3, **where}
-        for dim in (64, 128):
-            cases.append(Case("G4", Setting("gaussian", 2.0, 0.5, Shape(4, 16, 4096, dim), **half)))  # type: ignore[arg-type]
     return tuple(cases)
 
 
@@ -136,7 +131,7 @@ def run(
 
     def measured(case: Case) -> Row:
         row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
-        measure = MEASURES.get(type(case.problem)) or partial(step_row, case.metric)
+        measure = MEASURES.get(type(case.problem), step_row)
         return row | measure(case.problem, repeats=repeats, max_seconds=max_seconds)
 
     return rows_of(settings, metrics, measured, progress)
@@ -154,16 +149,15 @@ MEASURES: dict[type, Callable[..., Row]] = {
 }
 
 
-def step_row(metric: str, problem: Setting, *, repeats: int, max_seconds: float) -> Row:
-    """All training steps on one problem; G4 is ours and SDPA's alone."""
+def step_row(problem: Setting, *, repeats: int, max_seconds: float) -> Row:
+    """All training steps on one problem."""
     data = draw(problem)
     counts = picard_counts(data)
-    wanted = {"G4": RATIOS["ours / SDPA"]} if metric == "G4" else RATIOS
-    names = list(dict.fromkeys(name for pair in wanted.values() for name in pair))
+    names = list(dict.fromkeys(name for pair in RATIOS.values() for name in pair))
     found, times = compared(names, data, counts, repeats=repeats, max_seconds=max_seconds)
     return {
         "picard": counts._asdict(),
         "evidence": found,
         "seconds": {name: dataclasses.asdict(timing) for name, timing in times.items()},
-        "ratios": ratios(wanted, times),
+        "ratios": ratios(RATIOS, times),
     }

@@ -13,7 +13,7 @@ from .llama import RATIOS
 from .report import Table, number, spread
 from .targets import Row
 
-TITLES = {"STEP": "training steps", "LENGTH": "training steps against sequence length", "G4": "training steps on a GPU"}
+TITLES = {"STEP": "training steps", "LENGTH": "training steps against sequence length"}
 
 
 def tables(run: dict[str, Any]) -> list[Table]:

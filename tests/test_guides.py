@@ -206,17 +206,18 @@ def test_the_five_lines_are_what_the_runs_hold():
     names = ("Anderson", "fixed-point iteration")
     rivals = [of[f"torchdeq's {name} / ours, forward, a row per query"] for name in names]
     assert f"{rivals[0]:.0f} x (Anderson) and {rivals[1]:.1f} x" in torchdeq
-    assert all(name in never for name in ("G1", "G2", "G4", "G5", "G6"))
+    assert all(name in never for name in ("G1", "G2", "G3", "G4", "G5", "G6", "BLOCK"))
 
 
-def test_what_was_measured_on_a_gpu_is_no_longer_said_to_be_unknown(tmp_path):
-    for suite, (path, run) in guides.newest().items():
+def test_what_was_measured_on_a_card_is_no_longer_said_to_be_unknown(tmp_path):
+    for path, run in guides.newest().values():
         (tmp_path / path.name).write_text(json.dumps(run))
-        targets = [{**t, "rows": 1} if t["id"] in ("G1", "G5") else t for t in run["targets"]]
-        where = {**run["environment"], "device": "cuda"}
-        (tmp_path / f"{suite}-cuda.json").write_text(json.dumps({**run, "targets": targets, "environment": where}))
+    first = {"part": "run", "name": "run", "began": 0.0, "dry": False, "environment": {"device": "cuda"}}
+    about = {"device": "cuda", "shape": {"dim": 64}}
+    rows = [{"part": "targets", "name": name, "ratios": {name: 1.0}, **about} for name in ("G1", "G5")]
+    (tmp_path / "card-1.jsonl").write_text("\n".join(map(json.dumps, [first, *rows])))
     never = guides.five_lines(tmp_path)[-1]
-    assert "the targets of a GPU (G2, G4, G6)" in never
+    assert "the targets of a GPU (G2, G3, G4, G6, BLOCK)" in never
 
 
 def test_a_contender_that_was_compiled_while_it_was_timed_is_left_out(tmp_path):

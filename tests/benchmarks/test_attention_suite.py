@@ -3,8 +3,6 @@
 import dataclasses
 import io
 import json
-import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import attention, baselines, compiled_kernels, figures, guard, kernels, memory, problems, report
+from benchmarks import attention, baselines, compiled_kernels, figures, guard, memory, problems, report
 from benchmarks.environment import environment
 from benchmarks.measure import Timing
 from benchmarks.problems import Setting, Shape
@@ -176,120 +174,6 @@ def test_a_process_that_breaks_off_says_why():
     assert "nonsense" in memory.peak_of(Setting("gaussian", 2.0, 0.0, TINY), "nonsense")["error"]
 
 
-# ------------------------------------------------------------------ kernels
-
-
-def test_there_are_no_kernels_to_time_without_a_gpu(rows):
-    assert kernels.settings(quick=False, device="cpu") == ()
-    verdicts = {target.id: target.judge(rows)["verdict"] for target in ATTENTION if target.device == "cuda"}
-    assert verdicts == dict.fromkeys(("G1", "G2", "G5", "G6"), "unmeasured")
-
-
-def test_a_gpu_gets_the_settings_of_the_targets():
-    cases = attention.settings_of(False, device="cuda")
-    assert {case.metric for case in cases} == set(attention.METRICS)
-    assert {case.problem.device for case in cases} == {"cuda"}
-    timed = [case.problem for case in cases if case.metric in ("G1", "G2")]
-    assert {problem.shape for problem in timed} == {Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)}
-    assert {problem.dtype for problem in timed} == {"bfloat16"}
-    assert {problem.rtol for problem in timed} == {1e-3}
-    lengths = [case.problem.shape.length for case in cases if case.metric == "LENGTH"]
-    assert (min(lengths), max(lengths)) == (1024, 16384)
-
-
-def test_a_kernel_whose_tests_are_red_misses(monkeypatch):
-    monkeypatch.setattr(guard, "red", lambda tests, marker: f"not timed, its tests are red: {tests[0]}")
-    case = attention.Case("G1", Setting("gaussian", 2.0, 0.0, Shape(length=4096), dtype="bfloat16", device="cuda"))
-    (row,) = attention.run([case], repeats=1)
-    assert "tests/ops" in row["evidence"]["fused"]["error"]
-    assert ATTENTION[2].judge([row])["verdict"] == "missed"
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """The kernels' rows with an operation that exists on a CPU and clocks that are known."""
-
-    def solve(data, *, rtol, max_steps):
-        steps = max_steps if rtol == 0 else 60
-        evaluations = torch.full(data.queries.shape[:-1], steps)
-        evaluations[..., 0] = steps + 4
-        return SimpleNamespace(state=baselines.picard(data, steps)().state, num_evals=evaluations)
-
-    def clock(functions, first, **options):
-        seconds = {"fused": 36.0, "sdpa_math": 5.0, "sdpa_flash": 3.0}
-        return {name: Timing(seconds[name], 1.0, 1.0, 1) for name in functions}
-
-    monkeypatch.setattr(kernels, "fused_solve", solve)
-    monkeypatch.setattr(kernels, "rotation", lambda problem: [problems.draw(problem)])
-    monkeypatch.setattr(kernels, "interleaved", clock)
-    monkeypatch.setattr(kernels, "TILE", 20)
-    return Setting("gaussian", 2.0, 0.0, TINY)
-
-
-def test_g1_is_the_time_of_one_evaluation(fused):
-    found = kernels.measured(attention.Case("G1", fused), repeats=1, max_seconds=1.0)
-    # 8 evaluations, one of 40 queries needs 4 more.
-    assert found["ratios"]["G1"] == pytest.approx(36 / 8.1 / 3)
-    assert found["evidence"]["best"]["label"] == "sdpa_flash"
-
-
-def test_g2_allows_what_a_tile_must_wait_for(fused):
-    found = kernels.measured(attention.Case("G2", fused), repeats=1, max_seconds=1.0)
-    assert found["evidence"]["fused"]["evaluations_mean_of_tile_maxima"] == 62
-    assert found["ratios"]["G2"] == pytest.approx(36 / 3 - 62)
-    wrong = dataclasses.replace(fused, rtol=1e-9)
-    found = kernels.measured(attention.Case("G2", wrong), repeats=1, max_seconds=1.0)
-    assert found["ratios"]["G2"] is None
-    assert "wrong" in found["evidence"]["fused"]["error"]
-
-
-def test_an_operation_that_breaks_off_has_no_ratio(fused, monkeypatch):
-    def broken(data, **options):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(kernels, "fused_solve", broken)
-    found = kernels.measured(attention.Case("G1", fused), repeats=1, max_seconds=1.0)
-    assert found["ratios"] == {"G1": None}
-    assert "no such kernel" in found["evidence"]["fused"]["error"]
-
-
-def test_inputs_are_rotated():
-    seen = []
-    function = kernels.rotated(["a", "b"], seen.append)
-    for _ in range(3):
-        function()
-    assert seen == ["a", "b", "a"]
-
-
-def test_only_waits_of_the_function_are_counted(monkeypatch):
-    def mode(name):
-        if name == "warn":
-            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
-
-    def function():
-        for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert kernels.synchronisations(function) == 2
-        assert kernels.synchronisations(lambda: None) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_quick_run_of_a_gpu_has_its_rows(monkeypatch):
-    cases = [case for case in attention.settings_of(True, device="cuda") if case.metric in ("LENGTH", "G6")]
-    made = attention.run(cases, repeats=1, max_seconds=0.5)
-    assert [row["metric"] for row in made] == [case.metric for case in cases]
-    half = [row for row in made if row["metric"] == "LENGTH" and row["dtype"] == "bfloat16"]
-    assert half
-    assert all(row["seconds"]["sdpa_flash"]["median"] > 0 for row in half)
-    assert environment("cuda")["gpu"]["name"]
-
-
 # ------------------------------------------------------------------ report
 
 
@@ -297,7 +181,7 @@ def test_the_tables_hold_what_was_measured(run):
     console = Console(width=250, record=True, file=io.StringIO())
     report.show(run, attention.NOTES, console, attention.tables)
     shown = console.export_text()
-    for text in ("gaussian, 2, 0", "clustered, 2, 0.5", "unrolled 20", "132.0", "unmeasured", "host synchronisations"):
+    for text in ("gaussian, 2, 0", "clustered, 2, 0.5", "unrolled 20", "132.0"):
         assert text in shown, text
     assert json.loads(json.dumps(run)) == run
 

@@ -179,7 +179,7 @@ def test_an_ambition_decides_nothing():
 def test_rows_count_for_targets_of_their_device():
     target = Target("G", "a ratio", "G", "worst", "<=", 2.0, device="cuda")
     here, there = {"ratios": {"G": 1.0}}, {"ratios": {"G": 1.0}, "device": "cuda"}
-    assert target.judge([here])["verdict"] == "unmeasured"
+    assert target.judge([here])["verdict"] == "not measured"
     assert target.judge([here, there])["rows"] == 1
     assert target.judge([there])["verdict"] == "met"
     assert dataclasses.replace(target, device="cpu").judge([there])["verdict"] == "not measured"

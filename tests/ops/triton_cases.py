@@ -47,7 +47,8 @@ def main(path, device, *names):
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc(limit=-4)
-    Path(path).write_text(json.dumps(found))
+        # After each case: a process that is ended has told of those before.
+        Path(path).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def trust_sound(dtype=FP32, few=False, **options):
 
 @case
 def trust_of_tiles_before_they_are_timed():
-    from benchmarks import tuning
+    from benchmarks import card
     from implicit_attention.ops.triton.layout import TILES, Tiles
 
     most = max(TILES["solve", True])
@@ -316,7 +316,7 @@ def trust_of_tiles_before_they_are_timed():
                 return run
 
         broken.kernel = Spoilt()
-        found = tuning.rows_for("solve", most, (other, worse), device=harness.DEVICE, length=40, sets=1, repeats=1)
+        found = card.tile_rows(most, (other, worse), harness.DEVICE, length=40, sets=1)
     assert TILES["solve", True][most] == used
     assert {row["tiles"]: row["seconds"] is not None for row in found} == {
         ", ".join(map(str, tile)): tile is not worse for tile in (used, other, worse)

@@ -1,0 +1,212 @@
+"""The tables of what a card was asked, from the rows.jsonl of a call of `bash benchmarks/gpu.sh`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from . import report
+from .report import Document, Table, number, spread
+from .targets import CARD, Row
+
+NOTES = (
+    "Attention: fixed points of Gaussian keys, beta*sqrt(D) 2, anchor .5, N queries times sets 2^18, to 1e-3 (float32: "
+    "1e-4), by `hopfield_solve` in the precision of the keys, over one explicit step by torch's fastest kernel; in "
+    "float32: by `equilibrium_attention`, which computes so whatever its inputs are. torchdeq (the faster of its two "
+    "solvers) and unrolled steps solve the same beside us up to 16k keys, where that takes less than 1.5 s.",
+    "One head of every answer is checked in float64: largest relative residual, and the error of the gradient. A wrong "
+    "answer of ours is not timed.",
+    "G rows: B 4, H 16, N = M = 4096, bfloat16, inputs rotated past the cache of the card. G1: a budget of 8 "
+    "evaluations; G2: anchor 0, mean evaluations; G3: what more products of the adjoint solve take; G4: anchor .5.",
+    "Medians of events of the device, in turns. * : a case of the kernel fails in the tests of the same call.",
+)
+
+
+def read(path: Path) -> Document:
+    """A run from its rows, as the other suites have them."""
+    rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
+    first = rows[0]
+    finished = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
+    measured = [row for row in rows if row["part"] in ("attention", "targets", "block")]
+    judged = [{"ratios": {}, **row} for row in measured if row["part"] != "attention"]
+    return {
+        "suite": "card",
+        "began": first["began"],
+        "finished": finished.isoformat(timespec="seconds"),
+        "complete": not any(row["name"] == "skipped" for row in rows),
+        "quick": first["dry"],
+        "options": {"metrics": sorted({target.id for target in CARD}), "repeats": 3},
+        "environment": first["environment"],
+        "targets": [target.judge(judged) for target in CARD],
+        "rows": rows,
+    }
+
+
+def newest(folder: Path = report.RESULTS) -> tuple[Path, Document] | None:
+    """The latest run of a card; dry ones measure nothing."""
+    runs = [(path, read(path)) for path in folder.glob("card-*.jsonl")]
+    return max((r for r in runs if not r[1]["quick"]), key=lambda pair: pair[1]["began"], default=None)
+
+
+def of_part(run: Document, part: str) -> list[Row]:
+    return [row for row in run["rows"] if row["part"] == part and row["name"] != "skipped"]
+
+
+def faults(run: Document) -> dict[str, list[str]]:
+    """The kernels -> the failed tests of this call that speak against their rows."""
+    failed = [name for row in of_part(run, "tests") for name in row["failed"]]
+    failed += [f"smoke: {row['name']}" for row in of_part(run, "smoke") if "error" in row]
+    solve = [name for name in failed if not name.startswith("adjoint")]
+    return {"forward": solve, "training": failed}
+
+
+def tables(run: Document) -> list[Table]:
+    """One table for every part that has rows."""
+    made = [_checks(run)]
+    for part, table in (("attention", _attention), ("targets", _targets), ("block", _blocks), ("tiles", _tiles)):
+        if rows := of_part(run, part):
+            made.append(table(run, rows))
+    return made
+
+
+def _checks(run: Document) -> Table:
+    lines = [
+        [row["name"], ", ".join(f"{value:.3g} {unit}" for unit, value in row.get("ratios", {}).items())]
+        for row in of_part(run, "ceilings")
+    ]
+    smoke = of_part(run, "smoke")
+    wrong = [f"{row['name']}: {row['error']}" for row in smoke if "error" in row]
+    lines.append(["smoke", f"{len(smoke) - len(wrong)} of {len(smoke)} right" + "".join(f"; {w}" for w in wrong)])
+    for row in of_part(run, "tests"):
+        told = [f"{row['passed']} passed"] if "passed" in row else []
+        told.append(f"failed: {', '.join(row['failed']) or 'none'}")
+        told += [f"not reached: {len(row['not_reached'])}"] if row.get("not_reached") else []
+        lines.append([f"tests, {row['name']}", "; ".join(told)])
+    for row in run["rows"]:
+        if row["name"] == "skipped":
+            lines.append([f"{row['part']}, out of time", ", ".join(row["skipped"])])
+    return Table("the card", "CARD: ceilings and checks:", ["what", "found"], lines)
+
+
+def _attention(run: Document, rows: list[Row]) -> Table:
+    header = ["problem", "best SDPA", "ms", "evals", "ours / SDPA", "an evaluation", "in float32 / SDPA"]
+    header += ["training / SDPA's", "memory / SDPA's", "torchdeq / ours", "training", "unrolled / ours"]
+    header += ["residual", "gradient error", "spread"]
+    marks = {what: "*" if names else "" for what, names in faults(run).items()}
+    lines = []
+    for row in rows:
+        ratios, found = row.get("ratios", {}), row.get("evidence", {})
+        ours, training, seconds = found.get("ours", {}), found.get("ours_training", {}), row.get("seconds", {})
+        best, evaluations = row.get("best_sdpa"), ours.get("evaluations_mean")
+        forward = ratios.get("forward")
+        reason = row.get("error") or ours.get("error") or training.get("error")
+        lines.append(
+            [
+                row["name"] + (f" ({reason})" if reason else ""),
+                "-" if best is None else best.removeprefix("sdpa_"),
+                number(1000 * seconds[best]["median"] if best in seconds else None),
+                number(evaluations),
+                number(forward) + marks["forward"],
+                number(forward / evaluations if forward and evaluations else None),
+                number(ratios.get("equilibrium_attention")),
+                number(ratios.get("training")) + marks["training"],
+                *(number(ratios.get(name)) for name in ("memory", "torchdeq", "torchdeq training", "unrolled")),
+                *(
+                    f"{part[key]:.0e}" if key in part else "-"
+                    for part, key in ((ours, "residual_max"), (training, "gradient_error"))
+                ),
+                spread(seconds),
+            ]
+        )
+    return Table("attention", "ATTENTION: fixed points beside one explicit step:", header, lines)
+
+
+def _targets(run: Document, rows: list[Row]) -> Table:
+    header = ["row", "value", "ms, ours", "best SDPA", "ms", "evals", "residual", "gradient error", "spread"]
+    lines = []
+    for row in rows:
+        seconds = row.get("seconds", {})
+        found = row.get("evidence", {})
+        found = found.get("fused") or {**found.get("ours_training", {}), **found.get("ours", {})}
+        best = row.get("best_sdpa", "-")
+        mine = next((seconds[name] for name in ("fused", "many", "ours_training") if name in seconds), None)
+        values = ", ".join(f"{k} {number(v)}" for k, v in row["ratios"].items() if k.startswith("G"))
+        lines.append(
+            [
+                row["name"],
+                row.get("error") or values,
+                number(None if mine is None else 1000 * mine["median"]),
+                best.removeprefix("sdpa_"),
+                number(1000 * seconds[best]["median"] if best in seconds else None),
+                number(found.get("evaluations_mean")),
+                *(f"{found[key]:.0e}" if key in found else "-" for key in ("residual_max", "gradient_error")),
+                spread(seconds),
+            ]
+        )
+    return Table("targets' rows", "G rows:", header, lines)
+
+
+def _blocks(run: Document, rows: list[Row]) -> Table:
+    header = ["contender", "ms", "evaluations", "products", "residual of the state", "of the adjoint"]
+    lines = []
+    for row in rows:
+        for name, timing in row.get("seconds", {}).items():
+            found = row["evidence"].get(name, {})
+            lines.append(
+                [
+                    f"{row['name']}, {name}",
+                    number(1000 * timing["median"]),
+                    *(str(found.get(key, "-")) for key in ("evaluations", "products")),
+                    *(f"{found[key]:.0e}" if key in found else "-" for key in ("state_residual", "adjoint_residual")),
+                ]
+            )
+        ratios = ", ".join(f"{name} {number(value)}" for name, value in row.get("ratios", {}).items())
+        lines.append([f"{row['name']}: {row.get('error') or ratios}", *["-"] * 5])
+    return Table(
+        "block", "BLOCK: a transformer block as a fixed point, and bare loops of as many calls:", header, lines
+    )
+
+
+def _tiles(run: Document, rows: list[Row]) -> Table:
+    lines = [
+        [row["name"], each["tiles"], each["refused"] or number(1000 * each["seconds"])]
+        for row in rows
+        for each in row.get("tiles", [{"tiles": "-", "refused": row.get("error", "-")}])
+    ]
+    intro = "TILES: queries, keys, warps, stages, registers; the first are those in use:"
+    return Table("tiles", intro, ["kernel", "tiles", "ms, or why not"], lines)
+
+
+def show(path: Path) -> None:
+    """All tables, on the terminal."""
+    report.show(read(path), (), Console(highlight=False, width=210), tables)
+
+
+def rewrite(readme: Path = report.README, folder: Path = report.RESULTS) -> Path | None:
+    """Put the tables of the newest run between their markers; None without one."""
+    found, content = newest(folder), "Not run yet."
+    if found is not None:
+        content = report.markdown(found[1], f"{folder.name}/{found[0].name}", NOTES, tables)
+    report.between(readme, "<!-- results of card -->", "<!-- end of card -->", content)
+    return None if found is None else found[0]
+
+
+def in_short(folder: Path = report.RESULTS) -> list[str]:
+    """The targets of a card and the main table in bfloat16, as paragraphs; none without a run."""
+    found = newest(folder)
+    if found is None:
+        return []
+    path, run = found
+    rows = [row for row in of_part(run, "attention") if row.get("dtype") == "bfloat16" and not row.get("causal")]
+    _, intro, header, lines = _attention(run, rows)
+    shown = [0, 2, 3, 4, 7, 8, 9, 11]
+    card = run["environment"]["gpu"]["name"]
+    return [
+        report.markdown_table(*report.targets_table(run)),
+        f"{intro.removeprefix('ATTENTION: ').capitalize()}",
+        report.markdown_table([header[i] for i in shown], [[line[i] for i in shown] for line in lines]),
+        f"One {card}. From `{path.name}` ([all of it](../benchmarks/README.md#results-card)).",
+    ]
