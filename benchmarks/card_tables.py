@@ -93,7 +93,7 @@ def _checks(run: Document) -> Table:
 
 def _attention(run: Document, rows: list[Row]) -> Table:
     header = ["problem", "best SDPA", "ms", "evals", "ours / SDPA", "an evaluation", "in float32 / SDPA"]
-    header += ["training / SDPA's", "memory / SDPA's", "torchdeq / ours", "training", "unrolled / ours"]
+    header += ["training / SDPA's", "memory / SDPA's", "torchdeq / ours", "training", "unrolled / ours", "memory"]
     header += ["residual", "gradient error", "spread"]
     marks = {what: "*" if names else "" for what, names in faults(run).items()}
     lines = []
@@ -113,7 +113,10 @@ def _attention(run: Document, rows: list[Row]) -> Table:
                 number(forward / evaluations if forward and evaluations else None),
                 number(ratios.get("equilibrium_attention")),
                 number(ratios.get("training")) + marks["training"],
-                *(number(ratios.get(name)) for name in ("memory", "torchdeq", "torchdeq training", "unrolled")),
+                *(
+                    number(ratios.get(name))
+                    for name in ("memory", "torchdeq", "torchdeq training", "unrolled", "unrolled memory")
+                ),
                 *(
                     f"{part[key]:.0e}" if key in part else "-"
                     for part, key in ((ours, "residual_max"), (training, "gradient_error"))

@@ -295,7 +295,7 @@ def test_a_rival_that_would_take_too_long_is_not_called(known, monkeypatch):
         "unrolled",
     }
     assert all("not timed, it takes about" in row["evidence"][name]["error"] for name in rivals)
-    assert row["ratios"] == {"torchdeq": None, "torchdeq training": None, "unrolled": None}
+    assert set(row["ratios"].values()) == {None}
 
 
 def test_a_wrong_kernel_flags_its_rows(tmp_path):
