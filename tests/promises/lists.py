@@ -12,8 +12,10 @@ import importlib
 import inspect
 import json
 import math
+import os
 import pathlib
 import re
+import tempfile
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +46,7 @@ def write(name: str, entries: Any) -> None:
     """Commit a list, one entry a line."""
 
     def lines(value: Any, indent: str) -> str:
-        single = (name in ("signatures", "refusals") and isinstance(value, list) and indent) or indent[1:] != ""
+        single = len(indent) > 1 or (indent and name in ("signatures", "refusals"))
         if single or not isinstance(value, dict | list) or not value:
             return json.dumps(value, ensure_ascii=False)
         inner = indent + " "
@@ -123,16 +125,30 @@ def now_at(text: str) -> str:
     """A text with the paths that have moved, as `moved.json` says."""
     for old, new in _exceptions()[1].items():
         text = re.sub(rf"\b{re.escape(old)}\b", new, text)
+        (home, _, name), (house, _, called) = old.rpartition("."), new.rpartition(".")
+        text = re.sub(rf"from {re.escape(home)} import {name}\b", f"from {house} import {called} as {name}", text)
     return text
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Work in a folder of one's own, which is gone afterwards."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
 
 
 def scope() -> dict[str, Any]:
     """Names that the expressions of the lists may use."""
 
-    def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
 
-    def symmetric(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def symmetric(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         half = normal(*shape, dtype=dtype) / 2
         return half + half.mT
 
@@ -156,11 +172,12 @@ def scope() -> dict[str, Any]:
 def evaluate(text: str, given: tuple[str, ...] = ()) -> Any:
     """The value of an expression, after the definitions that it needs."""
     names = scope()
-    for path in sorted(set(re.findall(r"\bimplicit_attention(?:\.\w+)+", text := now_at(text)))):
-        with contextlib.suppress(ImportError):
+    text, *given = map(now_at, (text, *given))
+    for path in sorted(set(re.findall(r"\bimplicit_attention(?:\.\w+)+", " ".join((text, *given))))):
+        with contextlib.suppress(ImportError, AttributeError):
             value_at(path)
     for source in given:
-        exec(compile(now_at(source), "<given>", "exec", dont_inherit=True), names)
+        exec(compile(source, "<given>", "exec", dont_inherit=True), names)
     return eval(text, names)
 
 

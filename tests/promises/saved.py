@@ -1,10 +1,8 @@
 """Keys of what users save: state dicts of small modules, and the files that the package writes."""
 
-import contextlib
 import csv
 import io
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +119,7 @@ def files() -> dict[str, list[str]]:
     board = Scalars()
     TensorBoard(board).write(observed)
     found["TensorBoard"] = board.tags
-    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+    with lists.elsewhere():
         CSVFile("seen.csv").write(observed)
         found["CSVFile"] = next(csv.reader(io.StringIO(Path("seen.csv").read_text())))
         JSONLines("seen.jsonl").write(observed)

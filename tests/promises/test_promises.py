@@ -1,13 +1,17 @@
 """The package keeps what it promised; CONTRIBUTING.md says how a promise moves or goes."""
 
+import functools
+import json
 import re
 
 import lists
 import pytest
+import refusals
 import saved
 
 #: Numbers of entries at the first commit. A promise that moves or goes stays in its list, so none falls.
 AT_LEAST = {"names": 375, "signatures": 1819, "operations": 3, "options": 66, "states": 409, "files": 190}
+AT_LEAST["refusals"] = 2769
 NEW = "run `python tests/promises/write.py`"
 
 
@@ -69,3 +73,45 @@ def test_options_of_commands_and_keys_of_files_are_there(name, today):
 def test_saved_states_still_fit():
     for text, old in lists.read("states").items():
         assert lists.is_gone(text) or saved.state(text) == old, text
+
+
+# Refusals.
+
+ROWS = lists.read("refusals")
+
+
+def gone(row):
+    texts = (
+        row["door"],
+        f"{row['door']}: {row['message']}",
+        *re.findall(r"implicit_attention[\w.]*", row.get("call", "")),
+    )
+    return any(map(lists.is_gone, texts))
+
+
+@pytest.mark.parametrize("door", sorted({row["door"] for row in ROWS}))
+def test_a_door_refuses_what_it_refused_in_the_same_words(door):
+    other = []
+    for row in ROWS:
+        if row["door"] == door and "call" in row and not gone(row):
+            found = refusals.refused(row)
+            if found != (row["kind"], row["message"]):
+                other.append({"call": row["call"], "was": [row["kind"], row["message"]], "is": found})
+    assert not other, json.dumps(other, indent=1)
+
+
+def test_what_no_expression_can_ask_has_a_test():
+    contracts = "".join(file.read_text() for file in (lists.SOURCE / "testing").glob("*.py"))
+    read = functools.cache(lambda file: (lists.ROOT / file).read_text() + contracts)
+    for row in ROWS:
+        if "test" in row and not gone(row):
+            file, *_, name = lists.now_at(row["test"]).split("::")
+            assert f"def {name}(" in read(file), row
+
+
+def test_every_public_name_refuses_something_or_is_known_to_refuse_nothing():
+    doors = {path for row in ROWS for path in (row["door"], row["door"].rpartition(".")[0])}
+    silent = lists.read("silent")
+    for path, value in lists.listed():
+        known = path in silent or refusals.reason(value) or ".testing." in path
+        assert path in doors or known, f"{path}: record a refusal, or say in silent.json why there is none"

@@ -71,7 +71,6 @@ def table(files: list[str]) -> list[dict[str, Any]]:
         now = [i for i, group in enumerate(waiting) if len(group) > turn and len(kept[i]) < MOST]
         for i, row in zip(now, asked([waiting[i][turn] for i in now]), strict=True):
             kept[i] += [row] if row else []
-        print(turn, len(now), sum(map(len, kept)), flush=True)
     for group, found in zip(waiting, kept, strict=True):
         tested = [row for row in group if row["test"]]
         if not found and tested:
