@@ -118,6 +118,7 @@ def visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, 
         end = tl.load(counts + 2 * entry + 1)
         visited += entry * tl.cdiv(M, KEYS)
     else:
+        visited = 0  # Triton before 3.7 returns no None in a tuple
         whole = (M // KEYS) * KEYS
         end = M
         if P.causal:
