@@ -235,6 +235,7 @@ def _adjoint_kernel(
             p = tl.load(search + place, mask=there, other=0.0)
             value = tl.load(value_out + place, mask=there, other=0.0) + rate[:, None] * p
             r = tl.load(remainder + place, mask=there, other=0.0) - rate[:, None] * (p - (1.0 - a) * b * product)
+            tl.debug_barrier()  # what one thread reads another may write
             reached += sums(r * r, P)
             tl.store(value_out + place, value, mask=there)
             tl.store(remainder + place, r, mask=there)
@@ -245,7 +246,9 @@ def _adjoint_kernel(
             place, exists = columns(column, local, P)
             there = real[:, None] & exists
             p = tl.load(search + place, mask=there, other=0.0)
-            tl.store(search + place, tl.load(remainder + place, mask=there, other=0.0) + again[:, None] * p, mask=there)
+            r = tl.load(remainder + place, mask=there, other=0.0)
+            tl.debug_barrier()  # what one thread reads another may write
+            tl.store(search + place, r + again[:, None] * p, mask=there)
         square = reached
         active = active & (square > limit) & (num_steps < max_steps)
         running = tl.max(active.to(tl.int32), 0) > 0
@@ -296,6 +299,7 @@ def _adjoint_kernel(
         there = real[:, None] & exists
         # A row that is not finite gives NaN.
         value = tl.where(finite[:, None], tl.load(value_out + place, mask=there, other=0.0), float("nan"))
+        tl.debug_barrier()  # what one thread reads another may write
         value = tl.where(dropped[:, None], 0.0, value)
         tl.store(value_out + place, value * unit[:, None] / lift[:, None], mask=there)
         z = tl.where(dropped[:, None], 0.0, tl.load(state + place, mask=there, other=0.0))

@@ -91,7 +91,9 @@ def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
     DIMS: tl.constexpr = P.dims
     KEYS: tl.constexpr = P.keys
     local, dims = tl.arange(0, KEYS), tl.arange(0, DIMS)
-    at = pointer + tl.cast(start, tl.int64) * stride_m + local[:, None] * stride_m + dims[None, :] * stride_d
+    # Within one tile, too, 32 bits may not hold them.
+    stride_m, stride_d = tl.cast(stride_m, tl.int64), tl.cast(stride_d, tl.int64)
+    at = pointer + start * stride_m + local[:, None] * stride_m + dims[None, :] * stride_d
     if TAIL:
         return tl.load(at, mask=(start + local < M)[:, None] & (dims < P.dim)[None, :], other=0.0)
     elif P.dim < DIMS:
