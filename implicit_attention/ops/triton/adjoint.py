@@ -32,7 +32,7 @@ from .kernels import (
     weighted_keys,
 )
 from .keys import KernelOperands, gradient_of_keys
-from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
+from .layout import KernelLayout, counted, in_memory, in_order, launch, offset_of, placed, tiles
 from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -83,7 +83,7 @@ def solve_adjoint(
         *placed(problem, layout),
         *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
         *(*operands, *MaskTiles.of(problem, layout, chosen, by_keys=False).placed(), *layout.sizes[1:]),
-        *(rows, keys.shape[-2], offset_of(problem), *rule),
+        *(rows, keys.shape[-2], offset_of(problem), rule.rtol, counted(rule.max_steps)),
     )
     if keys.numel():
         gradient_of_keys(problem, layout, operands, answer.by_keys)

@@ -256,6 +256,11 @@ def offset_of(problem: Hopfield) -> int:
     return 0 if problem.first is None else min(problem.first, problem.keys.shape[-2])
 
 
+def counted(steps: int) -> int:
+    """A number of steps as 32 bits hold it and the next one."""
+    return min(steps, 2**31 - 2)
+
+
 def in_order(tensor: Tensor) -> Tensor:
     """A tensor of the query's shape as a kernel reads it, which begins at a multiple of 16 bytes."""
     tensor = tensor.resolve_neg().contiguous()

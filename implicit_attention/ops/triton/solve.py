@@ -30,7 +30,19 @@ from .kernels import (
     sums,
     visited_tiles,
 )
-from .layout import KernelLayout, Picked, alike, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
+from .layout import (
+    KernelLayout,
+    Picked,
+    alike,
+    counted,
+    gathered_after,
+    in_memory,
+    in_order,
+    launch,
+    offset_of,
+    placed,
+    tiles,
+)
 from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -56,7 +68,8 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
     ends: the evaluations after which the queries of a set that have not ended are gathered into tiles of their own, so
         that no tile waits for its slowest query; by default those that pay. Masks of pairs cannot be gathered.
     """
-    problem, stop = in_memory(problem), counted(stop)
+    problem = in_memory(problem)
+    stop = stop._replace(max_steps=counted(stop.max_steps), plain_steps=counted(stop.plain_steps))
     field, count = problem.field, problem.keys.shape[-2]
     empty = partial(trust.empty, device=field.device)
     answer = Solved.allocated(empty, field.shape, torch.float32)
@@ -87,12 +100,6 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
             picked=picked is not None,
         )
     return answer
-
-
-def counted(stop: FusedRule) -> FusedRule:
-    """The rule as kernels take it: tolerances are floats, and numbers of steps have 32 bits."""
-    most = 2**31 - 2
-    return FusedRule(float(stop.rtol), float(stop.atol), min(stop.max_steps, most), min(stop.plain_steps, most))
 
 
 def unfinished(status: Tensor, rows: int) -> Picked:
