@@ -3,9 +3,11 @@
 The cases run in processes of their own, because Triton decides at its import whether it interprets.
 """
 
+import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -118,6 +120,26 @@ def test_instructions_are_counted_in_the_innermost_loop_that_multiplies():
     text = "".join(f"        /*{16 * at:04x}*/  {code} ;" for at, code in enumerate([*lines, "BRA 0x0000"]))
     found = compiled_kernels.loop_of(text)
     assert found == {"instructions": 4, "tensor": 1, "exp2": 0, "loads": 1, "barriers": 0, "spills": 1}
+
+
+@pytest.mark.parametrize("file", ["solve", "adjoint"])
+def test_sweeps_that_read_and_write_one_place_have_a_barrier_between(file):
+    text = (ROOT / "implicit_attention" / "ops" / "triton" / f"{file}.py").read_text()
+    # The innermost loops: those over columns.
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
+    both = 0
+    for loop in loops:
+        body = [ast.unparse(line) for line in loop.body]
+        read, written = (
+            {at: name for at, line in enumerate(body) for name in re.findall(rf"tl.{verb}\((\w+) \+ place", line)}
+            for verb in ("load", "store")
+        )
+        for name in set(read.values()) & set(written.values()):
+            both += 1
+            last = max(at for at, other in read.items() if other == name)
+            first = min(at for at, other in written.items() if other == name)
+            assert "tl.debug_barrier()" in body[last + 1 : first], f"{name}, line {loop.lineno}"
+    assert both == {"solve": 1, "adjoint": 4}[file]
 
 
 def problem(dim=16, lead=(2,), dtype=torch.float32, **options):

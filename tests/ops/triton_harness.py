@@ -79,10 +79,12 @@ class Poison:
 # Problems.
 
 
-def problem_of(lead=(2, 2), keys_lead=None, n=37, m=50, dim=40, dtype=FP32, beta=0.6, anchor=0.5, seed=0, **options):
-    """Gaussian queries and keys; beta in units of 1/sqrt(dim)."""
+def problem_of(
+    lead=(2, 2), keys_lead=None, n=37, m=50, dim=40, dtype=FP32, beta=0.6, anchor=0.5, seed=0, exact=False, **options
+):
+    """Gaussian queries and keys, of `exact` numbers on every device; beta in units of 1/sqrt(dim)."""
     torch.manual_seed(seed)
-    n, m = large(n), large(m)
+    n, m = (n, m) if exact else (large(n), large(m))
     keys_lead = lead if keys_lead is None else keys_lead
     ones = (1,) * len(lead)
 
@@ -117,9 +119,12 @@ def check_error(what, value, rough, exact, slack=0.0):
 
 
 SHAPES = {
-    "one_query": dict(lead=(1,), n=1, m=37, dim=16),
-    "one_key": dict(lead=(1,), n=5, m=1, dim=32),
-    "few": dict(lead=(2,), n=5, m=5, dim=64),
+    "one_query": dict(lead=(1,), n=1, m=37, dim=16, exact=True),
+    "one_key": dict(lead=(1,), n=5, m=1, dim=32, exact=True),
+    "one_pair": dict(lead=(2,), n=1, m=1, dim=16, dtype=BF16, exact=True),
+    "few": dict(lead=(2,), n=5, m=5, dim=64, exact=True),
+    "bf16_few": dict(lead=(2,), n=16, m=5, dim=64, dtype=BF16, first=0, exact=True),
+    "one_small_tile": dict(lead=(2,), n=16, m=16, dim=128, exact=True),
     "ragged": dict(lead=(2,), n=37, m=50, dim=40, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
     "whole_tiles": dict(lead=(1,), n=32, m=64, dim=32),
     "dim_96": dict(lead=(1,), n=37, m=37, dim=96),
@@ -139,7 +144,7 @@ SHAPES = {
     "bf16_causal": dict(lead=(1, 2), keys_lead=(1, 1), n=37, m=50, dim=64, dtype=BF16, first=0),
     "bf16_dim_192": dict(lead=(1,), n=33, m=37, dim=192, dtype=BF16),
     "fp16_dim_256": dict(lead=(1,), n=16, m=40, dim=256, dtype=FP16, first=30),
-    "fp16_one_query": dict(lead=(2,), n=1, m=50, dim=64, dtype=FP16),
+    "fp16_one_query": dict(lead=(2,), n=1, m=16, dim=64, dtype=FP16, exact=True),
 }
 MASKS = {
     "padding": lambda n, m: (torch.arange(m) < torch.tensor([m, 0, m // 2])[:, None])[:, None, None, :],

@@ -334,6 +334,18 @@ def solve_strides():
         check_solved(tried, solve(tried, initial), initial=initial)
 
 
+@cases(columns=dict(strides=(1, 2**30 + 16)), rows=dict(strides=(2**26 + 2**22, 1)))
+def solve_keys_far_apart(strides):
+    # In 32 bits the offset of the last number would be 2^32 less: still in this memory, so that nothing crashes.
+    problem = problem_of(lead=(), n=9, m=32, dim=3, dtype=FP16, exact=True)
+    last = sum((size - 1) * step for size, step in zip(problem.keys.shape, strides, strict=True))
+    memory = torch.empty(2**31 + last + 1, dtype=FP16, device=harness.DEVICE)
+    keys = memory.as_strided(problem.keys.shape, strides, 2**31)
+    keys.copy_(problem.keys)
+    assert 2**31 < last < 2**32
+    check_solved(problem, solve(problem._replace(keys=keys), problem.field))
+
+
 @case
 def solve_signs_kept_aside():
     problem = problem_of(lead=(2,), dim=16)

@@ -20,15 +20,16 @@ BROKEN = {
     ADJOINT: ("adjoint", "_adjoint_kernel"),
     "keys": ("keys", "_keys_kernel"),
 }
-# Where in its arguments a kernel writes a result of many numbers.
-OUTPUT = {SOLVE: 12, ADJOINT: 15, "keys": 12}
+# The argument in which a kernel writes a result of many numbers.
+OUTPUT = {SOLVE: "mean_out", ADJOINT: "value_out", "keys": "out"}
 
 
 class Broken:
     """A kernel that is launched, and more or less than that: it counts launches."""
 
     def __init__(self, kernel, fault, output):
-        self.kernel, self.fault, self.output, self.launches = kernel, fault, output, 0
+        self.kernel, self.fault, self.launches = kernel, fault, 0
+        self.output = kernel.arg_names.index(output)
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -155,7 +156,7 @@ class BrokenKinds(Broken):
     """The kernel that tells what the tiles under a mask are, which calls all of them the same."""
 
     def __init__(self, kernel, kind):
-        super().__init__(kernel, None, 0)
+        super().__init__(kernel, None, "kinds")
         self.kind = kind
 
     def __getitem__(self, grid):
@@ -188,20 +189,15 @@ def trust_broken_tiles_of_masks(kind, count=32):
 class Blind(Broken):
     """A kernel that sees a mask which allows everything."""
 
-    def __init__(self, kernel, place):
-        super().__init__(kernel, None, 0)
-        self.place = place
+    def __init__(self, kernel):
+        super().__init__(kernel, None, "mask")
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
-            before, mask, after = arguments[: self.place], arguments[self.place], arguments[self.place + 1 :]
+            before, mask, after = arguments[: self.output], arguments[self.output], arguments[self.output + 1 :]
             self.kernel[grid](*before, torch.ones_like(mask), *after, **options)
 
         return launch
-
-
-# Where in its arguments a kernel has the mask.
-MASK = {SOLVE: 9, ADJOINT: 13, "keys": 4}
 
 
 @cases(
@@ -216,7 +212,7 @@ def trust_that_a_mask_is_read(name, count, is_causal):
     file, kernel = BROKEN[name]
     module = importlib.import_module(f"implicit_attention.ops.triton.{file}")
     sound = getattr(module, kernel)
-    setattr(module, kernel, Blind(sound, MASK[name]))
+    setattr(module, kernel, Blind(sound))
     try:
         with untried():
             solved("auto", **options)
@@ -311,7 +307,7 @@ def trust_of_tiles_before_they_are_timed():
                 def run(*arguments, **options):
                     launch[grid](*arguments, **options)
                     if arguments[-1].keys == worse.keys:
-                        arguments[OUTPUT[SOLVE]].add_(0.05)
+                        arguments[broken.output].add_(0.05)
 
                 return run
 

@@ -19,6 +19,8 @@ from .kernels import (
     LOG2E,
     batch_offset,
     columns,
+    kernel,
+    matrix,
     narrow,
     no_sums,
     power_of_two,
@@ -30,7 +32,7 @@ from .kernels import (
     weighted_keys,
 )
 from .keys import KernelOperands, gradient_of_keys
-from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
+from .layout import KernelLayout, counted, in_memory, in_order, launch, offset_of, placed, tiles
 from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -80,8 +82,8 @@ def solve_adjoint(
         *(empty(state.shape, dtype=torch.float32) for _ in range(3)),
         *placed(problem, layout),
         *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
-        *(*operands, MaskTiles.of(problem, layout, chosen, by_keys=False), layout.sizes, rows, keys.shape[-2]),
-        *(offset_of(problem), *rule),
+        *(*operands, *MaskTiles.of(problem, layout, chosen, by_keys=False).placed(), *layout.sizes[1:]),
+        *(rows, keys.shape[-2], offset_of(problem), rule.rtol, counted(rule.max_steps)),
     )
     if keys.numel():
         gradient_of_keys(problem, layout, operands, answer.by_keys)
@@ -121,7 +123,7 @@ def _spread_at(column, mean, spread, rest, unit, local, real, P: tl.constexpr):
     return place, there, m, product * unit[:, None]
 
 
-@triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "max_steps"])
+@kernel
 def _adjoint_kernel(
     state,
     mean,
@@ -131,13 +133,25 @@ def _adjoint_kernel(
     remainder,
     spread,
     keys,
-    keys_strides,
+    keys_0: tl.int64,
+    keys_1: tl.int64,
+    keys_2: tl.int64,
+    keys_row: tl.int64,
+    keys_column: tl.int64,
     beta,
-    beta_strides,
+    beta_0: tl.int64,
+    beta_1: tl.int64,
+    beta_2: tl.int64,
     anchor,
-    anchor_strides,
+    anchor_0: tl.int64,
+    anchor_1: tl.int64,
+    anchor_2: tl.int64,
     mask,
-    mask_strides,
+    mask_0: tl.int64,
+    mask_1: tl.int64,
+    mask_2: tl.int64,
+    mask_row: tl.int64,
+    mask_column: tl.int64,
     value_out,
     status_out,
     residual_out,
@@ -152,12 +166,17 @@ def _adjoint_kernel(
     value_scale_out,
     centre_out,
     listed,
-    sizes,
-    N,
-    M,
-    offset,
-    rtol,
-    max_steps,
+    listed_counts,
+    listed_0: tl.int64,
+    listed_1: tl.int64,
+    listed_2: tl.int64,
+    middle: tl.int32,
+    inner: tl.int32,
+    N: tl.int32,
+    M: tl.int32,
+    offset: tl.int32,
+    rtol: tl.float32,
+    max_steps: tl.int32,
     P: tl.constexpr,
 ):
     """Conjugate gradients per query, in units of the power of two that brings its cotangent to order one.
@@ -174,11 +193,13 @@ def _adjoint_kernel(
     state, mean, cotangent, value_out = state + start, mean + start, cotangent + start, value_out + start
     search, remainder, spread = search + start, remainder + start, spread + start
 
-    b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
-    a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
-    key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
-    pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
-    visited = visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, P)
+    sizes = (middle, inner)
+    b = tl.load(beta + batch_offset(batch, sizes, (beta_0, beta_1, beta_2)))
+    a = tl.load(anchor + batch_offset(batch, sizes, (anchor_0, anchor_1, anchor_2)))
+    key_rows = matrix(keys, batch, sizes, (keys_0, keys_1, keys_2, keys_row, keys_column), P, False)
+    pairs = (matrix(mask, batch, sizes, (mask_0, mask_1, mask_2, mask_row, mask_column), P, True), offset)
+    tiles = (listed, listed_counts, (listed_0, listed_1, listed_2))
+    visited = visited_tiles(batch, tile, first, local, real, offset, tiles, sizes, N, M, P)
 
     half, scale = rounded(tl.load(state + local[:, None] * D + dims[None, :], mask=inside, other=0.0), P)
     moved, peak = no_sums(P), tl.zeros([ROWS], tl.float32)
@@ -235,6 +256,7 @@ def _adjoint_kernel(
             p = tl.load(search + place, mask=there, other=0.0)
             value = tl.load(value_out + place, mask=there, other=0.0) + rate[:, None] * p
             r = tl.load(remainder + place, mask=there, other=0.0) - rate[:, None] * (p - (1.0 - a) * b * product)
+            tl.debug_barrier()  # what one thread reads another may write
             reached += sums(r * r, P)
             tl.store(value_out + place, value, mask=there)
             tl.store(remainder + place, r, mask=there)
@@ -245,7 +267,9 @@ def _adjoint_kernel(
             place, exists = columns(column, local, P)
             there = real[:, None] & exists
             p = tl.load(search + place, mask=there, other=0.0)
-            tl.store(search + place, tl.load(remainder + place, mask=there, other=0.0) + again[:, None] * p, mask=there)
+            r = tl.load(remainder + place, mask=there, other=0.0)
+            tl.debug_barrier()  # what one thread reads another may write
+            tl.store(search + place, r + again[:, None] * p, mask=there)
         square = reached
         active = active & (square > limit) & (num_steps < max_steps)
         running = tl.max(active.to(tl.int32), 0) > 0
@@ -296,6 +320,7 @@ def _adjoint_kernel(
         there = real[:, None] & exists
         # A row that is not finite gives NaN.
         value = tl.where(finite[:, None], tl.load(value_out + place, mask=there, other=0.0), float("nan"))
+        tl.debug_barrier()  # what one thread reads another may write
         value = tl.where(dropped[:, None], 0.0, value)
         tl.store(value_out + place, value * unit[:, None] / lift[:, None], mask=there)
         z = tl.where(dropped[:, None], 0.0, tl.load(state + place, mask=there, other=0.0))

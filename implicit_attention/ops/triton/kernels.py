@@ -8,10 +8,13 @@ first order by beta <mean, z - half * scale>.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from .layout import ADDED as _ADDED
+from .layout import ALIGNMENT as _ALIGNMENT
 from .layout import BOOLEAN as _BOOLEAN
 from .layout import NO_MASK as _NO_MASK
 
@@ -20,6 +23,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 NO_MASK = tl.constexpr(_NO_MASK)
 BOOLEAN = tl.constexpr(_BOOLEAN)
 ADDED = tl.constexpr(_ADDED)
+ALIGNMENT = tl.constexpr(_ALIGNMENT)
 # Biases below this, but for -inf, would become -inf in units of log 2.
 LOWEST_BIAS = tl.constexpr(-2.0e38)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
@@ -28,14 +32,42 @@ SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 HEADROOM = tl.constexpr(16.0)
 
 
+def kernel(function: Any) -> Any:
+    """Return the kernel; its machine code depends on constants and dtypes alone, so that one check is for all of it.
+
+    Numbers have annotations: Triton would compile anew for those that are 1, multiples of 16 or large, and in tuples
+    nothing keeps it from that. Betas and anchors begin anywhere, keys and masks as their orders in `KernelPlan` say,
+    all other tensors at multiples of 16 bytes.
+    """
+    numbers = [name for name, kind in function.__annotations__.items() if kind != "tl.constexpr"]
+    return triton.jit(function, do_not_specialize=[*numbers, "beta", "anchor"])
+
+
 # Addresses.
 
 
 @triton.jit
 def batch_offset(batch, sizes, strides):
-    """Offset of the entry with the flat number `batch` (int64)."""
-    outer = batch // sizes[2]
-    return (outer // sizes[1]) * strides[0] + (outer % sizes[1]) * strides[1] + (batch % sizes[2]) * strides[2]
+    """Offset of the entry with the flat number `batch`, for the sizes of the last two of its axes (int64)."""
+    middle, inner = sizes
+    batch = batch.to(tl.int32)  # as numbers of programs are
+    outer = batch // inner
+    return (outer // middle) * strides[0] + (outer % middle) * strides[1] + (batch % inner) * strides[2]
+
+
+@triton.jit
+def matrix(tensor, batch, sizes, strides, P: tl.constexpr, OF_MASK: tl.constexpr):
+    """The keys or the mask of an entry: pointer, strides by row and by column, with what their order tells."""
+    ORDER: tl.constexpr = P.mask_order if OF_MASK else P.key_order
+    offset, row, column = batch_offset(batch, sizes, strides), strides[3], strides[4]
+    # The compiler sees that products have this factor; `tl.multiple_of` does not outlast the inlining of functions.
+    UNIT: tl.constexpr = ALIGNMENT * 8 // tensor.dtype.element_ty.primitive_bitwidth
+    if ORDER == "rows":
+        return tensor + offset // UNIT * UNIT, row.to(tl.int32) // UNIT * UNIT, 1
+    elif ORDER == "columns":
+        return tensor + offset // UNIT * UNIT, 1, column.to(tl.int32) // UNIT * UNIT
+    else:
+        return tensor + offset, row.to(tl.int64), column.to(tl.int64)
 
 
 @triton.jit
@@ -118,6 +150,7 @@ def visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, 
         end = tl.load(counts + 2 * entry + 1)
         visited += entry * tl.cdiv(M, KEYS)
     else:
+        visited = 0  # Triton before 3.7 returns no None in a tuple
         whole = (M // KEYS) * KEYS
         end = M
         if P.causal:
@@ -203,9 +236,10 @@ def scores_of(left, right, P: tl.constexpr):
 def restricted(scores, rows, cols, pairs, N, M, P: tl.constexpr):
     """Scores of rows and columns that broadcast to them, -inf where the row does not attend to the key.
 
-    pairs: the mask, its strides by row and by column, the number of the first row among the columns.
+    pairs: the `matrix` of the mask, the number of the first row among the columns.
     """
-    mask, stride_n, stride_m, offset = pairs
+    of_mask, offset = pairs
+    mask, stride_n, stride_m = of_mask
     inside = cols < M
     allowed = inside
     if P.causal:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from .kernels import (
     LOG2E,
     NO_MASK,
     batch_offset,
+    kernel,
     key_tile,
+    matrix,
     narrow,
     one,
     product,
@@ -68,18 +71,18 @@ def gradient_of_keys(problem: Hopfield, layout: KernelLayout, operands: KernelOp
         key_tiles * splits,
         chosen,
         problem,
-        *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask, *operands),
-        *(parts, layout.by_keys, MaskTiles.of(problem, layout, chosen, by_keys=True), layout.sizes, own, readers),
-        *(rows, count, offset_of(problem), out.numel(), splits),
+        *(problem.keys, *layout.keys, problem.beta, *layout.beta, readable_mask(problem), *layout.mask, *operands),
+        *(parts, *layout.by_keys, *MaskTiles.of(problem, layout, chosen, by_keys=True).placed(), *layout.sizes[1:]),
+        *(*own[1:], math.prod(readers), *readers[1:], rows, count, offset_of(problem), out.numel(), splits),
     )
     if splits > 1:
         torch.sum(parts, 0, out=out)
 
 
 @triton.jit
-def _digits(number, sizes):
-    outer = number // sizes[2]
-    return outer // sizes[1], outer % sizes[1], number % sizes[2]
+def _digits(number, middle, inner):
+    outer = number // inner
+    return outer // middle, outer % middle, number % inner
 
 
 @triton.jit
@@ -136,9 +139,9 @@ def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.con
     real = start + local < N
     inside = real[:, None] & (dims < D)[None, :]
     at = entry * N + start + local
-    places = (entry * N + start) * D + local[:, None] * D + dims[None, :]
-    z = tl.load(state + places, mask=inside, other=0.0)
-    u = tl.load(value + places, mask=inside, other=0.0)
+    begin, places = (entry * N + start) * D, local[:, None] * D + dims[None, :]
+    z = tl.load(state + begin + places, mask=inside, other=0.0)
+    u = tl.load(value + begin + places, mask=inside, other=0.0)
     # Rows beyond the last have z = u = 0 and add nothing.
     level = tl.load(shift + at, mask=real, other=0.0)
     middle = tl.load(centre + at, mask=real, other=0.0)
@@ -167,14 +170,24 @@ def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.con
     return gradient
 
 
-@triton.jit(do_not_specialize=["N", "M", "offset", "total", "splits"])
+@kernel
 def _keys_kernel(
     keys,
-    keys_strides,
+    keys_0: tl.int64,
+    keys_1: tl.int64,
+    keys_2: tl.int64,
+    keys_row: tl.int64,
+    keys_column: tl.int64,
     beta,
-    beta_strides,
+    beta_0: tl.int64,
+    beta_1: tl.int64,
+    beta_2: tl.int64,
     mask,
-    mask_strides,
+    mask_0: tl.int64,
+    mask_1: tl.int64,
+    mask_2: tl.int64,
+    mask_row: tl.int64,
+    mask_column: tl.int64,
     state,
     state_scale,
     shift,
@@ -182,19 +195,29 @@ def _keys_kernel(
     value_scale,
     centre,
     out,
-    out_strides,
+    out_0: tl.int64,
+    out_1: tl.int64,
+    out_2: tl.int64,
     listed,
-    sizes,
-    own,
-    readers,
-    N,
-    M,
-    offset,
-    total,
-    splits,
+    listed_counts,
+    listed_0: tl.int64,
+    listed_1: tl.int64,
+    listed_2: tl.int64,
+    middle: tl.int32,
+    inner: tl.int32,
+    own_middle: tl.int32,
+    own_inner: tl.int32,
+    readers: tl.int32,
+    reader_middle: tl.int32,
+    reader_inner: tl.int32,
+    N: tl.int32,
+    M: tl.int32,
+    offset: tl.int32,
+    total: tl.int64,
+    splits: tl.int32,
     P: tl.constexpr,
 ):
-    """`own` are the sizes of the axes of the keys, `readers` those along which several queries read the same keys."""
+    """`own` sizes are those of the axes of the keys; so many `readers`, sets of queries, read the same keys."""
     KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
@@ -203,21 +226,24 @@ def _keys_kernel(
     per_batch = tl.cdiv(M, KEYS)
     batch = (number // per_batch).to(tl.int64)
     first = (number % per_batch) * KEYS
-    own_1, own_2, own_3 = _digits(batch, own)
-    entry = (own_1 * sizes[1] + own_2) * sizes[2] + own_3
-    key_rows = (keys + batch_offset(entry, sizes, keys_strides), keys_strides[3], keys_strides[4])
+    own_1, own_2, own_3 = _digits(batch, own_middle, own_inner)
+    sizes = (middle, inner)
+    entry = (own_1 * middle + own_2) * inner + own_3
+    key_rows = matrix(keys, entry, sizes, (keys_0, keys_1, keys_2, keys_row, keys_column), P, False)
+    tiles = (listed, listed_counts, (listed_0, listed_1, listed_2))
     k = key_tile(key_rows, first, M, P, True)
 
     cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
     given = (state, state_scale, shift, value, value_scale, centre)
     gradient = tl.zeros([KEYS, DIMS], tl.float32)
     before = 0
-    for reader in range(readers[0] * readers[1] * readers[2]):
-        reader_1, reader_2, reader_3 = _digits(reader, readers)
-        entry = ((own_1 + reader_1) * sizes[1] + own_2 + reader_2) * sizes[2] + own_3 + reader_3
-        b = tl.load(beta + batch_offset(entry, sizes, beta_strides)).to(tl.float32)
-        pairs = (mask + batch_offset(entry, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
-        visited, whole, end = _visited_tiles(entry, number % per_batch, offset, listed, sizes, N, M, P)
+    for reader in range(readers):
+        reader_1, reader_2, reader_3 = _digits(reader, reader_middle, reader_inner)
+        entry = ((own_1 + reader_1) * middle + own_2 + reader_2) * inner + own_3 + reader_3
+        b = tl.load(beta + batch_offset(entry, sizes, (beta_0, beta_1, beta_2)))
+        strides = (mask_0, mask_1, mask_2, mask_row, mask_column)
+        pairs = (matrix(mask, entry, sizes, strides, P, True), offset)
+        visited, whole, end = _visited_tiles(entry, number % per_batch, offset, tiles, sizes, N, M, P)
         for place in range(_next_of(split, splits, before, 0), whole, splits):
             start = _row_start(place, whole, visited, P, False)
             gradient = _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P, False)
@@ -225,7 +251,7 @@ def _keys_kernel(
             start = _row_start(place, whole, visited, P, True)
             gradient = _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P, True)
         before += end
-    out += split.to(tl.int64) * total + own_1 * out_strides[0] + own_2 * out_strides[1] + own_3 * out_strides[2]
+    out += split.to(tl.int64) * total + own_1 * out_0 + own_2 * out_1 + own_3 * out_2
     out += first.to(tl.int64) * D
     where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
     tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])

@@ -19,6 +19,10 @@ from ..problem import Hopfield
 AXES = 3
 
 NO_MASK, BOOLEAN, ADDED = 0, 1, 2
+#: Bytes that a thread reads at once, where they begin at a multiple of them.
+ALIGNMENT = 16
+#: Strides below this have offsets of 32 bits within a tile, of at most 256 rows or columns.
+FAR = 2**23
 
 
 class Tiles(NamedTuple):
@@ -55,7 +59,7 @@ FIRST_END, FEWEST_TILES, LEAST_WORK = 3, 4, 2.0**38
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """The compile-time constants of a kernel."""
+    """The compile-time constants of a kernel: with the dtypes of its tensors, all that its machine code depends on."""
 
     rows: int
     keys: int
@@ -65,6 +69,8 @@ class KernelPlan:
     causal: bool
     mask: int
     mask_rows: bool  # whether the mask differs from query to query
+    key_order: str  # as `order_of` tells it
+    mask_order: str
     dtype: str  # of the operands of products, as Triton calls it
     precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
     picked: bool  # whether a tile's queries are listed, instead of standing side by side
@@ -201,6 +207,8 @@ def plan(problem: Hopfield, chosen: Tiles, picked: bool = False) -> KernelPlan:
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,
+        key_order=order_of(problem.keys),
+        mask_order="none" if mask is None else order_of(mask),
         dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
         # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
         precision="widen" if widen else "tf32x3" if dtype == torch.float32 else "ieee",
@@ -208,9 +216,30 @@ def plan(problem: Hopfield, chosen: Tiles, picked: bool = False) -> KernelPlan:
     )
 
 
+def order_of(tensor: Tensor) -> str:
+    """How the matrices of a tensor stand in memory, for those who read them in parts of 16 bytes.
+
+    "rows", "columns": neighbours in these stand side by side, and each begins at a multiple of 16 bytes. "strided": the
+    tensor does. "unaligned": not even that.
+    """
+    *lead, row, column = tensor.stride()
+    unit = ALIGNMENT // tensor.itemsize
+    if tensor.data_ptr() % ALIGNMENT:
+        return "unaligned"
+    if any(step % unit for size, step in zip(tensor.shape, lead, strict=False) if size > 1):
+        return "strided"
+    if column == 1 < tensor.shape[-1] and row % unit == 0 and row < FAR:
+        return "rows"
+    return "columns" if row == 1 < tensor.shape[-2] and column % unit == 0 and column < FAR else "strided"
+
+
 def in_memory(problem: Hopfield) -> Hopfield:
-    """The problem with its signs in memory, where kernels read: torch may keep the sign of a view aside."""
+    """The problem with its signs in memory, where kernels read: torch may keep the sign of a view aside.
+
+    Betas and anchors are float32, so that kernels need not be compiled for each of their dtypes.
+    """
     field, keys, beta, anchor = (t.resolve_neg() for t in problem[:4])
+    beta, anchor = beta.float(), anchor.float()
     mask = None if problem.mask is None else problem.mask.resolve_neg()
     return Hopfield(field, keys, beta, anchor, mask, problem.first)
 
@@ -219,7 +248,7 @@ def placed(problem: Hopfield, layout: KernelLayout) -> tuple[object, ...]:
     """Keys, betas, anchors and mask with their strides, as the kernels of queries take them."""
     tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
     strides = (layout.keys, layout.beta, layout.anchor, layout.mask)
-    return tuple(part for pair in zip(tensors, strides, strict=True) for part in pair)
+    return tuple(part for tensor, steps in zip(tensors, strides, strict=True) for part in (tensor, *steps))
 
 
 def offset_of(problem: Hopfield) -> int:
@@ -227,9 +256,15 @@ def offset_of(problem: Hopfield) -> int:
     return 0 if problem.first is None else min(problem.first, problem.keys.shape[-2])
 
 
+def counted(steps: int) -> int:
+    """A number of steps as 32 bits hold it and the next one."""
+    return min(steps, 2**31 - 2)
+
+
 def in_order(tensor: Tensor) -> Tensor:
-    """A tensor of the query's shape as a kernel reads it."""
-    return tensor.resolve_neg().contiguous()
+    """A tensor of the query's shape as a kernel reads it, which begins at a multiple of 16 bytes."""
+    tensor = tensor.resolve_neg().contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def readable_mask(problem: Hopfield) -> Tensor:

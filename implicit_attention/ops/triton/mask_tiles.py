@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import trust
 from ..problem import Hopfield
-from .kernels import batch_offset, restricted
+from .kernels import kernel, matrix, restricted
 from .layout import KernelLayout, Tiles, alike, contiguous, launch, offset_of, readable_mask
 
 # What the pairs of a tile are.
@@ -36,6 +36,10 @@ class MaskTiles(NamedTuple):
     counts: Tensor | None
     strides: tuple[int, ...]
 
+    def placed(self) -> tuple[object, ...]:
+        """The three as kernels take them."""
+        return self.visited, self.counts, *self.strides
+
     @classmethod
     def of(cls, problem: Hopfield, layout: KernelLayout, chosen: Tiles, *, by_keys: bool) -> MaskTiles:
         """The tiles of keys of each tile of queries (or those of queries of each tile of keys); nothing without a mask.
@@ -50,7 +54,7 @@ class MaskTiles(NamedTuple):
         shape = (math.prod(layout.masks), 1 if alike(problem) else row_tiles, triton.cdiv(count, chosen.keys))
         kinds = trust.empty(shape, dtype=torch.int8, device=keys.device)
         if kinds.numel():
-            given = (kinds, readable_mask(problem), layout.mask, layout.masks, rows, count, offset_of(problem))
+            given = (kinds, readable_mask(problem), *layout.mask, *layout.masks[1:], rows, count, offset_of(problem))
             launch(_kinds_kernel, kinds.numel(), chosen._replace(registers=None), problem, *given)
         if by_keys:
             kinds = kinds.expand(-1, row_tiles, -1).mT.contiguous()
@@ -59,8 +63,22 @@ class MaskTiles(NamedTuple):
         return cls(order, torch.stack([whole, whole + some], -1), contiguous(layout.masks))
 
 
-@triton.jit(do_not_specialize=["N", "M", "offset"])
-def _kinds_kernel(kinds, mask, mask_strides, own, N, M, offset, P: tl.constexpr):
+@kernel
+def _kinds_kernel(
+    kinds,
+    mask,
+    mask_0: tl.int64,
+    mask_1: tl.int64,
+    mask_2: tl.int64,
+    mask_row: tl.int64,
+    mask_column: tl.int64,
+    middle: tl.int32,
+    inner: tl.int32,
+    N: tl.int32,
+    M: tl.int32,
+    offset: tl.int32,
+    P: tl.constexpr,
+):
     """Write what the pairs of one tile are."""
     ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
@@ -73,7 +91,8 @@ def _kinds_kernel(kinds, mask, mask_strides, own, N, M, offset, P: tl.constexpr)
     rows = number // key_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
     real = rows < N
     cols = number % key_tiles * KEYS + tl.arange(0, KEYS)
-    pairs = (mask + batch_offset(entry, own, mask_strides), mask_strides[3], mask_strides[4], offset)
+    strides = (mask_0, mask_1, mask_2, mask_row, mask_column)
+    pairs = (matrix(mask, entry, (middle, inner), strides, P, True), offset)
     scores = restricted(tl.zeros([ROWS, KEYS], tl.float32), rows[:, None], cols[None, :], pairs, N, M, P)
     # Rows that do not exist have no say. Keys that do not exist are masked: what loads them must know.
     some = real[:, None] & (scores != float("-inf"))

@@ -21,6 +21,8 @@ from .kernels import (
     attend,
     batch_offset,
     columns,
+    kernel,
+    matrix,
     no_sums,
     query_tile,
     rounded,
@@ -28,7 +30,19 @@ from .kernels import (
     sums,
     visited_tiles,
 )
-from .layout import KernelLayout, Picked, alike, gathered_after, in_memory, in_order, launch, offset_of, placed, tiles
+from .layout import (
+    KernelLayout,
+    Picked,
+    alike,
+    counted,
+    gathered_after,
+    in_memory,
+    in_order,
+    launch,
+    offset_of,
+    placed,
+    tiles,
+)
 from .mask_tiles import MaskTiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -55,6 +69,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
         that no tile waits for its slowest query; by default those that pay. Masks of pairs cannot be gathered.
     """
     problem = in_memory(problem)
+    stop = stop._replace(max_steps=counted(stop.max_steps), plain_steps=counted(stop.plain_steps))
     field, count = problem.field, problem.keys.shape[-2]
     empty = partial(trust.empty, device=field.device)
     answer = Solved.allocated(empty, field.shape, torch.float32)
@@ -79,8 +94,8 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
             chosen,
             problem,
             *(*held, *placed(problem, layout), *answer, *carried),
-            *(*(picked or (None, None)), listed, layout.sizes, rows, count),
-            *(offset_of(problem), *stop, begin, end, int(stop.exhausted) if end > stop.max_steps else UNFINISHED),
+            *(*(picked or (None, None)), *listed.placed(), *layout.sizes[1:], rows, count, offset_of(problem)),
+            *(*stop, begin, end, int(stop.exhausted) if end > stop.max_steps else UNFINISHED),
             *(stop.fixed_budget, bool(ends)),
             picked=picked is not None,
         )
@@ -111,22 +126,31 @@ def _columns_at(column, point, fresh, field, a, local, real, anchored, P: tl.con
     return place, there, z, mean, a * tl.load(field + place, mask=anchored[:, None] & exists, other=0.0)
 
 
-_AS_GIVEN = ["N", "M", "offset", "rtol", "atol", "max_steps", "plain_steps", "begin", "end", "unfinished"]
-
-
-@triton.jit(do_not_specialize=_AS_GIVEN)
+@kernel
 def _solve_kernel(
     field,
     point,
     fresh,
     keys,
-    keys_strides,
+    keys_0: tl.int64,
+    keys_1: tl.int64,
+    keys_2: tl.int64,
+    keys_row: tl.int64,
+    keys_column: tl.int64,
     beta,
-    beta_strides,
+    beta_0: tl.int64,
+    beta_1: tl.int64,
+    beta_2: tl.int64,
     anchor,
-    anchor_strides,
+    anchor_0: tl.int64,
+    anchor_1: tl.int64,
+    anchor_2: tl.int64,
     mask,
-    mask_strides,
+    mask_0: tl.int64,
+    mask_1: tl.int64,
+    mask_2: tl.int64,
+    mask_row: tl.int64,
+    mask_column: tl.int64,
     state_out,
     mean_out,
     logsumexp_out,
@@ -141,17 +165,22 @@ def _solve_kernel(
     order,
     counts,
     listed,
-    sizes,
-    N,
-    M,
-    offset,
-    rtol,
-    atol,
-    max_steps,
-    plain_steps,
-    begin,
-    end,
-    unfinished,
+    listed_counts,
+    listed_0: tl.int64,
+    listed_1: tl.int64,
+    listed_2: tl.int64,
+    middle: tl.int32,
+    inner: tl.int32,
+    N: tl.int32,
+    M: tl.int32,
+    offset: tl.int32,
+    rtol: tl.float32,
+    atol: tl.float32,
+    max_steps: tl.int32,
+    plain_steps: tl.int32,
+    begin: tl.int32,
+    end: tl.int32,
+    unfinished: tl.int32,
     FIXED: tl.constexpr,
     ONE_OF_SEVERAL: tl.constexpr,
     P: tl.constexpr,
@@ -175,13 +204,15 @@ def _solve_kernel(
     field, point, fresh = field + start, point + start, fresh + start
     state_out, mean_out = state_out + start, mean_out + start
 
-    b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
-    a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
+    sizes = (middle, inner)
+    b = tl.load(beta + batch_offset(batch, sizes, (beta_0, beta_1, beta_2)))
+    a = tl.load(anchor + batch_offset(batch, sizes, (anchor_0, anchor_1, anchor_2)))
     per_beta = (1.0 - a) / b
     # Without an anchor the field is not read, so that NaN in it does not matter.
     anchored = real & (tl.zeros([ROWS], tl.float32) + a != 0.0)
-    key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
-    pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
+    key_rows = matrix(keys, batch, sizes, (keys_0, keys_1, keys_2, keys_row, keys_column), P, False)
+    pairs = (matrix(mask, batch, sizes, (mask_0, mask_1, mask_2, mask_row, mask_column), P, True), offset)
+    tiles = (listed, listed_counts, (listed_0, listed_1, listed_2))
 
     active = real
     accelerated = local < 0
@@ -199,7 +230,7 @@ def _solve_kernel(
         index = tl.zeros([ROWS], tl.int32) + step
         whole = local[:, None] * D + dims[None, :]
         half, scale = rounded(tl.load(point + whole, mask=inside, other=0.0), P)
-        visited = visited_tiles(batch, tile, first, local, real, offset, listed, sizes, N, M, P)
+        visited = visited_tiles(batch, tile, first, local, real, offset, tiles, sizes, N, M, P)
         mean, logsumexp = attend(half, scale * (b * LOG2E), first + local, key_rows, pairs, visited, N, M, P)
         tl.store(fresh + whole, mean, mask=inside)
         tl.debug_barrier()  # every thread has written the mean

@@ -1,0 +1,173 @@
+"""A check of a Triton kernel is for the machine code of the problems that trust it: nothing else selects the code."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.compiled_kernels import Card  # noqa: E402
+from implicit_attention._fused_rule import FusedRule  # noqa: E402
+from implicit_attention.ops.problem import Hopfield  # noqa: E402
+from implicit_attention.ops.rule import THERE, AdjointRule  # noqa: E402
+from implicit_attention.ops.triton import checks, layout  # noqa: E402
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+BF16 = torch.bfloat16
+RULE = FusedRule(1e-3, 0.0, 12, 2)
+N, M, D = 70, 304, 64
+
+
+@pytest.fixture
+def codes(monkeypatch):
+    """What Triton chooses machine code by in the launches of a function, none of which is made."""
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    backend = make_backend(Card(90).get_current_target())
+
+    def found_in(function):
+        found = set()
+
+        def tell(kernel, *arguments, grid, warmup, **options):
+            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+            _, specialization, chosen = bind(*arguments, **options)
+            numbers = zip(kernel.arg_names, arguments, strict=False)
+            small = {name: number for name, number in numbers if kernel.fn.__annotations__.get(name) == "tl.int32"}
+            assert all(-(2**31) <= number < 2**31 for number in small.values()), small
+            found.add((kernel.__name__, str(specialization), str(chosen)))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JITFunction, "run", tell)
+            function()
+        return frozenset(found)
+
+    return found_in
+
+
+def problem(lead=(2, 3), keys=None, n=N, beta=None, anchor=None, mask=None, first=None, dtype=BF16):
+    keys = torch.zeros(*lead, M, D, dtype=dtype) if keys is None else keys
+    one = torch.ones((1,) * (len(lead) + 2))
+    field = torch.zeros(*lead, n, keys.shape[-1], dtype=keys.dtype)
+    return Hopfield(field, keys, one if beta is None else beta, one / 2 if anchor is None else anchor, mask, first)
+
+
+def numbers(*shape):
+    return torch.zeros(shape, dtype=BF16)
+
+
+def allowed(*shape):
+    return torch.ones(shape, dtype=torch.bool)
+
+
+def late(tensor):
+    """The same tensor, which begins one number behind a multiple of 16 bytes."""
+    memory = tensor.new_zeros(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+PROBLEMS = {
+    "plain": lambda: problem(),
+    "one set": lambda: problem((1, 1)),
+    "no batch": lambda: problem(()),
+    "sixteen heads": lambda: problem((1, 16)),
+    "shared keys": lambda: problem(keys=numbers(1, 1, M, D)),
+    "grouped keys": lambda: problem((2, 16, 2), keys=numbers(2, 16, 1, M, D)),
+    "packed keys": lambda: problem(keys=numbers(2, M, 3, 3, D)[:, :, 1].transpose(1, 2)),
+    "more keys": lambda: problem(keys=numbers(2, 3, M + 7, D)),
+    "columns": lambda: problem(keys=numbers(2, 3, D, M).mT),
+    "columns of a table": lambda: problem((), keys=numbers(D, M).mT),
+    "columns, ragged": lambda: problem(keys=numbers(2, 3, D, M + 1).mT),
+    "far columns": lambda: problem((), keys=torch.empty(2**30, dtype=BF16).as_strided((M, D), (1, layout.FAR))),
+    "every second": lambda: problem(keys=numbers(2, 3, M, 2 * D)[..., ::2]),
+    "late": lambda: problem(keys=late(numbers(2, 3, M, D))),
+    "late in their rows": lambda: problem(keys=numbers(2, 3, M, D + 8)[..., 1 : D + 1]),
+    "ragged rows": lambda: problem(keys=numbers(2, 3, M, D + 1)[..., :D]),
+    "odd dimension": lambda: problem(keys=numbers(2, 3, M, 5)),
+    "odd dimension, one set": lambda: problem((1,), keys=numbers(1, M, 5)),
+    "one number": lambda: problem(keys=numbers(2, 3, M, 1)),
+    "float32": lambda: problem(dtype=torch.float32),
+    "float32, late": lambda: problem(keys=late(torch.zeros(2, 3, M, D))),
+    "one query": lambda: problem(n=1),
+    "sixteen queries": lambda: problem(n=16),
+    "few keys": lambda: problem(keys=numbers(2, 3, 5, D)),
+    "one key": lambda: problem(keys=numbers(2, 3, 1, D)),
+    "betas": lambda: problem(beta=late(torch.ones(2, 3, 1, 1)), anchor=torch.ones(2, 3, 2, 1)[:, :, 1:] / 2),
+    "betas, rounded": lambda: problem(beta=numbers(2, 1, 1, 1) + 1, anchor=numbers(1, 3, 1, 1)),
+    "causal": lambda: problem(first=0),
+    "causal from 16": lambda: problem((1, 16), first=16),
+    "padding": lambda: problem(mask=allowed(2, 1, 1, M)),
+    "padding, one set": lambda: problem((1, 1), mask=allowed(1, 1, 1, M)),
+    "padding, late": lambda: problem(mask=late(allowed(2, 1, 1, M))),
+    "padding, ragged": lambda: problem(mask=allowed(2, 1, 1, M + 5)[..., :M]),
+    "pairs": lambda: problem(mask=allowed(2, 3, N, M)),
+    "pairs, shared": lambda: problem(mask=allowed(1, 1, N, M).expand(2, 3, N, M)),
+    "pairs, transposed": lambda: problem(mask=allowed(2, 3, M, 80)[..., :N].mT),
+    "pairs, late": lambda: problem(mask=late(allowed(2, 1, N, M)), first=0),
+    "pairs, rows alike": lambda: problem(mask=allowed(2, 3, 1, M).expand(2, 3, N, M)),
+    "pairs, columns alike": lambda: problem(mask=allowed(2, 3, N, 1).expand(2, 3, N, M)),
+    "bias": lambda: problem(mask=torch.zeros(2, 3, N, M)),
+    "bias, rounded": lambda: problem(mask=numbers(1, 3, N, M)),
+    "bias, late": lambda: problem(mask=late(torch.zeros(1, 3, N, M))),
+}
+
+
+def used(operation, given, rule, aside):
+    """The call of an operation."""
+    from implicit_attention.ops.triton.adjoint import solve_adjoint
+    from implicit_attention.ops.triton.solve import solve
+
+    state = (late if aside else torch.clone)(given.field.float())
+    if operation == "hopfield_solve":
+        solve(given._replace(field=late(given.field) if aside else given.field), state, rule)
+    else:
+        solve(given, state, THERE)
+        solve_adjoint(given, state, state, state, state[..., 0], AdjointRule(1e-2, rule.max_steps))
+
+
+@pytest.mark.parametrize("operation", checks.CHECKS)
+def test_all_problems_of_a_variant_run_the_code_that_its_check_runs(operation, codes):
+    check, kernels = checks.CHECKS[operation]
+    ran = {}
+    for name, make in PROBLEMS.items():
+        given = make()
+        # Counts and tolerances are numbers, too, and states may begin anywhere.
+        rules = (RULE, FusedRule(1, 0, 2**40, 2**40))
+        for aside, rule in enumerate(rules):
+            variant = checks.variant(given, kernels, rule)
+            found = codes(lambda given=given, rule=rule, aside=aside: used(operation, given, rule, aside))
+            assert len(found) >= len(kernels)
+            first, before = ran.setdefault(variant, (name, found))
+            assert found == before, f"{name} and {first} are one variant of two codes"
+            if first == name and not aside:
+                checked = codes(lambda given=given, variant=variant: check(given, variant))
+                assert found <= checked, f"the check of {name} runs other code"
+    orders = {variant.key_order for variant in ran} | {variant.mask_order for variant in ran}
+    assert orders == {"rows", "columns", "strided", "unaligned", "none"}
+
+
+def test_gathered_queries_run_the_code_of_their_check(codes, monkeypatch):
+    monkeypatch.setattr(layout, "LEAST_WORK", 0.0)
+    given = problem(n=300)
+    variant = checks.variant(given, ("solve",), RULE)
+    assert variant.gathers
+    check, _ = checks.CHECKS["hopfield_solve"]
+    found = codes(lambda: used("hopfield_solve", given, RULE, False))
+    assert len(found) == 2
+    assert found == codes(lambda: check(given, variant))
+
+
+@pytest.mark.parametrize("order", ["rows", "columns", "strided", "unaligned"])
+@pytest.mark.parametrize("shape", [(2, 5, 7), (1, 1, 16), (2, 40, 33)])
+@pytest.mark.parametrize("dtype", [torch.bool, BF16, torch.float32])
+def test_numbers_are_laid_out_in_any_order(order, shape, dtype):
+    tensor = torch.randn(shape).to(dtype)
+    found = checks.laid_out(tensor, order)
+    assert torch.equal(found, tensor)
+    if order != "columns" or shape[-2] > 1:
+        assert layout.order_of(found) == order
