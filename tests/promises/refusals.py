@@ -18,9 +18,15 @@ import torch
 
 
 def words(error: BaseException) -> str:
-    """The message, without what varies: addresses, temporary folders and, of a solve that failed, its numbers."""
+    """The message, without what varies from run to run and from processor to processor.
+
+    Addresses, temporary folders, directions and computed numbers of three decimals or more; of a solve that failed all
+    numbers.
+    """
     text = re.sub(r"0x[0-9a-f]+", "0x...", str(error))
     text = re.sub(r"/tmp/[^\s'\"`]*/", "", text)
+    text = re.sub(r"along \[[^]]*\]", "along #", text)
+    text = re.sub(r"-?\b\d+\.\d{3,}(?:e[+-]?\d+)?", "#", text)
     if type(error).__name__ in ("ConvergenceError", "ConvergenceWarning"):
         text = re.sub(r"-?\d[\d.]*(?:e[+-]?\d+)?(?:, \d+)*(?:, \.\.\.)?", "#", text)
     return text
