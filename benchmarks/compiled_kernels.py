@@ -29,6 +29,8 @@ ARCHES = {
     "sm_90a": (90, 228 * 1024, 227 * 1024),
     "sm_100a": (100, 228 * 1024, 227 * 1024),
 }
+#: The compilers whose runs the tables show: that of constraints.txt, and that of torch 2.11, which cards run.
+TRITONS = ("3.9.0", "3.6.0")
 KERNELS = ("solve", "adjoint", "keys")
 DIMS = {"bfloat16": (32, 64, 128, 256), "float16": (32, 64, 128, 256), "float32": (32, 64, 128)}
 #: Of queries: all keys, those up to its own place, those that a mask allows; and queries that were gathered.
@@ -44,7 +46,7 @@ COUNTED = {
     "spills": ("LDL", "STL"),
 }
 NOTES = (
-    "A kernel in the tiles of a large problem, as the compiler of this Triton makes it; no GPU took part. `stack`: "
+    "A kernel in the tiles of a large problem, as the compiler of that Triton makes it; no GPU took part. `stack`: "
     "bytes per thread in local memory, and `spills`, how often the loop over the keys goes there: once per tile. "
     "Programs: of one multiprocessor, by registers, warps and shared memory.",
 )
@@ -140,7 +142,10 @@ def tables(run: dict[str, Any]) -> list[Table]:
         for row in run["rows"]
     ]
     arch = run["environment"]["arch"]
-    return [Table(f"kernels for {arch}", f"COMPILED: kernels for {arch}, and the loop over the keys:", header, lines)]
+    by = f"by Triton {run['environment']['libraries']['triton']}"
+    return [
+        Table(f"kernels for {arch}", f"COMPILED: kernels for {arch} {by}, and the loop over the keys:", header, lines)
+    ]
 
 
 # In the process that compiles.

@@ -145,25 +145,30 @@ def kernels(folder: Path = report.RESULTS) -> dict[str, list[str]]:
     As paragraphs by part; none before they were compiled or counted.
     """
     made = {}
-    if found := report.newest("kernels_sm_90a", folder):
-        path, run = found
-        rows = [row for row in run["rows"] if row["kind"] == "plain" and row["dtype"] != "float16"]
-        versions = ", ".join(f"{name} {run['environment']['libraries'][name]}" for name in ("torch", "triton"))
+    runs = [report.newest("kernels_sm_90a", folder, triton=version) for version in compiled_kernels.TRITONS]
+    if found := [run for run in runs if run is not None]:
+        plain = [
+            {**run, "rows": [row for row in run["rows"] if row["kind"] == "plain" and row["dtype"] != "float16"]}
+            for _, run in found
+        ]
         source = (
-            f"From `{path.name}` in `benchmarks/results/` ({versions}), which has float16, causal, masked and gathered "
-            "queries, too; others there are for sm_80 and, plain, for sm_100a."
+            f"From {' and '.join(f'`{path.name}`' for path, _ in found)} in `benchmarks/results/`, which have float16, "
+            "causal, masked and gathered queries, too; others there are for sm_80 and, plain, for sm_100a."
         )
-        made["kernels"] = [*_whole(compiled_kernels, {**run, "rows": rows}), source]
-        made["roofline"] = _whole(roofline, run)
+        made["kernels"] = [*_whole(compiled_kernels, *plain), source]
+        made["roofline"] = _whole(roofline, *(run for _, run in found))
     if found := report.newest("gathering", folder):
         made["gathering"] = [*_whole(gathering, found[1]), f"From `{found[0].name}` in `benchmarks/results/`."]
     return made
 
 
-def _whole(suite: Any, run: dict[str, Any]) -> list[str]:
-    """The one table of a suite with its notes, as paragraphs."""
-    ((_, intro, header, lines),) = suite.tables(run)
-    return [intro, report.markdown_table(header, lines), *suite.NOTES]
+def _whole(suite: Any, *runs: dict[str, Any]) -> list[str]:
+    """The one table of a suite for each of the runs, with its notes, as paragraphs."""
+    found = [table for run in runs for table in suite.tables(run)]
+    return [
+        *(part for _, intro, header, lines in found for part in (intro, report.markdown_table(header, lines))),
+        *suite.NOTES,
+    ]
 
 
 def _repeated(row: Row, contender: str) -> bool:

@@ -73,13 +73,16 @@ def write(run: Document, folder: Path) -> Path:
 DEVICES = ("cpu", "cuda")
 
 
-def newest(suite: str, folder: Path = RESULTS, device: str = "cpu") -> tuple[Path, Document] | None:
-    """The latest complete run of a suite on a device."""
+def newest(suite: str, folder: Path = RESULTS, device: str = "cpu", **libraries: str) -> tuple[Path, Document] | None:
+    """The latest complete run of a suite on a device, of all with these versions of libraries."""
     runs = [(path, json.loads(path.read_text())) for path in sorted(folder.glob(f"{suite}-*.json"))]
     runs = [
         (path, run)
         for path, run in runs
-        if run["suite"] == suite and run["complete"] and run["environment"]["device"] == device
+        if run["suite"] == suite
+        and run["complete"]
+        and run["environment"]["device"] == device
+        and libraries.items() <= run["environment"]["libraries"].items()
     ]
     return max(runs, key=lambda pair: pair[1]["finished"], default=None)
 

@@ -72,4 +72,5 @@ def tables(run: dict[str, Any]) -> list[Table]:
                     number(found[largest] / forward) if row["kernel"] == "solve" else "-",
                 ]
             )
-    return [Table("roofline", "ROOFLINE: milliseconds for one evaluation of all queries:", header, lines)]
+    by = f"by Triton {run['environment']['libraries']['triton']}"
+    return [Table("roofline", f"ROOFLINE: milliseconds for one evaluation of all queries, loops {by}:", header, lines)]

@@ -93,6 +93,7 @@ def test_kernels_compile_for_hopper(rows):
     for row in found:
         assert row["loop"]["tensor"] > 0, f"{row['name']} does not use the tensor cores"
         assert row["loop"]["exp2"] > 0
+        assert row["loop"]["loads"] > 0, f"{row['name']} does not read keys in parts of 16 bytes"
         assert row["loop"]["spills"] == 0, f"{row['name']} has too few registers in its loop over the keys"
         assert 0 < row["registers"] <= 255
         assert row["programs"] > 0

@@ -80,6 +80,7 @@ def _small(problem: Hopfield, chosen: TritonVariant, *kernels: str) -> Hopfield:
 
     All problems of these tiles trust what it shows, so that its number of keys is theirs only where one tile has them.
     """
+    problem = in_memory(problem)
     most = max(max(sizes.rows, sizes.keys) for table in TILES.values() for sizes in table.values())
     rows, count = min(problem.field.shape[-2], most + 5), problem.keys.shape[-2]
     many = all(tiles(kernel, problem).keys == whole_tiles(kernel, problem).keys for kernel in kernels)

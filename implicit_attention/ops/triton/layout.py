@@ -217,7 +217,7 @@ def plan(problem: Hopfield, chosen: Tiles, picked: bool = False) -> KernelPlan:
 
 
 def order_of(tensor: Tensor) -> str:
-    """How the matrices of a tensor stand in memory, for those who read them in parts of 16 bytes.
+    """Return how the matrices of a tensor stand in memory, for those who read them in parts of 16 bytes.
 
     "rows", "columns": neighbours in these stand side by side, and each begins at a multiple of 16 bytes. "strided": the
     tensor does. "unaligned": not even that.
