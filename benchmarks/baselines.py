@@ -106,6 +106,8 @@ def training_step(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, 
         found = Run(*forward(queries, keys))
         (found.state * data.cotangent).sum().backward()
         gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in (queries, keys))
+        # What is left from this call must not be freed by the next one, whose memory may be measured.
+        queries.grad = keys.grad = None
         return found._replace(gradients=gradients)
 
     return run

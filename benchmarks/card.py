@@ -1,13 +1,14 @@
 """All that a card is asked, in one call of at most seven minutes: `bash benchmarks/gpu.sh OUT`.
 
 The parts follow each other by the clock. Every row is appended to OUT/rows.jsonl as soon as it is measured, so that
-nothing is lost where the call is cut short; a call with an OUT that has rows goes on behind the last of them.
+nothing is lost where the call is cut short. Where a row ends the process, the next process goes on behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import gc
 import itertools
@@ -48,16 +49,20 @@ from .problems import ATOL, Data, Setting, Shape, draw, evidence, exact_adjoint,
 from .targets import Row
 
 #: The parts in their order, and the second of the call after which no row of each is begun.
-PARTS = {"ceilings": 15, "smoke": 45, "tests": 130, "attention": 285, "targets": 345, "block": 385, "tiles": 405}
-#: Seconds after which a row is broken off, and those for a rival, as far as they can be foreseen.
+PARTS = {"ceilings": 25, "smoke": 45, "tests": 130, "attention": 285, "targets": 345, "block": 385, "tiles": 395}
+#: The second from which on nothing is begun: problems of the main table that were late have until then.
+END = 390
+#: Seconds after which a row is broken off; a rival that is expected to take more than RIVAL is not called.
 LONGEST, RIVAL = 15.0, 1.5
-#: Exit statuses: the kernel that matters most does not compile; the next row needs a process of its own.
+#: Exit statuses: the first kernel does not compile; a row has left the card unusable for this process.
 NO_KERNEL, AGAIN = 3, 75
-#: Turns of a contender, seconds of all of them and of one.
+#: Each contender is timed in so many turns; seconds of all its turns together, and of one.
 ROUNDS, SECONDS, TURN = 3, 0.4, 0.02
 #: Queries times sets of the main table; the longest where rivals run beside us; evaluations at which they give up.
 QUERIES, RIVALS_TO, CAP = 2**18, 2**14, 100
-#: Evaluations in G1; products in G3, whose difference is timed; as in `Anderson()`, the plain steps of a solve.
+#: Of longer problems the gradient is checked for so many queries, and not for keys.
+CHECKED = 2048
+#: Steps in G1; products in G3, whose difference is timed; as in `Anderson()`, the plain steps of a solve.
 BUDGET, PRODUCTS, PLAIN_STEPS = 8, (2, 10), 3
 #: Lengths that G5 tries until one does not fit, and the one from where on memory is fitted.
 LENGTHS, FIT_LENGTH = tuple(2**power for power in range(14, 19)), 2**15
@@ -68,8 +73,6 @@ CANDIDATES = {
 }
 #: Solvers of a block, ours and torchdeq's.
 OURS, DEQS = ("picard", "anderson"), tuple(f"torchdeq {name}" for name in block_equilibrium.RIVALS)
-#: Training steps whose memory is compared.
-CALLS = ("sdpa_training", "ours_training")
 SHARDS = 14
 #: Whose tests, if they are marked gpu, run beside those of the kernels.
 OTHER_TESTS = (
@@ -129,12 +132,14 @@ class Scale:
         """The problems of the main table, those first that matter most."""
         if self.dry:
             return (self.setting(16, 20, 2, "bfloat16", causal=True),)
-        half = [(dtype, causal) for causal in (False, True) for dtype in ("bfloat16", "float16")]
-        half.sort(key=lambda kind: kind[0] == "float16")
         lengths = (1024, 4096, 16384, 65536)
-        found = [(dim, n, dtype, causal) for dtype, causal in half for dim in (64, 128) for n in lengths]
-        found += [(dim, n, "float32", causal) for causal in (False, True) for dim in (64, 128) for n in lengths[:3]]
-        return tuple(self.setting(d, n, QUERIES // n, dtype, causal=causal) for d, n, dtype, causal in found)
+        return tuple(
+            self.setting(dim, length, QUERIES // length, dtype, causal=causal)
+            for dtype in ("bfloat16", "float32", "float16")
+            for causal in (False, True)
+            for dim in (64, 128)
+            for length in (lengths[:3] if dtype == "float32" else lengths)
+        )
 
     def setting(
         self, dim: int, length: int, heads: int, dtype: str, *, anchor: float = 0.5, sharpness: float = 2.0, **more: Any
@@ -165,15 +170,17 @@ class Rows:
 
     def __init__(self, out: Path, scale: Scale) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.path, self.scale = out / "rows.jsonl", scale
+        self.path, self.begun, self.scale = out / "rows.jsonl", out / "begun.json", scale
+        self.began = float(os.environ.get("BEGAN", time.time()))
         self.written: list[Row] = []
         if self.path.exists():
             self.written = [json.loads(line) for line in self.path.read_text().splitlines()]
         else:
-            began = float(os.environ.get("BEGAN", time.time()))
             where = environment(scale.device)
-            self.add({"part": "run", "name": "run", "began": began, "dry": scale.dry, "environment": where})
-        self.began: float = self.written[0]["began"]
+            self.add({"part": "run", "name": "run", "began": self.began, "dry": scale.dry, "environment": where})
+        if self.begun.exists():
+            self.add({**json.loads(self.begun.read_text()), "error": "the process ended in this row"})
+            self.begun.unlink()
 
     def add(self, row: Row) -> None:
         self.written.append(row)
@@ -182,26 +189,35 @@ class Rows:
             file.flush()
             os.fsync(file.fileno())
 
-    def left(self, part: str) -> float:
+    def left(self, part: str, until: float | None = None) -> float:
         """Seconds until no row of the part is begun."""
-        return math.inf if self.scale.dry else self.began + PARTS[part] - time.time()
+        return math.inf if self.scale.dry else self.began + (until or PARTS[part]) - time.time()
 
-    def measure(self, part: str, jobs: Iterable[tuple[str, Callable[[Row], None]]]) -> None:
-        """Let each job fill its row, unless it has one or its time is over."""
+    def measure(
+        self, part: str, jobs: Iterable[tuple[str, Callable[[Row], None]]], *, until: float | None = None
+    ) -> list[str]:
+        """Let each job fill its row, unless it has one or the time of the part (or `until`) is over; those left out."""
         done = {row["name"] for row in self.written if row["part"] == part}
         late = []
         for name, job in jobs:
             if name in done:
                 continue
-            if self.left(part) <= 0:
+            if self.left(part, until) <= 0:
                 late.append(name)
                 continue
+            self.begun.write_text(json.dumps({"part": part, "name": name}))
             row = filled(job)
             self.add({"part": part, "name": name, **row})
+            self.begun.unlink()
             print(f"[{time.time() - self.began:3.0f} s] {part}: {name}: {told(row)}", flush=True)
             if self.scale.device == "cuda" and context_is_broken():
-                raise typer.Exit(AGAIN)
-        if late and "skipped" not in done:
+                # Not by an exception: torch may abort where it takes down what is broken.
+                os._exit(AGAIN)
+        return late
+
+    def skip(self, part: str, late: list[str]) -> None:
+        """Say which rows of a part had no time."""
+        if late:
             self.add({"part": part, "name": "skipped", "skipped": late})
             print(f"{part}: skipped, as its time was over: {', '.join(late)}", flush=True)
 
@@ -213,7 +229,7 @@ def filled(job: Callable[[Row], None]) -> Row:
         with alarm(LONGEST):
             job(row)
     except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:500]
+        row["error"] = short(error)
     gc.collect()
     if torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):
@@ -221,18 +237,29 @@ def filled(job: Callable[[Row], None]) -> Row:
     return {**row, "wall_seconds": time.perf_counter() - begin}
 
 
+def short(error: BaseException | str) -> str:
+    """The error with the beginning and the end of its message: compilers name the cause last."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return text if len(text) < 900 else f"{text[:300]} ... {text[-600:]}"
+
+
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after so many seconds."""
+    """Raise TimeoutError in the main thread after so many seconds.
+
+    That takes until the thread is back in Python. Where a kernel does not end, the process does, 5 s later.
+    """
 
     def ring(signum: int, frame: Any) -> None:
         raise TimeoutError(f"the row took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + 5, exit=True)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -323,14 +350,14 @@ class SmokeTests:
             if self.file(index).exists():
                 found = json.loads(self.file(index).read_text())
             elif process.poll() is not None:
-                found = {"error": self.file(index, "txt").read_text()[-500:]}
+                found = {"error": short(self.file(index, "txt").read_text())}
             elif part == "tests":
                 found = {"error": f"no answer after {PARTS['tests']} s", "errors": {}}
             else:
                 continue
             self.rows.add({"part": "smoke", "name": case.name, **found})
             print(f"smoke: {case.name}: {found.get('error') or 'right'}", flush=True)
-            # It ran where errors were measured: a wrong kernel flags its rows.
+            # Where errors were measured it compiled; that a kernel is wrong stops nothing.
             if index == 0 and "error" in found and "errors" not in found:
                 wait(self.processes.values(), 0.0)
                 raise typer.Exit(NO_KERNEL)
@@ -368,7 +395,7 @@ def one_smoke(file: Path, scale: Scale, index: int) -> None:
     try:
         row = smoked(scale.smoke[index], scale.device)
     except Exception as error:
-        row = {"error": f"{type(error).__name__}: {error}"[:500]}
+        row = {"error": short(error)}
     part = file.with_suffix(".part")
     part.write_text(json.dumps(row))
     part.rename(file)
@@ -377,13 +404,14 @@ def one_smoke(file: Path, scale: Scale, index: int) -> None:
     for setting in (s for s in scale.attention() if s.shape.length <= 4096):
         if (setting.shape.dim, setting.dtype, setting.causal) not in kinds:
             continue
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             data = draw(setting, on=scale.device)
             training_step(data, functools.partial(by_kernel, data))()
             by_door(data)
     candidates = [(dim, tile) for dim, several in CANDIDATES.items() for tile in several]
     for dim, tile in [] if scale.dry else candidates[index :: len(scale.smoke)]:
-        tile_rows(dim, (tile,), scale.device, length=1024, sets=16)
+        with contextlib.suppress(Exception):
+            tile_rows(dim, (tile,), scale.device, length=1024, sets=16)
 
 
 def tests(rows: Rows, folder: Path) -> None:
@@ -394,7 +422,10 @@ def tests(rows: Rows, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "ops"))
     from triton_cases import CASES  # type: ignore[import-not-found]
 
-    names, shards = (["solve_shape_few", "adjoint_shape_few"], 2) if scale.dry else (list(CASES), SHARDS)
+    # Layouts of the list of tiles, which the host makes, are tested in the interpreter alone.
+    names, shards = [name for name in CASES if not name.startswith("solve_mask_laid_out")], SHARDS
+    if scale.dry:
+        names, shards = ["solve_shape_few", "adjoint_shape_few"], 2
     files = [folder / f"cases_{shard}.json" for shard in range(shards)]
     processes = [
         subprocess.Popen(
@@ -408,6 +439,8 @@ def tests(rows: Rows, folder: Path) -> None:
     ]
     log = folder / "pytest.txt"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider"]
+    # torchdeq's strings have escapes of which newer Pythons warn when they compile them.
+    command += ["-W", "ignore::SyntaxWarning"]
     with log.open("w") as told:
         others = subprocess.Popen([*command, *OTHER_TESTS[: 1 if scale.dry else None]], cwd=ROOT, stdout=told)
     limit = None if scale.dry else max(rows.left("tests"), 0.0)
@@ -488,30 +521,40 @@ class Contest:
         self.data, self.row, self.device = data, row, data.setting.device
         self.functions: dict[str, Callable[[], Any]] = {}
         self.first: dict[str, float] = {}
+        self.results: dict[str, Run] = {}
         row |= {**dataclasses.asdict(data.setting), "evidence": {}, "seconds": {}, "peak_bytes": {}}
         row.setdefault("ratios", {})
 
-    def enter(self, name: str, make: Callable[[], Callable[[], Run]]) -> Run | None:
-        """Make and call a contender, check one head of its answer in float64, and have it timed if it runs."""
+    def enter(self, name: str, make: Callable[[], Callable[[], Run]]) -> None:
+        """Make and call a contender, and have it timed if it runs."""
         try:
             function = make()
-            result, self.first[name] = once(function, self.device)
+            self.results[name], self.first[name] = once(function, self.device)
         except (RuntimeError, ValueError, ImportError) as error:
-            self.row["evidence"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            return None
-        self.functions[name] = function
-        found: Row = {"evaluations_mean": float(result.evaluations.double().mean())}
-        if not name.startswith("sdpa"):
-            found |= evidence(last_head(self.data), result.state[-1:, -1:])
+            self.row["evidence"][name] = {"error": short(error)}
+        else:
+            self.functions[name] = function
+
+    def check(self, name: str) -> bool:
+        """Check one head of an answer in float64; whether it is right, or the answer of a rival."""
+        result = self.results.pop(name, None)
+        if result is None:
+            return False
+        head, found = last_head(self.data), {"evaluations_mean": float(result.evaluations.double().mean())}
+        self.row["evidence"][name] = found
+        found |= evidence(head, result.state[-1:, -1:])
         if result.status is not None:
             found["status"] = statuses(result.status)
-        if result.gradients is not None and not name.startswith("sdpa"):
-            found["gradient_error"] = gradient_error(self.data, result.state, *result.gradients)
-        self.row["evidence"][name] = found
-        if name.startswith("ours") and is_wrong(found, self.data.setting.dtype):
-            found["error"] = "not timed, the answer is wrong"
-            del self.functions[name]
-        return result
+        if not name.startswith("ours"):
+            return True
+        if result.gradients is not None:
+            most = None if self.data.setting.shape.length <= RIVALS_TO else CHECKED
+            found["gradient_error"] = gradient_error(self.data, result.state, *result.gradients, most=most)
+        right = found["converged"] >= CONVERGED
+        right &= found.get("gradient_error", 0.0) <= GRADIENT_ERROR[self.data.setting.dtype]
+        if not right:
+            found["error"] = "not counted, the answer is wrong"
+        return right
 
     def pay(self, name: str) -> None:
         """Measure the peak memory of one more call."""
@@ -529,35 +572,40 @@ class Contest:
         return times
 
 
-def is_wrong(found: Row, dtype: str) -> bool:
-    """Whether an answer of the library may not be timed."""
-    return found["converged"] < CONVERGED or not found.get("gradient_error", 0.0) <= GRADIENT_ERROR[dtype]
-
-
 def attention(setting: Setting, row: Row, *, rivals: float) -> None:
     """A solve and its training step beside one explicit step, and beside rivals that take no longer than that."""
     data = draw(setting, on=setting.device)
     contest, no_counts = Contest(data, row), PicardCounts(0.0, 0, 0, 0.0)
-    # The explicit step written out needs the whole matrix of scores.
-    kernels = [label for label in BACKENDS if label != "math" or setting.shape.length <= 4096]
+    # On a card the explicit step that is written out is never the fastest, and needs the whole matrix of scores.
+    kernels = [label for label in BACKENDS if label != "math" or setting.device == "cpu"]
     for label in kernels:
         contest.enter(f"sdpa_{label}", functools.partial(CONTENDERS[f"sdpa_{label}"].make, data, no_counts))
     contest.enter("ours", lambda: functools.partial(without_graph, data))
     contest.enter("ours_door", lambda: functools.partial(by_door, data))
     forward = contest.time(*contest.functions)
-    best = min((name for name in forward if name.startswith("sdpa")), key=lambda name: forward[name].median)
-    row["best_sdpa"], ratios, peaks = best, row["ratios"], row["peak_bytes"]
-    ratios["forward"] = quotient(forward, "ours", best)
-    ratios["equilibrium_attention"] = quotient(forward, "ours_door", best)
-    contest.enter("sdpa_training", functools.partial(explicit_step, data, BACKENDS[best.removeprefix("sdpa_")]))
+    best = fastest_sdpa(forward)
+    row["best_sdpa"], ratios = best, row["ratios"]
+    for name, label in (("ours", "forward"), ("ours_door", "equilibrium_attention")):
+        ratios[label] = quotient(forward, name, best) if contest.check(name) else None
+    for label in kernels:
+        contest.enter(f"sdpa_training_{label}", functools.partial(explicit_step, data, BACKENDS[label]))
     contest.enter("ours_training", lambda: training_step(data, functools.partial(by_kernel, data)))
-    for name in CALLS:
+    steps = [name for name in contest.functions if "training" in name]
+    training = contest.time(*steps)
+    explicit = fastest_sdpa(training)
+    row["best_sdpa_training"], peaks = explicit, row["peak_bytes"]
+    for name in (explicit, "ours_training"):
         contest.pay(name)
-    training = contest.time(*CALLS)
-    ratios["training"] = quotient(training, "ours_training", "sdpa_training")
-    ratios["memory"] = peaks["ours_training"] / peaks["sdpa_training"] if all(map(peaks.get, CALLS)) else None
+    right = contest.check("ours_training")
+    ratios["training"] = quotient(training, "ours_training", explicit) if right else None
+    ratios["memory"] = peaks["ours_training"] / peaks[explicit] if right and peaks[explicit] else None
     if rivals and setting.shape.length <= RIVALS_TO:
-        beside(contest, forward[best].median, rivals)
+        beside(contest, BACKENDS[best.removeprefix("sdpa_")], forward[best].median, rivals)
+
+
+def fastest_sdpa(times: dict[str, Timing]) -> str:
+    """The fastest of torch's kernels."""
+    return min((name for name in times if name.startswith("sdpa")), key=lambda name: times[name].median)
 
 
 def without_graph(data: Data) -> Run:
@@ -567,44 +615,53 @@ def without_graph(data: Data) -> Run:
 
 def explicit_step(data: Data, backend: str) -> Callable[[], Run]:
     """The training step of one explicit attention by a kernel of torch."""
+    return by_backend(backend, training_step(data, lambda queries, keys: (sdpa(data, queries, keys), torch.ones(()))))
 
-    def forward(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+
+def by_backend(backend: str, run: Callable[[], Run]) -> Callable[[], Run]:
+    """The call with one of torch's kernels for explicit attention."""
+
+    def called() -> Run:
         with sdpa_kernel(SDPBackend.__members__[backend]):
-            return sdpa(data, queries, keys), torch.ones(())
+            return run()
 
-    return training_step(data, forward)
+    return called
 
 
-def beside(contest: Contest, one: float, most: float) -> None:
-    """torchdeq's solvers, its training steps and unrolled ones, unless they would take more than so many seconds.
+def beside(contest: Contest, backend: str, one: float, most: float) -> None:
+    """torchdeq's solvers, its training steps and unrolled ones, unless they would take more than `most` seconds.
 
-    one: seconds of one explicit step.
+    backend: the fastest of torch's kernels, by which they all make their explicit steps, `one` second each.
     """
     # States of half precision do not get within the tolerance, and torchdeq's Anderson does not know them.
     data, ratios = contest.data, contest.row["ratios"]
     data = data._replace(queries=data.queries.float(), cotangent=data.cotangent.float())
     counts = picard_counts(data, CAP)
     contest.row["picard"] = counts._asdict()
-    forwards, trainings = [], []
-    for name in ("anderson", "fixed_point_iter"):
-        forwards.append(f"torchdeq_{name}")
-        trainings.append(f"torchdeq_training_{name}")
+    solvers = ("anderson", "fixed_point_iter")
+    forwards, trainings = ([f"torchdeq_{way}{name}" for name in solvers] for way in ("", "training_"))
     forecasts = {**dict.fromkeys(forwards, 2.0), **dict.fromkeys(trainings, 8.0), "unrolled": 4.0}
     for name, steps in forecasts.items():
         seconds = steps * counts.most * one
         if seconds > most:
             contest.row["evidence"][name] = {"error": f"not timed, it takes about {seconds:.0f} s"}
-        elif name == "unrolled":
-            contest.enter(name, functools.partial(unrolled, data, counts.most))
-        else:
-            contest.enter(name, functools.partial(CONTENDERS[name].make, data, counts))
+            continue
+        make: Callable[[], Callable[[], Run]] = functools.partial(unrolled, data, counts.most)
+        if name != "unrolled":
+            make = functools.partial(CONTENDERS[name].make, data, counts)
+        contest.enter(name, lambda make=make: by_backend(backend, make()))  # type: ignore[misc]
+        contest.check(name)
     contest.pay("unrolled")
-    peaks = contest.row["peak_bytes"]
+    peaks, right = contest.row["peak_bytes"], ratios["training"] is not None
     unrolled_peak, ours_peak = peaks.get("unrolled"), peaks.get("ours_training")
-    ratios["unrolled memory"] = unrolled_peak / ours_peak if unrolled_peak and ours_peak else None
-    for label, ours, names in (("torchdeq", "ours", forwards), ("torchdeq training", "ours_training", trainings)):
-        ratios[label] = fastest(contest.time(ours, *names, seconds=SECONDS / 3), ours)
-    ratios["unrolled"] = fastest(contest.time("ours_training", "unrolled", seconds=SECONDS / 3), "ours_training")
+    ratios["unrolled memory"] = unrolled_peak / ours_peak if right and unrolled_peak and ours_peak else None
+    for label, ours, names in (
+        ("torchdeq", "ours", forwards),
+        ("torchdeq training", "ours_training", trainings),
+        ("unrolled", "ours_training", ["unrolled"]),
+    ):
+        timed = contest.time(ours, *names, seconds=SECONDS / 3)
+        ratios[label] = fastest(timed, ours) if ratios["forward" if ours == "ours" else "training"] else None
 
 
 def quotient(times: dict[str, Timing], one: str, other: str) -> float | None:
@@ -649,6 +706,13 @@ def fused(data: Data, rtol: float, max_steps: int) -> Any:
     return dispatch.solve(as_problem(data), data.queries.float(), rule, "triton")
 
 
+def not_gathered(data: Data) -> Any:
+    """The same where tiles wait for their slowest query: what launches cost beside that."""
+    from implicit_attention.ops.triton.solve import solve
+
+    return solve(as_problem(data), data.queries.float(), FusedRule(data.setting.rtol, 0.0, 100, PLAIN_STEPS), ())
+
+
 def rotation(setting: Setting) -> list[Data]:
     """Copies of a problem that differ in their numbers and together are too large for the cache of the card."""
     copies = 2
@@ -671,7 +735,7 @@ def against_sdpa(copies: list[Data], functions: dict[str, Callable[[Data], Any]]
             called[f"sdpa_{label}"] = turns
     times = in_turns(called, first, data.setting.device)
     row["seconds"] = {name: dataclasses.asdict(timing) for name, timing in times.items()}
-    row["best_sdpa"] = min((name for name in times if name not in functions), key=lambda name: times[name].median)
+    row["best_sdpa"] = fastest_sdpa(times)
     return {**times, "sdpa": times[row["best_sdpa"]]}
 
 
@@ -703,7 +767,8 @@ def solved(setting: Setting, row: Row) -> None:
     begun(row, "G2", setting)
     copies = rotation(setting)
     found = fused(copies[0], setting.rtol, 100)
-    times = against_sdpa(copies, {"fused": lambda data: fused(data, setting.rtol, 100)}, row)
+    functions = {"fused": lambda data: fused(data, setting.rtol, 100), "not gathered": not_gathered}
+    times = against_sdpa(copies, functions, row)
     checked = evidence(last_head(copies[0]), found.state[-1:, -1:])
     row["evidence"]["fused"] = {**checked, "evaluations_mean": float(found.num_evals.double().mean())}
     if checked["converged"] >= CONVERGED:
@@ -922,21 +987,23 @@ def with_tiles(dim: int, tile: Tiles, run: Callable[[], Any]) -> Any:
 def run(out: Path, scale: Scale) -> None:
     """Measure all parts that OUT has no rows of."""
     rows = Rows(out, scale)
+    rows.skip("ceilings", rows.measure("ceilings", ceilings(scale)))
     with tempfile.TemporaryDirectory() as folder:
-        # They import while the ceilings are measured.
         smoke = SmokeTests(rows, Path(folder))
-        rows.measure("ceilings", ceilings(scale))
         smoke.collect("smoke")
-        tests(rows, Path(folder))
+        try:
+            tests(rows, Path(folder))
+        except Exception as error:
+            rows.add({"part": "tests", "name": "kernels", "passed": 0, "failed": {}, "error": short(error)})
         smoke.collect("tests")
         smoke.end()
     main_table = [
         (title(s), functools.partial(attention, s, rivals=math.inf if scale.dry else RIVAL)) for s in scale.attention()
     ]
     rows.measure("attention", main_table)
-    rows.measure("targets", targets(scale))
-    rows.measure("block", blocks(scale))
-    rows.measure("tiles", tiles(scale))
+    for part, jobs in (("targets", targets(scale)), ("block", blocks(scale)), ("tiles", tiles(scale))):
+        rows.skip(part, rows.measure(part, jobs))
+    rows.skip("attention", rows.measure("attention", main_table, until=END))
 
 
 def title(setting: Setting) -> str:

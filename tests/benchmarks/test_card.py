@@ -25,7 +25,7 @@ from benchmarks.targets import CARD
 TINY = Setting("gaussian", 2.0, 0.5, Shape(1, 2, 20, 9), rtol=1e-4)
 #: Seconds of the contenders, by name.
 CLOCK = {"fused": 36.0, "few": 4.0, "many": 12.0, "ours": 6.0, "sdpa_math": 5.0, "sdpa_flash": 3.0}
-CLOCK |= {"sdpa_training": 7.0, "ours_training": 28.0, "ours_door": 9.0}
+CLOCK |= {"sdpa_training_math": 9.0, "sdpa_training_flash": 7.0, "ours_training": 28.0, "ours_door": 9.0}
 
 
 def solved(data, rtol, max_steps):
@@ -51,6 +51,7 @@ def known(monkeypatch):
         return baselines.Run(z, torch.tensor(60))
 
     monkeypatch.setattr(card, "fused", solved)
+    monkeypatch.setattr(card, "not_gathered", lambda data: solved(data, data.setting.rtol, 100))
     monkeypatch.setattr(card, "in_turns", clock)
     monkeypatch.setattr(card, "by_kernel", by_kernel)
     return TINY
@@ -139,7 +140,6 @@ def test_a_row_is_written_at_once_and_a_second_call_goes_on_behind_it(tmp_path):
 
     rows.measure("ceilings", [("a", partial(job, "a")), ("b", partial(job, "b"))])
     again = Rows(tmp_path, Scale(dry=True))
-    assert again.began == rows.began
     again.measure("ceilings", [("b", partial(job, "b")), ("c", partial(job, "c"))])
     assert calls == ["a", "b", "c"]
     assert [row["name"] for row in rows_of(tmp_path / "rows.jsonl")] == ["run", "a", "b", "c"]
@@ -150,9 +150,12 @@ def test_what_comes_after_its_time_is_skipped_and_said(tmp_path, monkeypatch, ca
     rows.scale = SimpleNamespace(dry=False, device="cpu")
     rows.began = time.time() - 50
     monkeypatch.setitem(card.PARTS, "ceilings", 10)
-    rows.measure("ceilings", [("a", lambda row: None), ("b", lambda row: None)])
-    rows.measure("tests", [("c", lambda row: None)])
-    assert [row.get("skipped") or row["name"] for row in rows.written[1:]] == [["a", "b"], "c"]
+    late = rows.measure("ceilings", [("a", lambda row: None), ("b", lambda row: None)])
+    assert late == ["a", "b"]
+    assert rows.measure("ceilings", [("b", lambda row: None)], until=60) == []
+    rows.skip("ceilings", late)
+    assert rows.measure("tests", [("c", lambda row: None)]) == []
+    assert [row.get("skipped") or row["name"] for row in rows.written[1:]] == ["b", ["a", "b"], "c"]
     assert "ceilings: skipped, as its time was over: a, b" in capsys.readouterr().out
     assert card_tables.read(rows.path)["complete"] is False
 
@@ -171,27 +174,53 @@ def test_an_alarm_ends_a_row_and_keeps_what_was_measured(monkeypatch):
 
 
 def test_a_broken_context_ends_the_process_and_not_the_call(tmp_path, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
     rows = Rows(tmp_path, Scale(dry=True))
     rows.scale = SimpleNamespace(dry=True, device="cuda")
     monkeypatch.setattr(card, "context_is_broken", lambda: True)
-    with pytest.raises(typer.Exit) as ended:
+    monkeypatch.setattr(card.os, "_exit", end)
+    with pytest.raises(Ended, match=str(card.AGAIN)):
         rows.measure("attention", [("a", lambda row: None), ("b", lambda row: None)])
-    assert ended.value.exit_code == card.AGAIN
     assert [row["name"] for row in rows.written] == ["run", "a"]
 
 
-def test_the_script_calls_again_where_a_context_broke_and_shows_what_a_crash_left(tmp_path):
-    (tmp_path / "python3").write_text(
-        '#!/bin/sh\necho "$*" >> "$CALLS"\n[ $(wc -l < "$CALLS") -lt 3 ] && exit 75\nexit 7\n'
-    )
-    (tmp_path / "python3").chmod(0o755)
-    where = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
-    done = subprocess.run(["bash", "benchmarks/gpu.sh", "out"], cwd=ROOT, env=where, capture_output=True, text=True)
-    assert done.returncode == 7
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        *["-m benchmarks.card out"] * 3,
-        "-m benchmarks.card out --show",
+def test_a_row_in_which_the_process_ended_is_told_by_the_next(tmp_path):
+    class Ended(BaseException):
+        pass
+
+    def crash(row):
+        raise Ended
+
+    with pytest.raises(Ended):
+        Rows(tmp_path, Scale(dry=True)).measure("attention", [("a", crash)])
+    rows = Rows(tmp_path, Scale(dry=True))
+    assert rows.written[-1] == {"part": "attention", "name": "a", "error": "the process ended in this row"}
+    assert rows.measure("attention", [("a", crash)]) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_the_script_calls_again_until_a_process_adds_no_row_and_shows_what_there_is(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    lines = [
+        "#!/bin/sh",
+        'echo "$*" >> "$CALLS"',
+        '[ $(wc -l < "$CALLS") -lt 3 ] && echo "{}" >> "$OUT/rows.jsonl" && exit 75',
+        "exit 7",
     ]
+    (tmp_path / "python3").write_text("\n".join(lines))
+    (tmp_path / "python3").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    where = {**os.environ, "PATH": path, "CALLS": str(tmp_path / "calls"), "OUT": str(out)}
+    done = subprocess.run(["bash", "benchmarks/gpu.sh", str(out)], cwd=ROOT, env=where, capture_output=True, text=True)
+    assert done.returncode == 7
+    called = f"-m benchmarks.card {out}"
+    assert (tmp_path / "calls").read_text().splitlines() == [*[called] * 3, f"{called} --show"]
 
 
 @pytest.mark.parametrize(("index", "code"), [(0, card.NO_KERNEL), (1, None)])
@@ -270,6 +299,7 @@ def test_a_training_step_is_over_the_explicit_one(known):
     card.step(known, row)
     assert row["ratios"]["G4"] == row["ratios"]["training"] == pytest.approx(28 / 7)
     assert row["ratios"]["forward"] == pytest.approx(6 / 3)
+    assert row["best_sdpa_training"] == "sdpa_training_flash"
     assert row["evidence"]["ours_training"]["gradient_error"] < 1e-4
 
 
@@ -280,22 +310,23 @@ def test_a_wrong_answer_is_not_timed(known, monkeypatch):
     card.step(known, row)
     assert row["ratios"]["forward"] is None
     assert row["ratios"]["G4"] is None
-    assert row["evidence"]["ours"]["error"] == "not timed, the answer is wrong"
+    assert row["evidence"]["ours"]["error"] == "not counted, the answer is wrong"
 
 
 def test_a_rival_that_would_take_too_long_is_not_called(known, monkeypatch):
     row = {}
     contest = card.Contest(problems.draw(known), row)
     contest.enter("ours", lambda: partial(card.without_graph, contest.data))
-    card.beside(contest, one=1.0, most=1.5)
-    rivals = {name for name in row["evidence"] if name != "ours"}
+    row["ratios"] |= {"forward": 1.0, "training": 1.0}
+    card.beside(contest, "MATH", one=1.0, most=1.5)
+    rivals = set(row["evidence"])
     assert rivals == {
         *(f"torchdeq_{name}" for name in ("anderson", "fixed_point_iter")),
         *(f"torchdeq_training_{name}" for name in ("anderson", "fixed_point_iter")),
         "unrolled",
     }
     assert all("not timed, it takes about" in row["evidence"][name]["error"] for name in rivals)
-    assert set(row["ratios"].values()) == {None}
+    assert {name for name, ratio in row["ratios"].items() if ratio} == {"forward", "training"}
 
 
 def test_a_wrong_kernel_flags_its_rows(tmp_path):

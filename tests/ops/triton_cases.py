@@ -33,6 +33,15 @@ def part_of(name):
     return next(part for part in PARTS if name.startswith(part + "_"))
 
 
+def usable():
+    """Whether the context of the card is whole."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def main(path, device, *names):
     harness.DEVICE = device
     torch.set_num_threads(1)
@@ -48,7 +57,11 @@ def main(path, device, *names):
         except Exception:
             found[name] = traceback.format_exc(limit=-4)
         # After each case: a process that is ended has told of those before.
-        Path(path).write_text(json.dumps(found))
+        unfinished = Path(f"{path}.part")
+        unfinished.write_text(json.dumps(found))
+        unfinished.rename(path)
+        if found[name] and device == "cuda" and not usable():
+            break  # what is wrong with the next ones is this case
 
 
 if __name__ == "__main__":
