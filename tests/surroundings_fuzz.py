@@ -6,6 +6,7 @@ A part of them belongs to the suite (`test_surroundings.py`).
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -108,6 +109,11 @@ def interrupted(rng, calls):
         signal.setitimer(signal.ITIMER_REAL, 0)
         for kind, handler in before.items():
             signal.signal(kind, handler)
+        # A guard of `torch.inference_mode` that was entered and not left puts back the modes of an autograd function,
+        # without gradients and without forward mode, once it is collected.
+        gc.collect()
+        torch.set_grad_enabled(True)
+        torch._C._set_fwd_grad_enabled(True)
     assert reached or wrong or not calls
     return wrong
 
