@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import sys
+import tempfile
 import time
 import typing
 import warnings
@@ -24,7 +25,7 @@ def words(error: BaseException) -> str:
     numbers.
     """
     text = re.sub(r"0x[0-9a-f]+", "0x...", str(error))
-    text = re.sub(r"/tmp/[^\s'\"`]*/", "", text)
+    text = re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s'\"`]*/", "", text)
     text = re.sub(r"along \[[^]]*\]", "along #", text)
     text = re.sub(r"-?\b\d+\.\d{3,}(?:e[+-]?\d+)?", "#", text)
     if type(error).__name__ in ("ConvergenceError", "ConvergenceWarning"):
