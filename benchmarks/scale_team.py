@@ -74,8 +74,8 @@ class Team:
         """Seconds per call of functions that so many processes call together, in turns.
 
         Returns:
-            seconds: to the end of the call. local_seconds: outside collectives, where that is longest. Both hold for
-            the first process.
+            seconds: to the end of the call. local_seconds: outside collectives. Both of the process where they are
+            longest, and those of the first process hold.
         """
         for size, function in functions.values():
             # The first call of all loads what is loaded once.
@@ -99,7 +99,7 @@ class Team:
         return int(found)
 
     def _turn(self, size: int, function: Callable[[], Any], calls: int) -> tuple[float, float]:
-        """Seconds per call, and the most that a process spent outside collectives; 0 in a process that only waits."""
+        """The most seconds per call that a process took, and outside collectives; 0 in a process that only waits."""
         distributed.barrier()
         if self.rank >= size:
             return 0.0, 0.0
@@ -108,6 +108,8 @@ class Team:
             for _ in range(calls):
                 function()
             seconds = time.perf_counter() - begin
-        local = torch.tensor([seconds - traffic.seconds], dtype=torch.float64)
-        distributed.all_reduce(local, distributed.ReduceOp.MAX, group=self.groups[size])
-        return seconds / calls, float(local) / calls
+        # The longest of both: by the clocks of two processes one of them could spend more outside than the other in all.
+        longest = torch.tensor([seconds, seconds - traffic.seconds], dtype=torch.float64)
+        distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.groups[size])
+        whole, local = (longest / calls).tolist()
+        return whole, local

@@ -30,6 +30,7 @@ def compared(problem, initial, solvers=None, **options):
     return compare_solvers(problem, initial, solvers, min_seconds=0.0, **options)
 
 
+@pytest.mark.slow
 def test_all_methods_of_the_library_are_compared_and_agree():
     problem = energy()
     comparison = compared(problem, problem.field)
@@ -120,6 +121,7 @@ def test_the_table_reads_the_same_with_and_without_rich(monkeypatch):
     assert comparison.table() == str(comparison)
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_curve_for_each_solver():
     problem = energy()
     figure = compared(problem, problem.field).plot(title="mine")

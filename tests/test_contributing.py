@@ -97,6 +97,7 @@ def test_a_command_is_one_file_and_one_line(copy):
     assert "draw.json written to draw after" in said
 
 
+@pytest.mark.slow
 def test_a_potential_is_one_file_and_its_name(copy):
     file, line, contract = blocks("A new potential")
     copy.write("potentials/ridge.py", file)
@@ -116,6 +117,7 @@ def test_a_solve_has_its_gradient():
     assert copy.passes(contract + answers)
 
 
+@pytest.mark.slow
 def test_a_solver_is_one_file_and_its_name(copy):
     file, imported, name, contract = blocks("A new solver")
     copy.write("solvers/heavy_ball.py", file)
@@ -135,6 +137,7 @@ def test_a_layer_is_solved_by_it():
     assert copy.passes(contract + answers)
 
 
+@pytest.mark.slow
 def test_an_approximation_of_spins_is_one_file_and_one_line(copy):
     file, line = blocks("A new approximation of spins")
     copy.write("spins/weak_coupling.py", file)

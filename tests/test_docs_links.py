@@ -57,6 +57,7 @@ def test_links_of_pages_that_are_read_on_the_site_stay_on_the_site():
                 assert (page.parent / path).resolve().is_relative_to(ROOT / "docs"), (page, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "told"),
     [

@@ -26,6 +26,8 @@ from implicit_attention import (
 from implicit_attention.integrations.multihead import replace_attention
 from implicit_attention.solvers import NewtonKrylov
 
+pytestmark = pytest.mark.cases(1)
+
 DIM, HEADS, VOCAB = 16, 4, 50
 BUDGETS = {
     "picard": {"solver": Picard(max_steps=2, rtol=0, atol=0)},
@@ -168,6 +170,7 @@ def assert_same(program, model, name, atol=2e-6):
         torch.testing.assert_close(program(x), model(x), atol=atol, rtol=1e-5)
 
 
+@pytest.mark.by_name(slow=r"\[(llama|memory)")
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_a_budget_is_exported_as_plain_operations_of_any_size(name):
     model = made(name)
@@ -178,6 +181,7 @@ def test_a_budget_is_exported_as_plain_operations_of_any_size(name):
     assert_same(program.module(), model, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EVERY_MODEL if name != "block anderson"])
 def test_the_strict_tracer_finds_the_same(name):
     model, x = made(name), given(name, seed=2)
@@ -189,6 +193,7 @@ def test_the_strict_tracer_finds_the_same(name):
         torch.testing.assert_close(program.module()(x), model(x), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["damped", "anderson", "nothing"])
 @pytest.mark.parametrize("name", ["function", "layer", "solve", "memory"])
 def test_so_is_every_kind_of_budget(name, budget):
@@ -211,6 +216,7 @@ def test_numbers_are_those_of_the_formula_and_steps_those_of_the_budget(steps):
     assert sum("softmax" in operation for operation in operations(program)) == steps + 1
 
 
+@pytest.mark.slow
 def test_a_query_without_keys_gives_zeros_and_another_mask_other_numbers():
     model = made("masked")
     program = exported(model, given("masked")).module()
@@ -221,6 +227,7 @@ def test_a_query_without_keys_gives_zeros_and_another_mask_other_numbers():
         assert torch.equal(program(x)[0], model.layer.out_proj(torch.zeros(6, DIM)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["function", "causal", "llama"])
 def test_half_precision_is_exported(name, dtype):
@@ -239,6 +246,7 @@ def test_a_program_is_saved_and_loaded():
     assert_same(torch.export.load(file).module(), model, "layer")
 
 
+@pytest.mark.slow
 def test_an_export_leaves_the_layer_as_it_was():
     model = made("layer")
     model(given("layer"))
@@ -315,6 +323,7 @@ def session(model, x, **options):
     return lambda x: torch.from_numpy(run.run(None, {name: x.numpy()})[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_onnx_has_the_numbers_of_eager_calls(name):
     model = made(name)
@@ -325,6 +334,7 @@ def test_onnx_has_the_numbers_of_eager_calls(name):
             torch.testing.assert_close(answer(x), model(x), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer", "llama"])
 def test_onnx_takes_other_batches_and_lengths(name):
     model = made(name)
@@ -332,6 +342,7 @@ def test_onnx_takes_other_batches_and_lengths(name):
     assert_same(answer, model, name, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_tests_accelerated_steps():
     """A budget long enough that steps are accepted and refused by their energy."""
     model = made("function", "anderson")
@@ -342,6 +353,7 @@ def test_onnx_tests_accelerated_steps():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer", "memory", "llama"])
 def test_a_solve_to_a_tolerance_is_refused_by_onnx(name):
     pytest.importorskip("onnxscript")

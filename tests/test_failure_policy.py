@@ -37,6 +37,8 @@ from implicit_attention.linear import Neumann
 from implicit_attention.spins import MeanField, SpinSystem, magnetization
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 ONCE = Picard(max_steps=1, rtol=1e-6)
 
 

@@ -23,6 +23,8 @@ from implicit_attention import (
 from implicit_attention.linear import CG
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 ZERO = FailurePolicy(backward="zero", over="ignore")
 EXPLICIT = FailurePolicy(forward="explicit", over="ignore")
 BOTH = FailurePolicy(forward="explicit", backward="zero", over="ignore")
@@ -63,6 +65,7 @@ def engine(name, function):
     return lambda *leaves: checkpoint(function, *leaves, use_reentrant=name == "reentrant")
 
 
+@pytest.mark.by_name(slow=r"\[compiled-(explicit|both)")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["compiled", "checkpoint", "reentrant"])
 def test_engines_give_what_the_reference_gives(name, policy):
@@ -82,6 +85,7 @@ def test_engines_give_what_the_reference_gives(name, policy):
     compare([t.grad for t in leaves], expected_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["warn", "ignore"])
 def test_a_compiled_call_with_a_word_is_one_graph(word):
     leaves = inputs()
@@ -91,6 +95,7 @@ def test_a_compiled_call_with_a_word_is_one_graph(word):
     compare(found, expected)
 
 
+@pytest.mark.slow
 def test_a_failed_backward_solve_in_a_compiled_graph_is_left_out_and_counted(monkeypatch):
     leaves, cotangent = inputs(), random(B, H, N, E, seed=7)
     monkeypatch.setattr(CG, "default_max_steps", lambda self, size: 3)
@@ -130,6 +135,7 @@ def test_a_compiled_layer_tells_and_counts_where_it_is_asked():
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["raise", FailurePolicy(window=1, tolerate=0.0)], ids=["word", "policy"])
 def test_what_raises_breaks_the_graph_and_its_last_solve_warns(on_failure):
     layer = ImplicitAttention(8, 2, solver=Picard(max_steps=1, rtol=1e-6), on_failure=on_failure)

@@ -23,6 +23,8 @@ from implicit_attention.linear import CG
 from implicit_attention.ops.native.library import library
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 ZERO = FailurePolicy(backward="zero", tolerate=1.0)
 EXPLICIT = FailurePolicy(forward="explicit", tolerate=1.0)
 BOTH = FailurePolicy(forward="explicit", backward="zero", tolerate=1.0)
@@ -278,6 +280,7 @@ def by_transform(name, policy):
     return torch.stack(tangents).reshape(query.shape)
 
 
+@pytest.mark.by_name(slow=r"\[jvp-(explicit|both)")
 @pytest.mark.parametrize("policy", [ZERO, EXPLICIT, BOTH], ids=["zero", "explicit", "both"])
 @pytest.mark.parametrize("name", ["grad", "vmap of grad", "grad of vmap", "jvp"])
 def test_inside_transforms(name, policy):

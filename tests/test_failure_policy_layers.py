@@ -22,6 +22,8 @@ from implicit_attention.layers import EnergyTransformer, MeanFieldAttention, Spi
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 ZERO = FailurePolicy(backward="zero", over="ignore")
 EXPLICIT = FailurePolicy(forward="explicit", over="ignore")
 BOTH = FailurePolicy(forward="explicit", backward="zero", over="ignore")
@@ -292,6 +294,7 @@ def test_queries_that_attend_to_nothing_give_zeros(policy):
     assert key.grad.isfinite().all()
 
 
+@pytest.mark.by_name(slow=r"\[True-(explicit|both)")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_query_that_is_nan_spoils_no_other(compiled, policy):

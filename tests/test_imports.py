@@ -304,6 +304,7 @@ def test_the_root_lists_its_public_names_where_they_are():
     assert everything == set(implicit_attention.__all__)
 
 
+@pytest.mark.slow
 def test_an_exported_program_finds_its_operation_after_a_bare_import(tmp_path):
     saved = tmp_path / "layer.pt2"
     made = "torch.export.export(implicit_attention.ImplicitAttention(8, 2).eval(), (torch.zeros(1, 70, 8),))"

@@ -173,6 +173,7 @@ def test_a_mask_of_the_keys_alone_hides_one_that_is_not_finite(boolean, count):
     assert (status[1] == ia.Status.NONFINITE).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boolean", [True, False])
 def test_a_mask_of_the_keys_alone_compiles(boolean):
     q, k, _ = tensors()
@@ -182,6 +183,7 @@ def test_a_mask_of_the_keys_alone_compiles(boolean):
     torch.testing.assert_close(compiled(q), ia.equilibrium_attention(q, k, k, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_memory_compiles_as_it_comes():
     memory = ia.MemoryLookup(8)
     memory.store(random(70, 8, dtype=torch.float32))

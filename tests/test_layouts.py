@@ -8,6 +8,8 @@ import torch
 from layout_attention_doors import saddle_of
 from layouts import Layouts
 
+pytestmark = pytest.mark.cases(3)
+
 CALLS, CHUNK = 500, 25
 LEADS = ((), (1,), (2,), (1, 1), (2, 1), (1, 2), (2, 3), (2, 1, 2))
 

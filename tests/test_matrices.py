@@ -121,6 +121,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.by_name(slow=r"\[SaddlePoint")
 @pytest.mark.parametrize(("name", "dim"), METHODS)
 def test_batches_of_large_systems_are_answered_on_two_threads(name, dim):
     """In a process of its own: what hangs there cannot be interrupted."""

@@ -66,6 +66,7 @@ def test_the_pages_of_the_docs_are_short_and_say_for_whom_they_are():
         assert re.match(r"For (whoever|those|readers|owners)\b", first), (name, first)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_docs_runs():
     blocks = [
         b

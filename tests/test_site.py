@@ -148,11 +148,13 @@ def built(site, page):
     return site[str((name.parent if name.name == "index" else name) / "index.html")]
 
 
+@pytest.mark.slow
 def test_no_page_holds_a_tag_that_nobody_wrote(site):
     assert {name: page.unknown for name, page in site.items() if page.unknown} == {}
     assert {name: page.strays for name, page in site.items() if page.strays} == {}
 
 
+@pytest.mark.slow
 def test_every_plain_formula_of_a_docstring_is_in_the_reference(reference, package):
     total = 0
     for name, page in reference.items():
@@ -165,12 +167,14 @@ def test_every_plain_formula_of_a_docstring_is_in_the_reference(reference, packa
     assert total > 80
 
 
+@pytest.mark.slow
 def test_every_plain_formula_of_a_page_is_on_the_site(site):
     for page in (ROOT / "docs").rglob("*.md"):
         source = re.sub(r"<!--.*?-->", "", DISPLAY.sub("", page.read_text()), flags=re.DOTALL)
         assert formulas(source) - formulas(built(site, page).text) == Counter(), page
 
 
+@pytest.mark.slow
 def test_every_formula_in_latex_is_drawn(site, reference, package):
     counts = Counter()
     for source in (ROOT / "docs").rglob("*.md"):
@@ -186,6 +190,7 @@ def test_every_formula_in_latex_is_drawn(site, reference, package):
     assert counts["docstrings"] > 12
 
 
+@pytest.mark.slow
 def test_no_command_of_latex_is_left_over(site):
     for name, page in site.items():
         # What the converter does not know it leaves as it is.
@@ -214,6 +219,7 @@ def found(path):
     raise AssertionError(path)
 
 
+@pytest.mark.slow
 def test_every_public_name_is_on_exactly_one_page_of_the_reference(reference):
     pages = {}
     for page, parsed in reference.items():
@@ -237,6 +243,7 @@ def test_the_parts_with_a_list_of_names_are_those_that_are_tested():
     assert {face for face in lists if "._" not in f".{face}"} == FACES
 
 
+@pytest.mark.slow
 def test_every_class_and_function_shows_its_arguments(folder, reference):
     checked = 0
     for name in reference:
@@ -256,6 +263,7 @@ def test_every_class_and_function_shows_its_arguments(folder, reference):
     assert checked > 150
 
 
+@pytest.mark.slow
 def test_the_record_of_a_solve_is_in_the_reference(folder):
     text = (folder / "reference" / "solve" / "index.html").read_text()
     for name in (Record, Trace, AdjointReport):
@@ -263,11 +271,13 @@ def test_the_record_of_a_solve_is_in_the_reference(folder):
             assert f'title="implicit_attention.solution.{name.__name__}.{field}"' in text, (name, field)
 
 
+@pytest.mark.slow
 def test_no_page_is_too_long_to_read(site):
     # That of the benchmarks is all tables, for whom one number is not enough.
     assert {name: page.size for name, page in site.items() if page.size > LONGEST and "benchmarks" not in name} == {}
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(folder, site):
     for name, page in site.items():
         assert [address for address in page.loaded if urlsplit(address).netloc] == [], name

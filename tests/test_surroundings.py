@@ -7,6 +7,7 @@ CALLS = {"interrupted": 60, "damaged_libraries": 20, "many_keys": 20}
 SLOW = {"damaged_libraries": 100, "exported": 120, "compiled": 50, "many_keys": 100}
 
 
+@pytest.mark.by_name(slow=r"\[many_keys")
 @pytest.mark.parametrize("kind", CALLS)
 def test_what_goes_on_around_a_call_changes_no_answer(kind):
     assert surroundings_fuzz.ask(kind, 1, CALLS[kind]) == []

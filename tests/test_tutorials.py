@@ -17,6 +17,7 @@ def test_there_are_four():
     assert len(PAGES) == 4
 
 
+@pytest.mark.by_name(slow=r"\[(ising_phase_diagram|your_own_energy)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_its_notebook(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

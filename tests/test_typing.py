@@ -108,6 +108,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_what_calls_return(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "use.py"

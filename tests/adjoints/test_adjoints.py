@@ -84,6 +84,7 @@ class TestPhantom(AdjointContract):
     accuracy = 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_first_and_second_derivatives_entry_by_entry():
     keys, field, beta, anchor, bias = (t.detach() for t in attention_inputs())

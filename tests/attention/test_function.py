@@ -158,6 +158,7 @@ def test_fully_masked_rows_give_zeros_and_finite_gradients(keys, adjoint):
                 assert bool(gradient.isfinite().all())
 
 
+@pytest.mark.slow
 def test_gradients_of_every_order():
     given = [t.requires_grad_() for t in inputs()]
     query, key, value = (t[:1, :2] for t in given)

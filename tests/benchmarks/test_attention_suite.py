@@ -49,6 +49,7 @@ def run(rows):
 # ------------------------------------------------------------------ rows
 
 
+@pytest.mark.slow
 def test_every_solver_is_timed_at_the_same_residual(rows):
     for row in rows[:3]:
         assert {"sdpa_math", "sdpa_flash"} <= set(row["seconds"])
@@ -162,6 +163,7 @@ def test_the_high_water_mark_is_that_of_the_step():
     assert memory.peak("cpu") - before < 2**25
 
 
+@pytest.mark.slow
 def test_unrolled_memory_grows_by_what_a_step_keeps():
     setting = Setting("gaussian", 2.0, 0.0, Shape(1, 4, 512, 64))
     few, many = (memory.peak_of(setting, f"unrolled {steps}") for steps in (2, 42))
@@ -170,6 +172,7 @@ def test_unrolled_memory_grows_by_what_a_step_keeps():
     assert 30 * state < many["peak_bytes"] - few["peak_bytes"] < 160 * state
 
 
+@pytest.mark.slow
 def test_a_process_that_breaks_off_says_why():
     assert "nonsense" in memory.peak_of(Setting("gaussian", 2.0, 0.0, TINY), "nonsense")["error"]
 
@@ -186,6 +189,7 @@ def test_the_tables_hold_what_was_measured(run):
     assert json.loads(json.dumps(run)) == run
 
 
+@pytest.mark.slow
 def test_the_figures_show_the_numbers_of_the_run(run, tmp_path):
     drawn = figures.attention_figures(run, tmp_path)
     assert [name for name, _ in drawn] == ["attention.png", "attention_length.png"]
@@ -217,6 +221,7 @@ def test_an_unsolved_problem_has_an_open_marker(run):
     assert list(left.get_xdata()) == [80]
 
 
+@pytest.mark.slow
 def test_runs_on_a_gpu_and_on_a_cpu_have_their_own_newest(run, tmp_path):
     cuda = {**run, "environment": {**run["environment"], "device": "cuda"}}
     paths = {device: report.write(each, tmp_path) for device, each in (("cpu", run), ("cuda", cuda))}

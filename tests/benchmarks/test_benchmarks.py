@@ -54,6 +54,7 @@ def _keys(value):
     return {name for inner in value for name in _keys(inner)} if isinstance(value, list) else set()
 
 
+@pytest.mark.slow
 def test_every_metric_is_measured_with_its_evidence(rows):
     assert [row["name"] for row in rows] == [setting.name for setting in SETTINGS]
     for row in rows:

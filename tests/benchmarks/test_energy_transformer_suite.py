@@ -15,6 +15,7 @@ def rows():
         return energy_transformer.run(settings, repeats=1, max_seconds=0.01)
 
 
+@pytest.mark.slow
 def test_every_target_has_its_ratio(rows):
     known = {name: value for row in rows for name, value in row["ratios"].items()}
     assert {target.ratio for target in targets.ENERGY_TRANSFORMER} <= set(known)

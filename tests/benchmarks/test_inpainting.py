@@ -47,12 +47,14 @@ def test_scores_are_of_hidden_pixels_alone():
     assert torch.equal(reader(changed, masked), reader(images[:24], masked))
 
 
+@pytest.mark.slow
 def test_what_learns_nothing_is_told(rows):
     errors = rows[0]["errors"]
     assert set(errors) == {"visible mean", "harmonic interpolation", "mean image"}
     assert all(0.1 < error < 0.6 for error in errors.values())
 
 
+@pytest.mark.slow
 def test_the_table_holds_every_contender_and_its_costs(rows):
     (table,) = inpainting_tables.tables(rows, verdict)
     assert [line[0] for line in table.lines] == [one.name for one in CONTENDERS] + list(rows[0]["errors"])
@@ -62,6 +64,7 @@ def test_the_table_holds_every_contender_and_its_costs(rows):
     assert unrolled[table.header.index("solved: error, accuracy %")].count(",") == 1
 
 
+@pytest.mark.slow
 def test_equilibria_are_trained_by_the_implicit_gradient(rows):
     equilibrium = next(row for row in rows[1:] if row["contender"]["kind"] == "equilibrium")
     assert equilibrium["evidence"]["converged"] == 1

@@ -69,6 +69,7 @@ def medians(clock):
 # ------------------------------------------------------------------ rows
 
 
+@pytest.mark.slow
 def test_every_metric_is_measured_with_its_evidence(rows):
     assert [row["metric"] for row in rows] == [case.metric for case in CASES]
     for row in rows:
@@ -85,6 +86,7 @@ def test_every_metric_is_measured_with_its_evidence(rows):
     assert "forward tiled" in rows[1]["ratios"]
 
 
+@pytest.mark.slow
 def test_short_calls_are_compared_by_process_time(rows):
     row = rows[1]
     process, wall = medians(row["process_seconds"]), medians(row["seconds"])
@@ -94,6 +96,7 @@ def test_short_calls_are_compared_by_process_time(rows):
         assert row["wall_ratios"][name] == pytest.approx(wall[above] / wall[below])
 
 
+@pytest.mark.slow
 def test_layers_are_compared_with_the_same_layer_of_one_step(rows):
     row = rows[7]
     process, found = medians(row["process_seconds"]), row["evidence"]["ours"]
@@ -126,6 +129,7 @@ def test_a_row_leaves_the_threads_as_they_were(monkeypatch):
     assert torch.get_num_threads() == usual
 
 
+@pytest.mark.slow
 def test_threads_and_neighbours_are_quotients_of_medians(rows):
     speed, contended, neighbour = (medians(row["seconds"]) for row in rows[3:6])
     for label, name in native.THREADED.items():
@@ -134,6 +138,7 @@ def test_threads_and_neighbours_are_quotients_of_medians(rows):
         assert rows[5]["ratios"][label] == pytest.approx(neighbour[f"{name}, beside"] / neighbour[f"{name}, alone"])
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_slope_between_two_budgets(rows):
     seconds = medians(rows[6]["seconds"])
     # No query rests before its budget is used, so that the budgets differ by as many evaluations.
@@ -370,6 +375,7 @@ def test_every_target_has_its_rows_in_the_full_run():
     assert native.settings_of(False)[-1].native == "off"
 
 
+@pytest.mark.slow
 def test_the_tables_hold_what_was_measured(run, rows):
     short, layers, threads, sets = native_tables.tables(run)
     assert [line[0] for line in short.lines] == ["H 2, N = M = 12", "H 2, N = M = 72", "H 2, N 1, M 70"]

@@ -29,12 +29,14 @@ def rows():
     return rows + [{**dataclasses.asdict(setting), **potentials._learned(setting)} for setting in trained]
 
 
+@pytest.mark.slow
 def test_every_target_has_its_ratio(rows):
     known = {name: value for row in rows for name, value in row["ratios"].items()}
     assert {target.ratio for target in targets.POTENTIALS} <= set(known)
     assert all(value is not None and value > 0 for name, value in known.items() if name != "accuracy"), known
 
 
+@pytest.mark.slow
 def test_solves_that_are_timed_have_converged(rows):
     for row in rows:
         if row["metric"] in ("FUSED", "UNFUSED"):
@@ -46,6 +48,7 @@ def test_every_potential_of_the_settings_is_known():
         assert setting.potential in {**potentials.FACTORIES, **KERNELS, **potentials.TRAINED} | dict(potentials.BESIDE)
 
 
+@pytest.mark.slow
 def test_trainings_tell_what_they_did(rows):
     *_, plain, softmax1, kernel = rows
     assert plain["evidence"]["converged"] is None
@@ -57,6 +60,7 @@ def test_trainings_tell_what_they_did(rows):
         assert found["failed_forward"] == 0
 
 
+@pytest.mark.slow
 def test_the_tables_hold_all_of_a_run(rows):
     made = {table.title: table for table in potentials.tables({"rows": rows})}
     assert set(made) == {"fused", "unfused", "kernel", "digits"}

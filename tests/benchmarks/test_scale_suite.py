@@ -16,6 +16,8 @@ from benchmarks.targets import SCALE
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, solve
 from implicit_attention.ops.fold import row_block
 
+pytestmark = pytest.mark.slow
+
 NUMBER = 4
 #: Queries of dimension 8 are filled up to so many.
 BLOCK = row_block(8, 1, torch.float32)
@@ -70,7 +72,7 @@ def test_every_case_has_times_of_all_processes(rows):
     for row in rows:
         expected = {"2"} if row["metric"] == "COLLECTIVE" else {"1", "2", "fused"}
         assert set(row["seconds"]) == set(row["local_seconds"]) == expected
-        assert all(0 <= row["local_seconds"][name]["median"] <= row["seconds"][name]["high"] for name in row["seconds"])
+        assert all(0 <= row["local_seconds"][name]["median"] <= row["seconds"][name]["median"] for name in expected)
 
 
 def test_ratios_are_quotients_of_medians(rows):

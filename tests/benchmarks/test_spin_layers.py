@@ -15,12 +15,14 @@ def rows():
     return spin_layers.run(settings, repeats=1, max_seconds=0.01)
 
 
+@pytest.mark.slow
 def test_every_target_has_its_ratio(rows):
     known = {name: value for row in rows for name, value in row["ratios"].items()}
     assert {target.ratio for target in targets.SPIN_LAYERS} <= set(known)
     assert all(value is not None and value > 0 for value in known.values()), known
 
 
+@pytest.mark.slow
 def test_the_evidence_is_of_the_answer(rows):
     found = rows[0]["evidence"]["ours"]
     assert found["converged"] == 1.0
@@ -40,6 +42,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch):
     assert [verdict["verdict"] for verdict in judged] == ["missed"]
 
 
+@pytest.mark.slow
 def test_the_tables_hold_all_of_a_run(rows):
     times, memory = spin_layers.tables({"rows": rows})
     assert times.header[0] == "N"

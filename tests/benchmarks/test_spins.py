@@ -69,6 +69,7 @@ def run(rows):
     return report.document("spins", rows, SPINS, complete=True, quick=False, options=options, where=where)
 
 
+@pytest.mark.slow
 def test_every_setting_has_its_row_with_evidence(rows):
     assert [row["name"] for row in rows] == [setting.name for setting in SETTINGS]
     assert [row["metric"] for row in rows] == [setting.metric for setting in SETTINGS]
@@ -326,6 +327,7 @@ def test_the_readme_has_a_place_for_the_results():
     assert text.count("<!-- results of spins -->") == text.count("<!-- end of spins -->") == 1
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(spins, "settings_of", lambda quick: tuple(SETTINGS))
     done = CliRunner().invoke(command.app, ["spins", "--quick", "--only", "random", "--out", str(tmp_path)])

@@ -267,6 +267,7 @@ def test_a_loss_at_half_the_steps_is_the_mean_of_both():
     torch.testing.assert_close(training.loss(model, both, batch.targets), expected)
 
 
+@pytest.mark.slow
 def test_a_penalty_is_the_mean_square_of_the_jacobian():
     task, seed = Sudoku(SMALL, (12,)), 3
     model = contenders.model_of(task, recipes.CONTENDERS[0], 0)
@@ -303,6 +304,7 @@ def test_bounded_maps_have_spectral_norms_of_one_at_most_and_are_solved():
     assert bool(answer.converged.all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [sudoku.PLANS[1], prefix.PLAN, recipes.PLAN], ids=lambda plan: plan.metric)
 def test_every_contender_answers_in_a_quick_run(plan):
     plan = plan.quick()

@@ -37,6 +37,8 @@ from benchmarks.targets import TRAIN
 from implicit_attention import Anderson, Equilibrium, Picard, Status
 from implicit_attention.layers import compiled_graphs
 
+pytestmark = pytest.mark.slow
+
 TINY = Shape(batch=1, heads=2, length=40, dim=9)
 BLOCK = BlockSetting(batch=1, length=12, dim=16, heads=2)
 COMPILED = CompiledSetting(batch=3, length=6, dim=8, heads=2)

@@ -333,6 +333,7 @@ def run(rows):
     return report.document("usefulness", rows, (), complete=True, quick=False, options=options, where=environment())
 
 
+@pytest.mark.slow
 def test_every_model_has_its_row_with_evidence(rows):
     *compared, costs = rows
     assert [row["model"]["name"] for row in compared] == [model.name for model in models(CAUSAL, (2,))]
@@ -351,6 +352,7 @@ def test_every_model_has_its_row_with_evidence(rows):
     assert torch.get_num_threads() == environment()["threads"]
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_process_finds(monkeypatch, rows):
     settings = [usefulness.Learned("retrieval", model, TINY) for model in models(CAUSAL, (2,))[:2]]
     monkeypatch.setattr(usefulness, "WORTH_A_PROCESS", 0)
@@ -431,6 +433,7 @@ def test_the_committed_results_hold_all_settings():
             assert row["evidence"]["score"] == pytest.approx(sum(scores) / 3)
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_task_it_is_asked_for(tmp_path):
     done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "digits", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output

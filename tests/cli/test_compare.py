@@ -302,6 +302,7 @@ def test_narrow_terminals_get_several_tables_with_every_column(small, width, cap
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
 
 
+@pytest.mark.slow
 def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
     torch.save({"patterns": torch.from_numpy(patterns).double()}, tmp_path / "mine.pt")
     arguments = ("--anchor", 0.3, "--beta", 2, "--dtype", "float64", "--seed", 3, "--out", tmp_path / "out")
@@ -317,6 +318,7 @@ def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
     assert str(tmp_path) not in (tmp_path / "out" / "compare.json").read_text()
 
 
+@pytest.mark.slow
 def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, patterns):
     patterns[3, 2], patterns[7, 0] = np.nan, np.inf
     np.save(tmp_path / "holes.npy", patterns)
@@ -336,6 +338,7 @@ def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, 
     assert "2 of 20 patterns hold NaN or infinity" in result.stdout
 
 
+@pytest.mark.slow
 def test_numbers_that_do_not_exist_are_null(tmp_path, patterns):
     np.save(tmp_path / "mine.npy", patterns)
     result = invoke("--quick", "--data", tmp_path / "mine.npy", "--patterns", 5, "--anchor", 1, "--out", tmp_path)
@@ -351,6 +354,7 @@ def test_numbers_that_do_not_exist_are_null(tmp_path, patterns):
     assert row["residual_max"] is None
 
 
+@pytest.mark.slow
 def test_a_method_that_raises_stays_in_the_table(tmp_path, patterns, monkeypatch):
     def broken():
         raise RuntimeError("it broke\nin two lines")
@@ -382,6 +386,7 @@ def test_module_shows_version_and_imports_nothing_heavy():
     assert result.stdout.startswith("implicit-attention 0.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("potential", ["log-sum-exp", "distance"])
 def test_rates_of_own_data_do_not_depend_on_their_unit(tmp_path, potential):
     """8 bits of grey, and the same divided by 255: fewer rows than the default number of patterns, all of them."""
@@ -408,6 +413,7 @@ def test_rates_of_own_data_do_not_depend_on_their_unit(tmp_path, potential):
     assert first == pytest.approx(float(memory.found_beta), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_beta_of_the_digits_is_found_where_it_is_asked_for(tmp_path):
     result = invoke("--quick", "--patterns", 20, "--beta", "auto", "--out", tmp_path)
     assert result.exit_code == 0, result.output

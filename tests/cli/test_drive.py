@@ -59,6 +59,7 @@ def test_a_table_of_steps_a_figure_and_all_numbers(tmp_path):
     assert str(tmp_path) not in (tmp_path / "thermodynamics.json").read_text()
 
 
+@pytest.mark.slow
 def test_many_steps_are_shown_in_part_and_samples_as_means(tmp_path):
     system, fields, couplings, h = files(tmp_path, steps=50, dim=2, batch=(2,), name="fields.npz")
     result = invoke(system, "--drive", fields, "--quick", "--methods", "plefka-1", "--out", tmp_path)
@@ -85,6 +86,7 @@ def test_a_closure_that_does_not_hold_is_a_line_with_the_reason(tmp_path):
     assert len(lines_of(result, "plefka-1")) == 2
 
 
+@pytest.mark.slow
 def test_without_methods_both_closures_are_driven_whatever_the_couplings(tmp_path):
     np.savez(tmp_path / "symmetric.npz", J=0.3 * (1 - np.eye(3)), h=np.zeros(3), beta=1.0)
     np.save(tmp_path / "fields.npy", np.ones((2, 3)))
@@ -142,6 +144,7 @@ def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, argument
         assert part in result.stderr
 
 
+@pytest.mark.slow
 def test_a_field_that_is_not_finite_is_a_step_without_numbers(tmp_path):
     system, fields, _, h = files(tmp_path)
     h[3, 0] = torch.nan

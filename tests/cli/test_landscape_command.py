@@ -259,6 +259,7 @@ def test_the_seed_draws_queries_and_maps_and_leaves_those_that_are_given():
 # ------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_four_scenes_and_what_is_asked_for(tmp_path):
     out = tmp_path / "made" / "here"
     result = invoke("--quick", "--animate", "--beta", "0.5", "--seed", "3", "--out", out)

@@ -91,6 +91,7 @@ def check(text, scenes):
     return page
 
 
+@pytest.mark.slow
 def test_the_page_of_all_scenes_is_one_file_with_every_picture_and_number(tmp_path):
     page = check(made(tmp_path), len(SCENES))
     assert len(SCENES) >= 12
@@ -105,6 +106,7 @@ def test_the_page_of_all_scenes_is_one_file_with_every_picture_and_number(tmp_pa
     assert (tmp_path / "index.html").stat().st_size < 2**21
 
 
+@pytest.mark.slow
 def test_a_quick_page_has_four_scenes(quick):
     check(quick, 4)
 

@@ -516,6 +516,7 @@ def digits(tmp_path_factory):
     return result, out, strict(out / "thermodynamics.json")
 
 
+@pytest.mark.slow
 def test_without_a_file_the_fitted_digits_are_solved_named_and_completed(digits):
     result, out, content = digits
     assert sorted(p.name for p in out.iterdir()) == ["completions.png", "spins.png", "thermodynamics.json"]

@@ -125,6 +125,7 @@ def test_what_is_watched_is_the_course_of_the_solve():
     assert maze.verdict(drawn, found).endswith(f": {wrong} cells are wrong")
 
 
+@pytest.mark.slow
 def test_plain_text_where_there_is_no_terminal(tmp_path):
     gif = tmp_path / "here.gif"
     result = invoke("--quick", "--size", "4,6", "--generator", "Prim", "--gif", gif)
@@ -198,6 +199,7 @@ def trained(command):
         return command.run(progress)
 
 
+@pytest.mark.slow
 def test_training_learns_and_leaves_the_callers_random_numbers_alone():
     losses = []
     torch.manual_seed(5)
@@ -228,6 +230,7 @@ def test_the_loss_is_that_of_every_second_state_of_the_later_half_and_of_the_las
     torch.testing.assert_close(maze_model.loss_of(model, batch, steps, 0.5) - plain, 0.5 * change, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_block_trained_on_small_mazes_solves_larger_ones():
     model = trained(Maze())
     for size, share in ((5, 0.95), (9, 0.9), (17, 0.65)):

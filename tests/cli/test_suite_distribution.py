@@ -100,6 +100,7 @@ def suite(tmp_path_factory):
     return result, out, json.loads((out / "distribution.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_suite_writes_numbers_and_a_picture(suite):
     result, out, content = suite
     assert (out / "distribution.png").stat().st_size > 20_000

@@ -19,6 +19,8 @@ from implicit_attention import Anderson, Implicit
 from implicit_attention.integrations.transformers import attach, learn_anchors, load
 from implicit_attention.linear import CG
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 STEPS, ROWS, TOKENS = 3, 4, 7

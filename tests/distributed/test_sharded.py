@@ -267,6 +267,7 @@ def answers(request):
     return together(ask, request.param, request.param)
 
 
+@pytest.mark.by_name(slow=r"\[(3|4)")
 def test_they_are_those_of_one_process(answers):
     count, wrong = len(answers), []
     for row in asked(count):
@@ -293,6 +294,7 @@ def test_they_are_those_of_one_process(answers):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_one_sum_of_few_numbers(answers):
     """D = 32 numbers of 4 bytes a query; what is compared at the start is 4 numbers of 8 bytes, whatever there is."""
     for answer in answers:

@@ -169,6 +169,7 @@ def results():
     return list(zip(*together(all_of_it, 2), strict=True))
 
 
+@pytest.mark.slow
 def test_counts_are_summed_and_maxima_are_those_of_the_worst_process(results):
     check(results[0])
 

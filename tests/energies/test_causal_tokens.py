@@ -203,6 +203,7 @@ def test_no_tensor_of_all_pairs_above_512_tokens():
     assert w_key.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_gradients_through_the_solve():
     tensors, b = weights(dim=3, head_dim=2), random(2, 2, 3, seed=5)
     keys = 0.5 * random(2, 2, 1, 2, seed=7)

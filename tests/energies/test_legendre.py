@@ -195,6 +195,7 @@ def small() -> tuple[LegendreEnergy, list[torch.Tensor]]:
     return problem, [t.clone().requires_grad_() for t in problem.tensors()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [None, GMRES(rtol=1e-12)], ids=str)
 def test_first_and_second_derivatives(method) -> None:
     problem, leaves = small()

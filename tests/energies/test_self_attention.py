@@ -27,6 +27,8 @@ from implicit_attention.problem import pullback
 from implicit_attention.testing.energy import EnergyContract
 from implicit_attention.testing.numerics import dense_jacobian, random
 
+pytestmark = pytest.mark.cases(4)
+
 TIGHT = Anderson(rtol=0.0, atol=1e-13, max_steps=500)
 KEYS = ("problem", "solver", "sharpness", "anchor")
 MEASURE = Path(__file__).resolve().parents[2] / "docs" / "self_attention" / "measure.py"

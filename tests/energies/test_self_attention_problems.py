@@ -8,6 +8,8 @@ from implicit_attention.energies import RepeatedSelfAttention, SelfAttentionEner
 from implicit_attention.problem import pullback
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 
+pytestmark = pytest.mark.cases(4)
+
 BOTH = pytest.mark.parametrize("kind", [SelfAttentionEnergy, RepeatedSelfAttention])
 TIGHT = Anderson(rtol=0.0, atol=1e-13, max_steps=500)
 

@@ -25,6 +25,8 @@ from implicit_attention.energies import _bounds
 from implicit_attention.potentials import Exponential, Polynomial
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(4)
+
 SOLVERS = {
     "anderson": Anderson(),
     "anderson, history 5": Anderson(history=5),

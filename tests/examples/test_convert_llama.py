@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PAGE, RESULTS = EXAMPLES.parent / "examples.md", EXAMPLES / "convert_llama.json"
 TRAINED, AT_ONCE, CONTROL, CONVERTED = NAMES = (

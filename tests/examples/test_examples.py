@@ -30,6 +30,7 @@ def run(monkeypatch, name):
 
 
 # Training passes close to folds, where the gradients of a query or two are unsure, and told to be.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the gradients of")
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_both_models_learn_and_every_solve_converges(name, monkeypatch, capsys):
@@ -57,6 +58,7 @@ def test_a_monitored_run_leaves_a_file_and_a_picture(monkeypatch, capsys, tmp_pa
     assert f"watch.csv and training.png are in {folder}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_monitored_run_is_the_same_run_and_begins_a_new_file(monkeypatch, tmp_path):
     names = run(monkeypatch, "digits")
     (tmp_path / "watch.csv").write_text("of an older run\n")

@@ -94,6 +94,7 @@ def test_documents_and_packaging_say_what_the_table_says(module):
         assert re.search(rf"^{name}==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", WITH_LIBRARY)
 def test_a_missing_library_gives_the_line_that_installs_it(module):
     library = HOSTS[module].requirement.partition(">=")[0].replace("-", "_")

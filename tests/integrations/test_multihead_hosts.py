@@ -255,6 +255,7 @@ def test_padding_changes_nothing_through_a_whole_encoder():
         assert torch.equal(*outputs)
 
 
+@pytest.mark.by_name(slow=r"\[True")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_layer_compiles_without_a_graph_break(training):

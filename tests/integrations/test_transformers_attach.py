@@ -196,6 +196,7 @@ def test_a_name_stays_in_the_file_of_a_model_that_transformers_load_and_save_aga
     assert torch.equal(logits(third, given), expected)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_a_model_whose_options_come_from_its_file(tmp_path):
     model, given = attached(layers={1: {"anchor": 0.3}})
     del given["position_ids"]
@@ -243,6 +244,7 @@ def test_a_model_with_anchors_in_its_file_and_softmax_in_use_is_told():
 # Engines.
 
 
+@pytest.mark.by_name(slow=r"\[compile")
 @pytest.mark.parametrize("wrap", ["partial", "wraps", "compile", "object"])
 def test_a_name_stays_ours_when_an_engine_wraps_its_function(wrap, monkeypatch):
     register("wrapped", anchor=0.9)

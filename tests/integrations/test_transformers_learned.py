@@ -73,6 +73,7 @@ def test_values_and_gradients_are_those_of_a_reference_inside_eager_attention(na
     assert min(gradients[key].norm() for key in anchors) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])  # their norms keep float64
 def test_gradients_are_finite_differences_of_the_whole_model(name):
     model, anchors, given = learning(name, torch.float64, **TIGHT)
@@ -230,6 +231,7 @@ def test_copies_have_their_own(duplicate):
     assert not torch.allclose(logits(model, given), expected)
 
 
+@pytest.mark.slow
 def test_steps_of_a_compiled_model_share_one_graph():
     found = []
     for compiled in (False, True):

@@ -129,6 +129,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path):
     assert torch.equal(torch.cat([first, second]), whole)
 
 
+@pytest.mark.slow
 def test_a_trainer_resumes_bit_for_bit(tmp_path):
     texts = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 50, (8, 9)).unbind()]
 

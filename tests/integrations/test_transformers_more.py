@@ -456,6 +456,7 @@ def test_generating_searches(options):
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_an_assistant_changes_no_word():
     register(solver=Anderson(rtol=1e-10, atol=1e-11), on_failure="raise")
     made, given = make("llama"), batch("llama", rows=1)
@@ -526,6 +527,7 @@ def test_a_model_that_attends_on_its_own_gets_no_mask_that_it_misreads(name):
     assert agrees_or_raises(made.eval(), given)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_that_attends_on_its_own_is_refused_too():
     config = hf.CodeGenConfig(vocab_size=60, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32)
     made = hf.CodeGenForCausalLM(config).eval()
@@ -600,6 +602,7 @@ def test_names_that_transformers_would_misread_are_refused(name):
         register(name)
 
 
+@pytest.mark.slow
 def test_lengths_share_a_compiled_graph():
     graphs = []
 

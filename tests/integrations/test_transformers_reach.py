@@ -198,6 +198,7 @@ def stubs(file, text):
     return made
 
 
+@pytest.mark.slow
 def test_every_class_that_attends_by_itself_is_refused_by_the_door(monkeypatch):
     own, asks, sources, source_of = {}, {}, {}, reading._source_of
     for number, path in enumerate(sorted(_ROOT.glob("*/modeling_*.py"))):

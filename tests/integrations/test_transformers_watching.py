@@ -221,6 +221,7 @@ def compiled_steps(watched):
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), observed
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_graphs_of_one_that_is_not_watched():
     expected = converted()
     with watch(expected) as seen:
@@ -354,6 +355,7 @@ class Stop(hf.TrainerCallback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_after_a_training_the_model_is_free_also_after_one_that_was_interrupted(tmp_path):
     model, kept = converted(), Kept()
     callback = WatchCallback(kept)

@@ -584,6 +584,7 @@ def test_a_gpu_records_each_graph_as_one_launch(monkeypatch):
     assert answer.data_ptr() != memory.data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("engine", ["inductor"], indirect=True)
 def test_compiled_code_gives_the_numbers_of_eager_calls():

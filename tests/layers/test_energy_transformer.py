@@ -30,6 +30,8 @@ from implicit_attention.options import SolveKeywords
 from implicit_attention.potentials import LogSumExp, Polynomial
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 MODES = ("published", "equilibrium")
 B, N, DIM, HEADS, HEAD_DIM, MEMORIES = 2, 4, 6, 2, 3, 7
 TIGHT = Picard(rtol=1e-13, atol=1e-13, max_steps=3000)
@@ -267,6 +269,7 @@ def test_the_layout_of_tokens_and_masks_changes_nothing(mode, layout):
     close(made(x, mask.mT.contiguous().mT, key_mask=key_mask.mT.contiguous().mT), expected, 1e-11)
 
 
+@pytest.mark.by_name(slow=r"\[equilibrium")
 @pytest.mark.parametrize("mode", MODES)
 def test_samples_do_not_see_each_other_and_batches_have_any_shape(mode):
     made, x = layer(mode, scale=0.25), tokens(2, 3)
@@ -322,6 +325,7 @@ def test_autocast_keeps_states_and_energies_in_single_precision(mode, dtype):
 # Masks, missing tokens, bad data.
 
 
+@pytest.mark.by_name(slow=r"\[equilibrium")
 @pytest.mark.parametrize("memory", ["rectified", "softmax"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_token_is_as_if_it_was_left_out(mode, memory):
@@ -692,6 +696,7 @@ def test_a_compiled_layer_gives_the_same(mode):
     assert made.last_solve is not None
 
 
+@pytest.mark.by_name(slow=r"\[equilibrium")
 @pytest.mark.parametrize("mode", MODES)
 def test_torch_func_sees_through_it(mode):
     made, x = layer(mode, scale=0.25), tokens(3)
@@ -718,6 +723,7 @@ def test_shapes_are_answered_with_shapes(mode):
         made(x, return_energies=True)
 
 
+@pytest.mark.slow
 def test_programs_have_the_published_steps_and_no_solve():
     made, x = layer("published"), tokens()
     program = torch.export.export(made, (x,)).module()

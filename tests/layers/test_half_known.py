@@ -7,6 +7,8 @@ from sklearn.datasets import load_digits
 from implicit_attention import Anderson, LogSumExp, MemoryLookup, Status
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 M, D, T = 9, 6, 4
 TIGHT = Anderson(rtol=1e-11, atol=1e-13)
 KNOWN = random(2, 3, D, seed=8) > 0
@@ -37,6 +39,7 @@ def stepped(memory, queries, known, similarity, steps=600):
     return z
 
 
+@pytest.mark.by_name(slow=r"\[\S+-1797")
 @pytest.mark.parametrize("count", [200, 1797])
 @pytest.mark.parametrize("hole", [torch.nan, torch.inf, 0.0, 1e30])
 def test_half_images_are_all_recalled(count, hole):
@@ -176,6 +179,7 @@ def test_all_dtypes(dtype):
     torch.testing.assert_close(found.double(), memory.double().retrieve(queries, known=KNOWN), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 def test_transforms_and_compilers_take_known_entries():
     memory, queries = filled_memory(), random(2, 3, D, seed=2)
     expected = memory.retrieve(queries, known=KNOWN)

@@ -27,6 +27,8 @@ from implicit_attention.spins import (
 )
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 FIELD = torch.tensor([[0.4, -0.2], [0.1, 0.5], [-0.3, 0.3]], dtype=torch.float64)
 COUPLINGS = torch.tensor([[0, 0.2, -0.1], [0.2, 0, 0.3], [-0.1, 0.3, 0]], dtype=torch.float64)
 TRUTH = [0.450688073394, -0.125, 0.095183486239, 0.625, -0.316513761468, 0.5]
@@ -458,6 +460,7 @@ def test_layout_of_inputs_does_not_matter(mixing, correction):
     assert layer(x[:0]).shape == (0, 4, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("mixing", "correction"), KINDS, ids=str)
 def test_half_precision_autocast_and_compile(mixing, correction):
@@ -494,6 +497,7 @@ def test_a_card_has_the_answer_of_the_host(mixing, correction):
 # Distillation.
 
 
+@pytest.mark.slow
 def test_a_net_learns_the_reaction_of_spherical_spins():
     torch.manual_seed(0)
     layer = MeanFieldAttention(
@@ -527,6 +531,7 @@ def test_a_net_learns_the_reaction_of_spherical_spins():
     assert float(found.error) == pytest.approx(((z - m).norm() / m.norm()).item(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_where_the_reaction_is_steeper_than_a_contraction_the_report_says_so():
     torch.manual_seed(0)
     layer = MeanFieldAttention(

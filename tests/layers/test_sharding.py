@@ -29,6 +29,8 @@ from implicit_attention.integrations.timm import EquilibriumAttention
 from implicit_attention.layers import EnergyTransformer, MeanFieldAttention, SpinAttention
 from implicit_attention.solvers import Anderson
 
+pytestmark = pytest.mark.slow
+
 DIM, HEADS, TOKENS = 24, 4, 10
 BY_HAND = {name: ColwiseParallel for name in ("q_proj", "k_proj", "v_proj")} | {"out_proj": RowwiseParallel}
 RIGHT = {

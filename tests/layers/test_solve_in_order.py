@@ -13,6 +13,8 @@ from implicit_attention.potentials import LayerNormPotential, LogSumExp, Polynom
 from implicit_attention.solvers import Anderson, Picard
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 EXACT = Picard(rtol=1e-14, atol=1e-14, max_steps=1000)
 
 
@@ -127,6 +129,7 @@ def test_gradients_are_those_of_all_at_once(exclude_self):
     assert [bool(report.status.eq(Status.CONVERGED).all()) for report in answer.adjoints] == [True] * 4
 
 
+@pytest.mark.slow
 def test_gradcheck_through_the_chain():
     tensors, b = weights(dim=3, head_dim=2), random(2, 3, seed=5)
 

@@ -349,6 +349,7 @@ def test_a_state_starts_the_next_call():
     torch.testing.assert_close(again, first, rtol=0, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_half_precision_autocast_and_compile():
     layer, x = SpinAttention(8, 2), torch.randn(2, 5, 8)

@@ -25,6 +25,7 @@ def decoded(layer, x, sizes, key_masks=None, **options):
     return torch.cat([layer(p, cache=cache, key_mask=m) for p, m in zip(parts, masks, strict=True)], dim=1)
 
 
+@pytest.mark.by_name(slow=r"KineticPlefka.*SphereUnits.*order=2")
 @pytest.mark.parametrize("rotary", [None, Rotary()], ids=["plain", "rotary"])
 @pytest.mark.parametrize("method", CLOSURES, ids=repr)
 def test_token_by_token_is_one_call_of_all(method, rotary):

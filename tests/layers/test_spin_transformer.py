@@ -27,6 +27,8 @@ from implicit_attention.spins import (
 )
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(3)
+
 INPUTS = ("field", "magnetization")
 
 
@@ -166,6 +168,7 @@ def test_the_parts_add_up_to_the_answer_in_total(input, method):
     assert bool((parts.total.transpose(-3, -2)[~exists] == 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("input", INPUTS)
 def test_a_stack_is_its_blocks_in_turn(input):
     torch.manual_seed(0)
@@ -225,6 +228,7 @@ def test_weights_are_saved():
 # Derivatives.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -252,6 +256,7 @@ def test_blocks_are_differentiated_exactly(options):
     assert all(bool((p.grad != 0).any()) for p in parameters)
 
 
+@pytest.mark.slow
 def test_the_parts_have_gradients():
     made, x = block(4, input="magnetization"), tokens(2, 3, 4).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: made.decompose(x).coupling, x, fast_mode=True, atol=1e-6)
@@ -379,6 +384,7 @@ def test_clip_cuts_lengths_and_nothing_else():
 # Precision.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("input", INPUTS)
 def test_half_precision_autocast_compile_and_vmap(input):
@@ -510,6 +516,7 @@ def test_the_system_of_a_layer_gives_its_answers():
     torch.testing.assert_close(layer(x, key_mask=exists), layer.out_proj(joined(direct + through)), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_stack_reaches_every_weight():
     torch.manual_seed(0)
     stack = SpinTransformer(8, 2, blocks=2, input="magnetization", feed_forward=16, clip=0.9)

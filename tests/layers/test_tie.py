@@ -106,6 +106,7 @@ def test_it_trains_from_there(name):
     assert float(equilibrium.block.inject.weight.detach().abs().min()) > 0
 
 
+@pytest.mark.slow
 def test_a_tied_encoder_is_solved_and_its_gradients_are_those_of_steps():
     model = encoder(dropout=0.0).double()
     equilibrium = ia.tie(model, "layers", solver=ia.Anderson(rtol=1e-11, atol=1e-11))

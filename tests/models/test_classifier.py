@@ -36,6 +36,7 @@ def test_a_classifier_shares_its_parts_with_the_image_model():
         ImageClassifier(made, 0)
 
 
+@pytest.mark.by_name(slow=r"\[equilibrium")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_classifier_learns(mode):
     """Which half of the image is bright."""

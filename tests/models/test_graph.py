@@ -189,6 +189,7 @@ def test_gradients_of_padded_graphs_are_finite_and_reach_every_parameter():
             assert float(parameter.grad.abs().max()) > 1e-9, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_differences(mode):
     made = model(mode, steps=3, positions=1)
@@ -265,6 +266,7 @@ def test_signs_are_drawn_in_training_alone():
     assert (found.sum(1) > 2).all()
 
 
+@pytest.mark.slow
 def test_it_learns_labels_that_need_the_neighbours():
     """The label of a node is the sign of its neighbours' sum: its own features say nothing."""
     made = NodeClassifier(1, 2, 16, 2, 8, 32, mode="published", steps=6)

@@ -190,6 +190,7 @@ def test_gradients_reach_every_parameter(mode, classify):
         assert float(parameter.grad.abs().max()) > 1e-9, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_differences(mode):
     made = model((2, 4), 2, 1, dim=3, mode=mode, scale=0.6, steps=3)
@@ -235,6 +236,7 @@ def test_evidence_is_returned_beside_the_patches():
     assert not torch.equal(rough, patches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "sign"), [("equilibrium", False), ("published", True)])
 def test_it_learns_to_fill_in_patches(mode, sign):
     """A pattern, of random sign: that visible patches tell, and who does not read them is off by 1 at least."""

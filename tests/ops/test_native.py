@@ -389,6 +389,7 @@ def test_it_is_what_answers_float32_on_a_cpu(monkeypatch):
         solved(query.to("meta"), keys.to("meta"))
 
 
+@pytest.mark.slow
 def test_no_matrix_of_queries_by_keys_is_stored():
     """Scores of 8,192 queries with as many keys are 256 MB; a quarter of that would be seen."""
     script = """

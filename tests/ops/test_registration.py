@@ -333,6 +333,7 @@ def test_a_compiled_graph_has_the_eager_gradient_at_a_saddle():
         assert relative_error(compiled, eager) < 1e-8
 
 
+@pytest.mark.by_name(slow=r"\[compiled-ignore")
 @pytest.mark.parametrize("on_failure", ["warn", "ignore"])
 @pytest.mark.parametrize("where", ["operation", "compiled"])
 def test_a_backward_pass_without_an_answer_is_told(where, on_failure):

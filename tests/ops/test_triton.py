@@ -66,6 +66,10 @@ def outcome(request, tmp_path_factory, worker_id):
     return run
 
 
+@pytest.mark.cases(4)
+@pytest.mark.by_name(
+    slow=r"\[((trust|solve_shape|adjoint_shape)_|(solve|adjoint)_mask_(?!per_query|bias_padding)|(solve|adjoint)_tiles_(?!documents)|solve_gathers_(bf16|fp16|shape|causal|at_the_edge)|solve_agrees_with_the_tiled_one_(budget|at_once)|adjoint_(scale_(fp16_small|bf16|fp32_tiny)|of_every_scale))"
+)
 @pytest.mark.parametrize("case", triton_cases.CASES)
 def test_kernel_in_the_interpreter(case, outcome):
     wrong = outcome("cpu", case)
@@ -87,6 +91,7 @@ def rows(tmp_path, monkeypatch):
     return lambda arch, *names: compiled_kernels.rows_for(arch, map(compiled_kernels.Case.of, names))
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper(rows):
     found = rows("sm_90a", *(f"{kernel}-bfloat16-64-plain" for kernel in compiled_kernels.KERNELS))
     assert [row["kernel"] for row in found] == list(compiled_kernels.KERNELS)
@@ -167,6 +172,7 @@ def test_what_is_unsupported_is_said(monkeypatch):
     assert "Triton is not installed" in unsupported(problem())
 
 
+@pytest.mark.slow
 def test_asking_does_not_import_triton():
     code = "import sys; import implicit_attention.ops.triton.support; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -41,6 +41,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_the_function_and_the_layer_equal_the_products_written_out():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

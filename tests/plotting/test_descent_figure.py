@@ -109,6 +109,7 @@ def test_what_the_page_says_of_five_scales():
     assert any(x < -1e-9 for x in apart)
 
 
+@pytest.mark.slow
 def test_the_committed_scales_can_be_repeated():
     script = runpy.run_path(str(FOLDER / "scales.py"))
     committed = json.loads((FOLDER / "scales.json").read_text())["rows"][0]

@@ -21,6 +21,7 @@ def drawn(axes):
     return {line.get_label(): torch.as_tensor(line.get_ydata()) for line in axes.lines}
 
 
+@pytest.mark.slow
 def test_every_number_of_a_path_of_ising_spins_is_drawn():
     found = path(1)
     figure = driven_figure(found, title="Three spins")
@@ -71,6 +72,7 @@ def test_without_stationary_states_there_are_three_panels():
     assert png(figure)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_a_gap():
     fields = 0.5 * random(5, 2, 1, seed=1)
     fields[3] = torch.nan

@@ -245,6 +245,7 @@ def test_an_energy_that_is_nowhere_finite_is_refused():
         landscape_figure(nowhere, STARTS)
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_line_that_installs_it_is_told():
     code = """
 import sys

@@ -33,6 +33,7 @@ TABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", TABLE)
 def test_plain_steps_end_at_the_known_attractors(sharpness):
     places, energies, counts, kinds = TABLE[sharpness]
@@ -50,6 +51,7 @@ def test_plain_steps_end_at_the_known_attractors(sharpness):
     assert kinds[0] - kinds[1] + kinds[2] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [1.0, 5.0])
 def test_every_start_ends_where_repeated_attention_takes_it(sharpness):
     beta = sharpness * ROOT
@@ -99,6 +101,7 @@ def panels(figure):
     return {axes.get_title().splitlines()[0]: axes for axes in figure.axes if axes.get_title()}
 
 
+@pytest.mark.slow
 def test_the_figure_shows_what_each_solver_spends_and_where_it_fails():
     energy = AnchoredEnergy(LogSumExp(KEYS, 2 * ROOT), KEYS)
     figure = basins_figure(energy, grid=21)

@@ -40,6 +40,7 @@ def test_panels_stand_in_rows_with_their_headings():
     assert figure.get_suptitle() == "five"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "frames"), [(1, 9), (3, 4), (100, 2)])
 def test_a_gif_has_the_frames_that_were_asked_for_and_rests_at_the_end(tmp_path, every, frames):
     states = [torch.full((4,), i / 9) for i in range(9)]

@@ -85,6 +85,7 @@ def test_looks_rows_and_files_give_the_same_picture(tmp_path):
     assert drawn(training_figure(looks[0])) == drawn(training_figure(looks[0].rows()))
 
 
+@pytest.mark.slow
 def test_a_line_that_a_killed_run_left_and_steps_that_it_saw_twice_do_no_harm(tmp_path):
     looks = observe()
     for writer, cut in (
@@ -160,6 +161,7 @@ def test_one_layer_needs_no_line_of_all_and_spectral_radii_have_a_panel():
     assert [text.get_text() for text in training_figure(observe(steps=1)).legends[0].texts] == ["0", "1", "all layers"]
 
 
+@pytest.mark.slow
 def test_many_layers_differ_in_tone_and_some_are_named():
     (row,) = (row for row in rows_of(observe(layers=1, steps=1)) if row["layer"] == "all")
     rows = [row | {"layer": f"block.{i}", "step": step} for step in range(3) for i in range(33)]

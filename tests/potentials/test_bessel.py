@@ -80,6 +80,7 @@ def test_one_and_three_dimensions_are_elementary():
 
 
 @FORWARD_MODE
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dim", [2, 3, 8, 70])
 @pytest.mark.parametrize("name", ["log_partition", "ratio", "ratio_slope", "radial"])
 def test_derivatives_of_each_function_check(dim, name):
@@ -90,6 +91,7 @@ def test_derivatives_of_each_function_check(dim, name):
 
 
 @FORWARD_MODE
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dim", [2, 3, 8, 70])
 @pytest.mark.parametrize("name", ["length", "entropy"])
 def test_derivatives_of_the_inverse_functions_check(dim, name):

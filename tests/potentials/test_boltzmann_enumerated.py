@@ -82,6 +82,7 @@ def test_the_exact_gradient(joint):
         close(value, ours - theirs, 1e-10)
 
 
+@pytest.mark.slow
 def test_samples_have_the_enumerated_law(joint):
     count = 20_000
     drawn = joint.machine.sample(count, steps=200, generator=torch.Generator().manual_seed(0)).numpy()

@@ -29,6 +29,7 @@ def empty_row(count=7):
     return mask
 
 
+@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPlain(PotentialContract):
     def make(self, dtype):
         return DistanceLogSumExp(random(*KEYS, dtype=dtype), 0.7)
@@ -175,6 +176,7 @@ def test_layers_take_it_in_every_precision(dtype, max_steps):
     assert relative_error(found.double(), expected) < (1e-3 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_layer_compiles():
     torch._dynamo.reset()

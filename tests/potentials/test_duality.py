@@ -141,6 +141,7 @@ def test_bregman_gradients(size):
 # Conjugate and its gradient.
 
 
+@pytest.mark.slow
 def test_conjugate_is_minus_the_entropy_near_and_on_the_boundary():
     for gap in (1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 0.0):
         p = tensor([[gap, 0.5 - gap / 2, 0.5 - gap / 2]])
@@ -233,6 +234,7 @@ def test_the_gradient_needs_no_inverse():
     close(torch.autograd.grad(value.sum(), m)[0], natural_parameter(phi, m).detach())
 
 
+@pytest.mark.by_name(slow=r"\[1e-09")
 @pytest.mark.parametrize("beyond", [1e-9, 0.1])
 def test_outside_the_hull_is_an_error_with_a_direction(beyond):
     p = tensor([[1 + beyond, -beyond, 0.0], [0.2, 0.5, 0.3]])
@@ -241,6 +243,7 @@ def test_outside_the_hull_is_an_error_with_a_direction(beyond):
             conjugate(phi, p @ POINTS)
 
 
+@pytest.mark.slow
 def test_the_hull_is_that_of_the_keys_that_are_attended_to():
     # Masked keys are no part of the hull, whatever they hold.
     keys = torch.cat([POINTS, torch.full((1, 2), math.nan, dtype=torch.float64)])

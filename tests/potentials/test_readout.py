@@ -90,6 +90,7 @@ def test_half_precision_of_few_keys_is_computed_in_float32(dtype, beta):
     assert gradient.dtype == dtype
 
 
+@pytest.mark.by_name(slow=r"\[64-bias")
 @pytest.mark.parametrize("form", ["none", "mask", "bias", "lowest"])
 @pytest.mark.parametrize("count", [4, 64])
 def test_first_and_second_derivatives(form, count):
@@ -232,6 +233,7 @@ def test_function_transforms(count):
     torch.testing.assert_close(moved, torch.einsum("neid,id->ne", by_rows, tangent), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @COUNTS
 def test_it_compiles(count):
     z, keys, values = random(2, 3, 5).requires_grad_(), random(2, count, 5, seed=1), random(2, count, 4, seed=2)

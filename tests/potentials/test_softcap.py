@@ -22,11 +22,13 @@ def empty_row() -> torch.Tensor:
     return mask
 
 
+@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPlain(PotentialContract):
     def make(self, dtype):
         return SoftcapLogSumExp(random(*KEYS, dtype=dtype), 0.7, CAP)
 
 
+@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestTensorBeta(PotentialContract):
     def make(self, dtype):
         beta = torch.tensor([0.5, 1.3], dtype=torch.float64).to(dtype)
@@ -78,6 +80,7 @@ def test_equilibria_are_stationary_and_minima():
     assert gradient.norm(dim=-1).max() <= solution.tolerance.max()
 
 
+@pytest.mark.slow
 def test_gradients_of_an_equilibrium():
     query, keys = random(2, 2, 3).requires_grad_(), random(2, 4, 3, seed=1).requires_grad_()
     beta = torch.tensor([0.5, 0.8], dtype=torch.float64, requires_grad=True)

@@ -21,6 +21,7 @@ def empty_row(count=7):
     return mask
 
 
+@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPlain(PotentialContract):
     def make(self, dtype):
         return Softmax1(random(*KEYS, dtype=dtype), 0.7)
@@ -151,6 +152,7 @@ def test_the_fused_operation_solves_it(impl, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_layer_compiles_into_one_graph():
     layer, x = ImplicitAttention(8, 2, potential=Softmax1), random(2, 70, 8, dtype=torch.float32)
     layer.requires_grad_(False)

@@ -200,6 +200,7 @@ def test_cumulant_terms_are_derivatives_of_one_another(response, dim):
 
 
 @FORWARD_MODE
+@pytest.mark.cases(1)
 @cases(1, 2, 3, 5)
 @pytest.mark.parametrize("name", ["log_partition", "magnetization", "covariance_parts", "covariance_terms"])
 def test_first_and_second_derivatives_also_at_zero_field(response, dim, name):

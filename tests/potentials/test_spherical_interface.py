@@ -123,6 +123,7 @@ def test_transforms_of_torch_func(response):
     close(by_beta[1], torch.func.grad(total, argnums=1)(field, BETA[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 3])
 def test_compiles_without_graph_breaks(dim):
     response, radius = SphereUnits(), 1.3

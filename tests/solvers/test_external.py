@@ -626,6 +626,7 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch):
         solve(cosine(), torch.zeros(B, D).double(), solver=solver)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_used():
     code = """
 import sys

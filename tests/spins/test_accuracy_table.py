@@ -17,6 +17,7 @@ def row(family, beta, method):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Ising, open 3 x 3 lattice", "Ising, antiferromagnet, ring, N = 11"])
 def test_a_row_is_measured_again(family):
     script = runpy.run_path(str(FOLDER / "accuracy.py"))

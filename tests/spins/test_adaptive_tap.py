@@ -227,6 +227,7 @@ def chain(dim, strength=1.0):
     return SpinSystem(CHAIN, field, 1.2)
 
 
+@pytest.mark.slow
 def test_it_is_exact_for_many_dimensions():
     """Errors fall like 1/D; that of m is less than half that of the saddle point, and they approach each other."""
     errors, beyond, apart = [], [], []
@@ -294,6 +295,7 @@ def test_log_partition_is_stationary_at_the_solution(prior, dim):
     assert slope.abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_random_systems_never_fail():
     """Of all temperatures, far into the spin glass; plain iteration fails there."""
     generator, failed = np.random.default_rng(0), 0
@@ -369,6 +371,7 @@ def mixed(*tensors):
     return sum((t * random(*t.shape, seed=i)).sum() for i, t in enumerate(tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "outputs"), [(1, (*SCALARS, "correlations")), (2, ("magnetization",))])
 def test_outputs_are_differentiable_twice(dim, outputs):
     """Of vectors only the magnetization: fourth derivatives of Bessel functions take long."""
@@ -391,6 +394,7 @@ def test_outputs_are_differentiable_twice(dim, outputs):
     assert torch.autograd.gradgradcheck(second, arguments, fast_mode=True, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", [GaussianUnits(), THREE], ids=lambda p: type(p).__name__)
 def test_derivatives_for_other_priors(prior):
     couplings, field = disordered(sites=2, scale=0.4, diagonal=True)

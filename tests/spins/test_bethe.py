@@ -156,6 +156,7 @@ def outputs(field, couplings, beta):
     return *(getattr(found, n) for n in (*SCALARS, "magnetization", "correlations")), found.susceptibility()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_derivatives_of_every_output(check):
     beta = torch.tensor([0.6, 1.1], dtype=torch.float64)

@@ -32,6 +32,8 @@ from implicit_attention.spins.dynamics import DynamicalMethod
 from implicit_attention.spins.exact import stationary_law
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(2)
+
 N = 10
 MAGNET = (torch.ones(N, N) - torch.eye(N)).double() / N
 
@@ -154,6 +156,7 @@ def verdict(method, system):
 NEAR = torch.tensor([-1e-3, -1e-5, 1e-5, 1e-4, 3e-4, 3e-3]).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [MeanField(), KineticPlefka()], ids=repr)
 def test_a_long_chain_is_told_apart_just_above_and_just_below_its_transition(method):
     """Its slowest modes lie as near to each other as to the transition."""
@@ -173,6 +176,7 @@ def test_a_long_ring_is_told_apart_just_above_and_just_below_its_transition():
     assert unstable.tolist() == [False, False, True, True, True, True]
 
 
+@pytest.mark.slow
 def test_the_second_order_of_dynamics_is_stable_where_its_own_steps_come_back():
     """theta is in its own equation, m' = tanh(beta f - beta^2 m' V): a step solves it, and dm'/dm follows from it."""
     count, n = 60, 12
@@ -265,6 +269,7 @@ def two_sublattices(field, beta):
     return -log_z / beta - a * b, a, b
 
 
+@pytest.mark.slow
 def test_stability_finds_the_branches_of_an_antiferromagnet_and_they_can_be_chosen():
     n, field, beta = 32, 0.3, 2.0
     system = ring(n, field, beta)

@@ -22,12 +22,20 @@ from implicit_attention.spins.methods import METHODS
 from implicit_attention.testing.approximation import ApproximationContract
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.by_name(
+    slow=r"test_(second_derivatives\[(?!mag)|derivatives_of_every_output\[(?!free_energy|mag|correlations))"
+)
+#: Of methods for numbers each is asked of its derivatives once, for vectors or by another class.
+ISING = pytest.mark.by_name(slow=r"test_(magnetization_has|derivatives|second|outputs_are|a_sample)")
 
+
+@ISING
 class TestMeanFieldOfIsingSpins(ApproximationContract):
     def make(self):
         return MeanField()
 
 
+@pytest.mark.by_name(slow=r"test_(second|derivatives_of_every_output\[(mag|cor))")
 class TestMeanField(ApproximationContract):
     dim = 3
 
@@ -35,6 +43,7 @@ class TestMeanField(ApproximationContract):
         return MeanField()
 
 
+@pytest.mark.by_name(slow=r"test_derivatives_of_every_output\[(mag|cor)")
 class TestMeanFieldWithAmosResponse(ApproximationContract):
     dim = 4
 
@@ -42,16 +51,21 @@ class TestMeanFieldWithAmosResponse(ApproximationContract):
         return MeanField(response=AmosResponse())
 
 
+@ISING
 class TestTAPOfIsingSpins(ApproximationContract):
     def make(self):
         return TAP()
 
 
+@pytest.mark.by_name(slow=r"test_(second|derivatives)")
 class TestTAPOfThirdOrder(ApproximationContract):
     def make(self):
         return TAP(order=3)
 
 
+@pytest.mark.by_name(
+    slow=r"test_(autocast|derivatives|second|susceptibility|what|magnetization_has|the_order|parts|a_sample)"
+)
 class TestTAP(ApproximationContract):
     dim = 2
 
@@ -59,11 +73,15 @@ class TestTAP(ApproximationContract):
         return TAP(response=AmosResponse())
 
 
+@ISING
 class TestAdaTAPOfIsingSpins(ApproximationContract):
     def make(self):
         return AdaTAP()
 
 
+@pytest.mark.by_name(
+    slow=r"test_(autocast|derivatives|outputs|susceptibility|what|magnetization_has|the_order|parts|a_sample|a_masked)"
+)
 class TestAdaTAP(ApproximationContract):
     dim = 3
     # In test_adaptive_tap.py, where fewer fourth derivatives of Bessel functions are taken.
@@ -108,6 +126,7 @@ class TestSphericalModel(ApproximationContract):
         return SaddlePoint(shared=True)
 
 
+@pytest.mark.by_name(slow=r"test_derivatives_of_every_output\[(mag|cor)")
 class TestBethe(ApproximationContract):
     def make(self):
         return Bethe()
@@ -118,6 +137,7 @@ class TestEnumeration(ApproximationContract):
         return Enumeration()
 
 
+@ISING
 class TestChainOfIsingSpins(ApproximationContract):
     chain = True
 
@@ -125,6 +145,9 @@ class TestChainOfIsingSpins(ApproximationContract):
         return TransferMatrix()
 
 
+@pytest.mark.by_name(
+    slow=r"test_(autocast|derivatives_of_every_output\[(?!free)|second|susceptibility|what|the_order|parts|a_sample)"
+)
 class TestChain(ApproximationContract):
     chain = True
     dim = 3

@@ -174,6 +174,7 @@ def fits(function, method):
 CASES = [(f, *case) for f in (neighbours, one_way, turned) for case in METHODS if fits(f, case[0])]
 
 
+@pytest.mark.by_name(slow=r"\[(?!turned)|\[turned TAP.*SphereUnits")
 @pytest.mark.parametrize(("function", "method", "dim"), CASES, ids=[f"{f.__name__} {m!r}" for f, m, _ in CASES])
 def test_what_stands_where_there_is_no_site_changes_no_bit(function, method, dim):
     def found(what):

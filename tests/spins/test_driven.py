@@ -108,6 +108,7 @@ def test_the_parts_add_up_and_a_mismatch_is_not_negative(method, dim):
     assert bool((torch.stack([getattr(path, name) for name in PARTS]) > 0).all())
 
 
+@pytest.mark.by_name(slow=r"\[Gaussian")
 @every_case
 def test_a_field_that_stays_leads_to_the_stationary_state(method, dim):
     couplings, fields = example(dim, 2, steps=1)

@@ -77,6 +77,7 @@ def test_what_is_not_finite_stays_in_its_sample_and_after_its_time(method, dim):
 # Derivatives.
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_derivatives_through_the_steps(method, dim, check):
@@ -88,6 +89,7 @@ def test_derivatives_through_the_steps(method, dim, check):
     assert check(function, [t.requires_grad_() for t in inputs], fast_mode=True)
 
 
+@pytest.mark.by_name(slow=r"\[Gaussian")
 @every_case
 def test_derivatives_of_what_is_asked_of_stationary_states(method, dim):
     sharp = dataclasses.replace(method, solver=Anderson(rtol=1e-13, atol=1e-13, max_steps=1000))

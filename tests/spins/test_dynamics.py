@@ -203,6 +203,7 @@ def test_masked_sites_change_nothing(method, dim):
 # Derivatives.
 
 
+@pytest.mark.by_name(slow=r"\[(gradgradcheck-(?!Gaussian)|gradcheck-second)|\[gradgradcheck-Gaussian field\]")
 @every_case
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_derivatives_of_every_output(method, dim, check):
@@ -231,6 +232,7 @@ def test_couplings_made_of_the_field_are_differentiated_through(method):
     assert float((slope * direction).sum()) == pytest.approx(float(numeric), rel=1e-7)
 
 
+@pytest.mark.by_name(slow=r"\[(first order|Gaussian field)\]")
 @every_case
 def test_vmap_and_grad_compose(method, dim):
     couplings, fields = 0.3 * random(3, 3), random(4, 3, dim, seed=4)
@@ -247,6 +249,7 @@ def test_vmap_and_grad_compose(method, dim):
 # Samples.
 
 
+@pytest.mark.by_name(slow=r"\[second order")
 @every_case
 def test_a_sample_does_not_depend_on_its_company(method, dim):
     system = vectors(dim, 4)

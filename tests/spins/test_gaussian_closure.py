@@ -15,6 +15,8 @@ from implicit_attention.spins.gaussian_closure import GaussianClosure, _mean_tan
 from implicit_attention.spins.kinetic_plefka import KineticPlefka
 from implicit_attention.testing.numerics import random, relative_error
 
+pytestmark = pytest.mark.cases(2)
+
 
 def gaussian_couplings(sites, seed):
     return random(sites, sites, seed=seed) / math.sqrt(sites)
@@ -142,6 +144,7 @@ def test_many_neighbours_make_the_average_exact():
 # Against chains.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
 def test_it_is_nearer_to_ising_chains_than_expansions_are(beta):
     """Medians over systems of eight sites. At beta = 2 the second order is worse than the first in D."""

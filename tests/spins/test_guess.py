@@ -47,6 +47,7 @@ def solved(system):
     return t
 
 
+@pytest.mark.slow
 def test_the_error_of_the_guess_falls_as_one_over_the_root_of_the_number_of_sites():
     errors = []
     for n in (32, 128, 512):

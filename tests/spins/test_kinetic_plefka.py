@@ -248,6 +248,7 @@ def test_saturated_spins_do_not_overflow():
     torch.testing.assert_close(magnetization(strong, SECOND)[:, 0], FIELD.sign(), rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_derivatives_with_the_exact_response_of_vectors(check):
     sharp = KineticPlefka(order=2, solver=Anderson(rtol=1e-13, atol=1e-13, max_steps=1000))
@@ -263,6 +264,7 @@ def test_derivatives_with_the_exact_response_of_vectors(check):
     assert check(function, inputs, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_derivatives_with_matrices_as_couplings(check):
     sharp = KineticPlefka(solver=Anderson(rtol=1e-13, atol=1e-13, max_steps=1000))

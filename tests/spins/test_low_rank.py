@@ -78,6 +78,7 @@ def test_free_energies_and_total_answers(method):
         torch.testing.assert_close(*(magnetization(s, method) for s in pair), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_answers_are_differentiated_exactly(method):
     factors, field, beta = (t.requires_grad_() for t in numbers((), sites=3, dim=2))

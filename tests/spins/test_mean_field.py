@@ -129,6 +129,7 @@ def test_the_large_d_response_has_its_radius():
         free_energy(SpinSystem(couplings, field, 0.8), MeanField(response=LargeDResponse()))
 
 
+@pytest.mark.slow
 def test_every_output_is_differentiable_twice():
     couplings, field = vectors(batch=(1,), sites=3, dim=2)
     symmetric = couplings[0]

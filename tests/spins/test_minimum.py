@@ -34,6 +34,7 @@ def forward(function):
     return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
 
 
+@pytest.mark.by_name(slow=r"\[(?!shared\])")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_forward_and_reverse_mode_agree_however_they_are_nested(method):
@@ -106,6 +107,7 @@ def cold_systems(count, *, seed=0):
         yield SpinSystem(torch.as_tensor(couplings), torch.as_tensor(field), float(10 ** generator.uniform(0.5, 2)))
 
 
+@pytest.mark.by_name(slow=r"\[150-")
 @pytest.mark.parametrize("method", [SaddlePoint(), SaddlePoint(shared=True)], ids=["per_site", "shared"])
 @pytest.mark.parametrize("count", [30, 150])
 def test_cold_spins_in_strong_fields_are_solved(method, count):

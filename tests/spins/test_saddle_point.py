@@ -223,6 +223,7 @@ def test_one_multiplier_is_the_root_of_a_sum_over_eigenvalues():
         close(SPHERICAL.multipliers(system), [root], digits=11)
 
 
+@pytest.mark.slow
 def test_spherical_glass():
     for beta, truth in [(0.5, 0.0625), (1.0, 0.25), (2.0, 0.90342641)]:
         small, large = (spherical_value(semicircle(n), beta) for n in (100, 800))
@@ -255,6 +256,7 @@ def some_systems(count, *, seed=0):
         yield SpinSystem(torch.as_tensor(couplings), torch.as_tensor(field), beta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [LEADING, SPHERICAL], ids=["per_site", "shared"])
 def test_a_thousand_systems_are_solved_without_a_failure(method):
     steps = []

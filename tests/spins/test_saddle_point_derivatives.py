@@ -12,7 +12,7 @@ METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True)
 NAMES = ["leading", "one_loop", "shared", "shared_one_loop"]
 N, D = 3, 2
 
-pytestmark = pytest.mark.parametrize("method", METHODS, ids=NAMES)
+pytestmark = [pytest.mark.cases(2), pytest.mark.parametrize("method", METHODS, ids=NAMES)]
 
 
 def parameters(block=False):
@@ -38,6 +38,7 @@ def test_free_energy_and_magnetization_have_their_gradients(method, block):
         assert torch.autograd.gradgradcheck(function, parameters(block), fast_mode=True)
 
 
+@pytest.mark.slow
 def test_heat_capacity_and_correlations_have_their_gradients(method):
     def f(*inputs):
         found = thermodynamics(system_of(*inputs), method)
@@ -60,6 +61,7 @@ def along(method, block=False):
     return log_z
 
 
+@pytest.mark.by_name(slow=r"\[(?!numbers)")
 @pytest.mark.parametrize("block", [False, True], ids=["numbers", "matrices"])
 def test_four_derivatives_are_those_of_the_value(method, block):
     derivatives = [along(method, block)]

@@ -11,6 +11,8 @@ from implicit_attention.spins._matrix_inverse import inverse_and_logdet
 from implicit_attention.spins.saddle_point import SaddlePoint
 from implicit_attention.testing.numerics import random, relative_error
 
+pytestmark = pytest.mark.cases(2)
+
 LEADING = SaddlePoint()
 METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True) for loop in (False, True)]
 NAMES = ["leading", "one_loop", "shared", "shared_one_loop"]
@@ -83,6 +85,7 @@ def test_masked_sites_change_nothing(method, block):
     assert method.log_partition(nothing).value.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_single_precision_is_as_good_as_its_rounding(method):
     wide, narrow = (disordered(3, n=20, scale=0.2, dtype=dtype) for dtype in (torch.float64, torch.float32))
@@ -92,6 +95,7 @@ def test_single_precision_is_as_good_as_its_rounding(method):
         assert relative_error(getattr(found, name), getattr(truth, name)) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_single_precision_never_asks_for_more_than_it_resolves():
     generator = np.random.default_rng(1)
     for k in range(100):
@@ -224,6 +228,7 @@ def test_what_cannot_be_factorised_has_no_log_determinant_and_changes_no_other()
     torch.testing.assert_close(logdet[2], torch.linalg.det(fit).log())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_single_precision_is_as_good_in_the_cold(method):
     """A is singular to 1/beta there, and the heat capacity has two more powers of it."""

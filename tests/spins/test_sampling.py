@@ -10,6 +10,8 @@ from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, th
 from implicit_attention.spins.sampling import Samples, heat_bath
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(2)
+
 FIELD = torch.tensor([[0.20], [-0.10], [0.30], [0.05]], dtype=torch.float64)
 AVERAGES = ("magnetization", "correlations", "energy", "heat_capacity")
 
@@ -220,6 +222,7 @@ def slow(copies):
     return SpinSystem(couplings, field.expand(copies, 5, 1)), ising_truth(SpinSystem(couplings, field))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chains", "sweeps", "parts"), [(1, 3200, 32), (5, 1000, 30), (20, 100, 20), (40, 60, 20), (64, 60, 32)]
 )
@@ -243,6 +246,7 @@ def test_errors_are_honest(chains, sweeps, parts):
         assert abs(float(pull.mean())) < 4.5 / copies**0.5, name
 
 
+@pytest.mark.slow
 def test_effective_samples_count_independent_states():
     free = SpinSystem(torch.zeros(3, 3, dtype=torch.float64), random(200, 3, 2, seed=1), 0.7)
     found = heat_bath(free, chains=96, burn_in=1, sweeps=20, generator=generator())
@@ -268,6 +272,7 @@ def test_chains_that_do_not_mix_are_seen():
     assert float(frozen.effective_samples) == pytest.approx(31, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chains", "sweeps"), [(2, 1), (5, 1), (1, 3)])
 def test_errors_of_few_numbers(chains, sweeps):
     """The scatter of so many parts, with one degree of freedom taken by their mean."""

@@ -59,6 +59,7 @@ def test_entropy_production_is_read_off_the_delayed_correlations():
     assert float(found.entropy_production) == pytest.approx(float(by_delayed), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_symmetric_couplings_give_perettos_law_not_boltzmanns():
     couplings = (ASYMMETRIC + ASYMMETRIC.mT) / 2
     system = SpinSystem(couplings, FIELD[:, None], measure="counting")
@@ -144,6 +145,7 @@ def test_masked_sites_change_nothing_in_synchronous_dynamics():
     assert (found.final[:, 4] == 0).all()
 
 
+@pytest.mark.slow
 def test_errors_of_dynamics_are_honest():
     """Deviations in units of their errors scatter by 1, with few chains and with many."""
     copies, law = 300, exact.stationary_law(ASYMMETRIC, FIELD)
@@ -197,6 +199,7 @@ def assert_thermal(found, expected, limit):
         assert_near(getattr(found, name), getattr(found, name + "_error"), right, limit)
 
 
+@pytest.mark.slow
 def test_two_wells():
     system = wells()
     found = replica_exchange(system, BETAS, chains=128, burn_in=300, sweeps=1000, generator=generator())

@@ -33,6 +33,7 @@ def close(value, truth, tolerance=1e-9):
     torch.testing.assert_close(value, truth, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.by_name(slow=r"\[3")
 @pytest.mark.parametrize("dim", [1, 3])
 def test_a_curie_weiss_magnet_at_zero_field_is_known(dim):
     """All eigenvalues are 0 but one: J = 1/N for every pair."""
@@ -60,6 +61,7 @@ def test_below_the_transition_the_start_at_zero_is_the_wrong_branch():
     close(found.excess[1], -lowest)
 
 
+@pytest.mark.by_name(slow=r"\[3")
 @pytest.mark.parametrize("dim", [1, 3])
 def test_eigenvalues_are_those_of_the_whole_matrices(dim):
     n = 5
@@ -77,6 +79,7 @@ def test_eigenvalues_are_those_of_the_whole_matrices(dim):
     close(found.smallest_eigenvalue, 0.8 / found.susceptibility[1], 1e-8)
 
 
+@pytest.mark.slow
 def test_plain_iteration_converges_at_the_spectral_radius():
     system = SpinSystem(symmetric(6, scale=0.9), 0.3 * random(6, 2, seed=1), 0.7)
     rate = float(stability(system, MeanField(), starts=0).spectral_radius)
@@ -102,6 +105,7 @@ def test_the_at_number_of_free_directions_is_that_of_the_squared_couplings(block
     close(found.almeida_thouless, 0.16 * torch.linalg.eigvalsh(couplings.square())[-1])
 
 
+@pytest.mark.slow
 def test_the_at_number_of_blocks_is_that_of_numbers_in_a_field_too():
     n, dim = 5, 3
     couplings, field = symmetric(n), random(n, dim, seed=1)
@@ -166,6 +170,7 @@ def test_starts_come_from_the_generator():
     assert not torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "dim", "bonds", "closure"),
     [
@@ -204,6 +209,7 @@ def test_the_closure_to_trust_is_exact_where_it_can_be(sites, dim, bonds, closur
     assert bool(found.reliable)
 
 
+@pytest.mark.slow
 def test_nothing_is_reliable_beyond_the_at_line():
     system = SpinSystem(symmetric(24, scale=1.0), 0.2 * random(24, 1, seed=1), 1.5)
     found = stability(system, AdaTAP(), on_failure="ignore")

@@ -27,6 +27,8 @@ from implicit_attention.spins.approximation import Approximation
 from implicit_attention.spins.system import couple
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(2)
+
 B, N, D = 2, 3, 5
 
 

@@ -16,6 +16,8 @@ from implicit_attention.spins import Enumeration, MeanField, SpinSystem, free_en
 from implicit_attention.spins.tap import TAP
 from implicit_attention.testing.numerics import dense_jacobian, random
 
+pytestmark = pytest.mark.cases(2)
+
 FIELD = torch.tensor([[0.20], [-0.10], [0.30], [0.05]], dtype=torch.float64)
 COUPLINGS = torch.zeros(4, 4, dtype=torch.float64)
 for (i, j), value in {(0, 1): 0.30, (0, 2): -0.20, (0, 3): 0.10, (1, 2): 0.25, (1, 3): -0.15, (2, 3): 0.40}.items():
@@ -179,6 +181,7 @@ def test_blocks_of_numbers_are_numbers(order, dim):
     close(plain.correlations.diagonal(dim1=-2, dim2=-1), torch.full((2, 4), 1.44, dtype=torch.float64))
 
 
+@pytest.mark.by_name(slow=r"\[3-response0")
 @pytest.mark.parametrize("response", [SphereUnits(), AmosResponse()])
 @BOTH
 def test_magnetizations_are_those_of_the_fixed_point(response, order):
@@ -320,6 +323,7 @@ def test_the_map_adds_the_slope_of_the_expansion():
         close(answered, by_field)
 
 
+@pytest.mark.slow
 @CHECKS
 def test_derivatives_of_every_output(check):
     def outputs(field, couplings, beta):
@@ -329,6 +333,7 @@ def test_derivatives_of_every_output(check):
     assert check(outputs, [t.requires_grad_() for t in inputs], fast_mode=True)
 
 
+@pytest.mark.slow
 @CHECKS
 @pytest.mark.parametrize("block", [False, True])
 def test_derivatives_for_vectors(check, block):
@@ -349,6 +354,7 @@ def test_derivatives_for_vectors(check, block):
     assert check(outputs, [t.requires_grad_() for t in inputs], fast_mode=True)
 
 
+@pytest.mark.slow
 def test_derivatives_of_the_exact_response():
     def means(field, couplings):
         return magnetization(SpinSystem((couplings + couplings.mT) / 2, field, 0.9), TAP())
@@ -403,6 +409,7 @@ def test_a_spin_glass_below_the_line():
     assert float(free_energy(system, method).mean()) / sites == pytest.approx(truth.free_energy, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_spin_glass_above_the_line_is_flagged():
     """There the equations still have solutions, which overlap too little with themselves to be states."""
     field = torch.full((8, 100, 1), 0.5, dtype=torch.float64)

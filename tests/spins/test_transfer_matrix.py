@@ -12,6 +12,8 @@ from implicit_attention.spins.bethe import Bethe
 from implicit_attention.spins.transfer_matrix import TransferMatrix
 from implicit_attention.testing.numerics import random
 
+pytestmark = pytest.mark.cases(2)
+
 BONDS = torch.tensor([0.6, -0.5, 0.8], dtype=torch.float64)
 HATTED = torch.tensor([0.4, -0.2, 0.3, 0.1], dtype=torch.float64)
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
@@ -173,6 +175,7 @@ def test_the_direction_of_the_axis_does_not_matter():
     torch.testing.assert_close(one.magnetization, other.magnetization[..., :1] * axis, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 3])
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_derivatives_of_every_output(dim, check):

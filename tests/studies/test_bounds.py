@@ -50,6 +50,7 @@ def test_betas_are_found_at_which_the_separation_is_so_many_thresholds():
         )
 
 
+@pytest.mark.slow
 def test_from_the_threshold_on_nothing_proved_is_violated():
     rows = [ratio_row(ratio, sets=10, seed=0) for ratio in (1.0, 1.1, 1.5, 2.0)]
     assert sum(row["patterns"] for row in rows) > 1000

@@ -104,10 +104,12 @@ def graphs_of(watched):
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
+@pytest.mark.slow
 def test_the_watch_adds_neither_graphs_nor_breaks_nor_recompilations():
     assert graphs_of(True) == graphs_of(False) == (2, {})
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_share_their_graphs():
     made = []
     for count, watched in ((5, True), (2, True), (5, False)):
@@ -173,6 +175,7 @@ def test_failures_and_lost_cotangents_of_a_graph_are_counted(on_failure):
     assert found[0].total.backward.lost == (HEADS if on_failure == "ignore" else 0)
 
 
+@pytest.mark.slow
 def test_watched_after_it_was_compiled_and_closed_again():
     model = layer_of()
     expected = observed(layer_of(), train)
@@ -185,6 +188,7 @@ def test_watched_after_it_was_compiled_and_closed_again():
         train(call)
 
 
+@pytest.mark.slow
 def test_a_graph_of_inference_counts_too():
     model = layer_of()
     call = compiled(model, "eager", dynamic=None)
@@ -220,6 +224,7 @@ def test_checkpointing_counts_once(reentrant, graphs):
         assert_counts(seen.take(), plainly())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_compiled_layer_inside_a_checkpoint_counts_once(reentrant):
     expected = observed(layer_of(), lambda model: train(model, (0,)))
