@@ -170,7 +170,7 @@ def assert_same(program, model, name, atol=2e-6):
         torch.testing.assert_close(program(x), model(x), atol=atol, rtol=1e-5)
 
 
-@pytest.mark.by_name(slow=r"\[(llama|memory)")
+@pytest.mark.by_name(nightly=r"\[(llama|memory|multihead|transformer)")
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_a_budget_is_exported_as_plain_operations_of_any_size(name):
     model = made(name)
@@ -182,6 +182,7 @@ def test_a_budget_is_exported_as_plain_operations_of_any_size(name):
 
 
 @pytest.mark.slow
+@pytest.mark.by_name(nightly=r"\[(?!layer|block picard)")
 @pytest.mark.parametrize("name", [name for name in EVERY_MODEL if name != "block anderson"])
 def test_the_strict_tracer_finds_the_same(name):
     model, x = made(name), given(name, seed=2)
@@ -194,6 +195,7 @@ def test_the_strict_tracer_finds_the_same(name):
 
 
 @pytest.mark.slow
+@pytest.mark.by_name(nightly=r"\[(?!layer-damped|solve-anderson)")
 @pytest.mark.parametrize("budget", ["damped", "anderson", "nothing"])
 @pytest.mark.parametrize("name", ["function", "layer", "solve", "memory"])
 def test_so_is_every_kind_of_budget(name, budget):
@@ -228,6 +230,7 @@ def test_a_query_without_keys_gives_zeros_and_another_mask_other_numbers():
 
 
 @pytest.mark.slow
+@pytest.mark.by_name(nightly=r"\[(?!function)")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["function", "causal", "llama"])
 def test_half_precision_is_exported(name, dtype):
@@ -324,6 +327,7 @@ def session(model, x, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.by_name(nightly=r"\[(?!layer|solve|block steps)")
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_onnx_has_the_numbers_of_eager_calls(name):
     model = made(name)
@@ -334,7 +338,7 @@ def test_onnx_has_the_numbers_of_eager_calls(name):
             torch.testing.assert_close(answer(x), model(x), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["layer", "llama"])
 def test_onnx_takes_other_batches_and_lengths(name):
     model = made(name)

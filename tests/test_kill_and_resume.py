@@ -46,7 +46,7 @@ def test_two_kills_of_a_training_change_no_bit(tmp_path, name):
     killed(name, tmp_path, runs=1, kills=2, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["digits", "llama"])
 def test_ten_trainings_killed_inside_end_with_the_same_bits(tmp_path, name):
     if name == "llama":

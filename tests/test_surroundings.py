@@ -16,6 +16,7 @@ def test_what_goes_on_around_a_call_changes_no_answer(kind):
 # Torch's inductor defines modules of torch.jit when it is imported.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.slow
+@pytest.mark.by_name(nightly=r"\[(exported|many_keys)")
 @pytest.mark.parametrize("kind", SLOW)
 def test_what_goes_on_around_many_calls_changes_no_answer(kind):
     assert surroundings_fuzz.ask(kind, 2, SLOW[kind]) == []

@@ -112,6 +112,7 @@ def gradients(adjoint, solver):
     return torch.autograd.grad((value * random(2, 3, 5, seed=7)).sum(), inputs)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("adjoint", EXACT, ids=repr)
 @pytest.mark.parametrize(
     "solver",

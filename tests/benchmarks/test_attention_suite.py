@@ -163,7 +163,7 @@ def test_the_high_water_mark_is_that_of_the_step():
     assert memory.peak("cpu") - before < 2**25
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unrolled_memory_grows_by_what_a_step_keeps():
     setting = Setting("gaussian", 2.0, 0.0, Shape(1, 4, 512, 64))
     few, many = (memory.peak_of(setting, f"unrolled {steps}") for steps in (2, 42))

@@ -245,6 +245,7 @@ def test_green_tests_let_it_pass_and_run_once(folder, monkeypatch):
     assert (folder / "runs").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_a_marker_chooses_the_tests_that_count(folder):
     # pytest ends with an error where it selects nothing.
     assert "deselected" in RED(("test_good.py",), folder, marker="slow")
@@ -269,6 +270,7 @@ def test_red_tests_are_named(folder):
     assert "test_bad.py::test_it" in RED(("test_good.py", "test_bad.py"), folder)
 
 
+@pytest.mark.slow
 def test_a_missing_test_is_red(folder):
     assert "test_gone.py" in RED(("test_gone.py",), folder)
 

@@ -145,6 +145,7 @@ def test_a_training_that_is_kept_is_not_repeated(tmp_path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_every_way_has_its_evidence(rows):
     tied = rows[0]
     assert [run["seed"] for run in tied["runs"]] == [0, 1]
@@ -163,6 +164,7 @@ def test_every_way_has_its_evidence(rows):
 # ------------------------------------------------------------------ tables
 
 
+@pytest.mark.slow
 def test_tables_hold_every_row(rows):
     contenders, exits, slots, chunks, decoding = tables.tables(rows, verdict)
     for table in (contenders, exits, slots, chunks, decoding):

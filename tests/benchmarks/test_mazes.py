@@ -403,7 +403,7 @@ def written(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quick_run_has_every_contender(written):
     rows = [row for row in written["rows"] if row["metric"] == "MAZES"]
     costs = next(row for row in written["rows"] if row["metric"] == "TIMES")
@@ -420,7 +420,7 @@ def test_a_quick_run_has_every_contender(written):
     assert len(judged) == len(mazes.PLAN.claims)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
     plan = mazes.PLAN.quick()
     console = Console(width=300, record=True, file=io.StringIO())
@@ -436,7 +436,7 @@ def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
     assert [(tmp_path / name).stat().st_size > 1000 for name, _ in found] == [True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_that_ends_with_an_error_is_told_and_stops_no_other(monkeypatch):
     quick = mazes.PLAN.quick()
     claim = dataclasses.replace(quick.claims[0], set=quick.sets[0])
@@ -487,7 +487,7 @@ def test_the_newest_run_of_each_metric_is_reported(tmp_path):
     assert [[target["id"] for target in each["targets"]] for _, each in found] == [["A"], ["B"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_run_side_by_side_is_what_one_process_finds(monkeypatch):
     plan = dataclasses.replace(mazes.PLAN.quick(), contenders=mazes.CONTENDERS[-1:])
     jobs = [(plan, contender, 0) for contender in plan.contenders]

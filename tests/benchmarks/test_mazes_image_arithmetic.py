@@ -206,6 +206,7 @@ def test_stacks_have_the_parameters_of_the_tied_block(suite):
     assert counts[1] == pytest.approx(counts[0], rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_quick_run_has_every_contender(tmp_path):
     asked = ["usefulness", "--quick", "--only", "mazes_image,arithmetic,sudoku9_streams", "--out", str(tmp_path)]
     done = CliRunner().invoke(command.app, asked)

@@ -393,6 +393,7 @@ def test_the_tables_hold_what_was_measured(run, rows):
     assert json.loads(json.dumps(run)) == run
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_say_what_answered_is_told_as_before(run):
     where = {key: value for key, value in run["environment"].items() if key != "native"}
     assert report.machine({**run, "environment": where}) == report.machine(run).replace("; avx2", "")

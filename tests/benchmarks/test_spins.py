@@ -184,6 +184,7 @@ def test_a_wrong_answer_that_calls_itself_converged_counts_as_a_failure(monkeypa
     assert target.judge([row])["verdict"] == "missed"
 
 
+@pytest.mark.slow
 def test_loops_by_hand_end_where_the_forward_does():
     system = spin_small.glass((3,), 7, 4, 1)
     for method in spin_small.METHODS.values():
@@ -199,6 +200,7 @@ def test_loops_by_hand_end_where_the_forward_does():
         torch.testing.assert_close(functions["ours"](), answer.magnetization, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_loops_with_evidence_say_where_each_sample_ended():
     system = spin_small.glass((3,), 7, 4, 1)
     for method in spin_small.METHODS.values():

@@ -302,7 +302,7 @@ def test_narrow_terminals_get_several_tables_with_every_column(small, width, cap
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
     torch.save({"patterns": torch.from_numpy(patterns).double()}, tmp_path / "mine.pt")
     arguments = ("--anchor", 0.3, "--beta", 2, "--dtype", "float64", "--seed", 3, "--out", tmp_path / "out")
@@ -386,7 +386,7 @@ def test_module_shows_version_and_imports_nothing_heavy():
     assert result.stdout.startswith("implicit-attention 0.")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("potential", ["log-sum-exp", "distance"])
 def test_rates_of_own_data_do_not_depend_on_their_unit(tmp_path, potential):
     """8 bits of grey, and the same divided by 255: fewer rows than the default number of patterns, all of them."""

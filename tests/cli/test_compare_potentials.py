@@ -50,7 +50,7 @@ def test_a_potential_without_a_bound_is_refused_with_its_remedy(tmp_path):
     assert "no anchor below 1 helps" in " ".join(result.output.split())
 
 
-@pytest.mark.by_name(slow=r"\[epan")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["entmax", "epanechnikov"])
 def test_solvers_meet_at_the_equilibrium_of_a_potential(name, tmp_path):
     result = invoke("--potential", name, "--quick", "--patterns", 30, "--out", tmp_path)

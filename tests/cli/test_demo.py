@@ -165,6 +165,7 @@ def test_the_loop_is_the_beginning_of_the_solve_and_is_wrong(shipped):
     torch.testing.assert_close(model.readout(z).softmax(1).movedim(1, -1)[0], found.loop[-1])
 
 
+@pytest.mark.slow
 def test_a_maze_that_does_not_settle_is_told_so(shipped, monkeypatch):
     monkeypatch.setattr(maze, "SIZES", {"maze": (5,), "prefix": (8,)})
     monkeypatch.setattr(maze, "COUNT", 1)
@@ -199,6 +200,7 @@ def test_half_way_is_where_the_curve_crosses(made):
 # ------------------------------------------------------------------ options
 
 
+@pytest.mark.slow
 def test_weights_can_be_trained_anew(monkeypatch, tmp_path):
     import dataclasses
 

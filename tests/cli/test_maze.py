@@ -230,7 +230,7 @@ def test_the_loss_is_that_of_every_second_state_of_the_later_half_and_of_the_las
     torch.testing.assert_close(maze_model.loss_of(model, batch, steps, 0.5) - plain, 0.5 * change, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_block_trained_on_small_mazes_solves_larger_ones():
     model = trained(Maze())
     for size, share in ((5, 0.95), (9, 0.9), (17, 0.65)):

@@ -279,6 +279,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(small, tmp_path, monkeypatch
     assert run(cut, resume=True).errors == expected.errors
 
 
+@pytest.mark.slow
 def test_a_training_learns_and_its_rate_rises_and_falls(small, tmp_path, monkeypatch):
     monkeypatch.setitem(inpainting.RECIPES, "digits", inpainting.Recipe(16, 2, 8, 16, batch=16, rate=1e-2))
     found = run(tmp_path, updates=100)

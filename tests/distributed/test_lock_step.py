@@ -181,6 +181,7 @@ def told(request):
     return together(disagree, request.param)
 
 
+@pytest.mark.by_name(slow=r"\[3")
 def test_every_violation_is_told_by_all(told):
     wrong = []
     for case, (_, arguments) in VIOLATIONS.items():

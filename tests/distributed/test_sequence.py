@@ -201,6 +201,7 @@ def test_the_answer_and_gradients_of_one_process(exchange, case, parts, found):
         torch.testing.assert_close(summed, expected[i], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.by_name(slow=r"\[4")
 def test_collectives_do_not_depend_on_evaluations(found):
     for of_rank in found:
         counts = {exchange: set() for exchange in ("heads", "keys")}

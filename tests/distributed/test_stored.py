@@ -147,6 +147,7 @@ def test_an_object_appends_to_no_other_store_than_it_has_read(filled, tmp_path):
     assert len(StoredPatterns(filled[0])) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="writers are forked, so that each need not import")
 def test_two_writers_kills_and_damage_lose_no_row():
     # `python tests/stored_writers.py` asks more often.

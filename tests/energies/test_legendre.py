@@ -129,6 +129,7 @@ def problem_at_scale(scale: int, seed: int = 0) -> tuple[LegendreEnergy, torch.T
     ), field
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("scale", range(5))
 def test_default_solver_needs_no_more_than_plain_steps_and_ends_in_a_minimum(scale: int) -> None:
     problem, start = problem_at_scale(scale)
@@ -140,6 +141,7 @@ def test_default_solver_needs_no_more_than_plain_steps_and_ends_in_a_minimum(sca
     assert float(smallest_curvature(problem, found.value, steps=200)) > 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("scale", range(5))
 def test_energy_falls_at_every_plain_step(scale: int) -> None:
     problem, state = problem_at_scale(scale, seed=1)

@@ -150,7 +150,7 @@ def test_half_precision_loses_only_what_its_output_loses():
     assert torch.equal(rounded, forward(query.float(), key.float(), None).bfloat16())
 
 
-@pytest.mark.by_name(slow=r"\[False")
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 def test_a_compiled_llama_is_one_graph(train):
     register()
@@ -170,7 +170,7 @@ def test_a_compiled_llama_is_one_graph(train):
             torch.testing.assert_close(ours, eager, rtol=1e-2, atol=1e-3 * float(eager.abs().max()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_graph_serves_all_lengths():
     register()
     model, _ = model_and_inputs(dtype=torch.float32)
@@ -189,7 +189,7 @@ def test_a_graph_serves_all_lengths():
     assert len(graphs) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_gemma_breaks_its_graph_and_answers():
     register()
     model, given = model_and_inputs("gemma2", torch.float32)

@@ -196,7 +196,7 @@ def test_a_name_stays_in_the_file_of_a_model_that_transformers_load_and_save_aga
     assert torch.equal(logits(third, given), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_graph_serves_a_model_whose_options_come_from_its_file(tmp_path):
     model, given = attached(layers={1: {"anchor": 0.3}})
     del given["position_ids"]

@@ -153,7 +153,7 @@ def test_evidence_is_that_of_the_attention_in_use():
         report(model)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_is_compiled_in_place_is_converted():
     register()
     model, given = model_and_inputs(dtype=torch.float32)

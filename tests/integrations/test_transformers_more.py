@@ -602,7 +602,7 @@ def test_names_that_transformers_would_misread_are_refused(name):
         register(name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lengths_share_a_compiled_graph():
     graphs = []
 

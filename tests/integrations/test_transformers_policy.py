@@ -106,7 +106,7 @@ def test_a_converted_model_keeps_its_policy():
         convert(model, schedule=(0.6,), on_failure=FailurePolicy(window=1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_model_tells_of_each_layer_by_itself():
     """Also where its first call is a compiled one."""
     model = made()

@@ -175,6 +175,7 @@ def test_steps_beside_tokens_of_a_cache_are_refused():
 # Gradients.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["of the model", "static"])
 def test_gradients_are_those_of_steps_with_and_without_an_empty_cache(kind):
     grads = []

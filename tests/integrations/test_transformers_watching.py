@@ -221,7 +221,7 @@ def compiled_steps(watched):
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), observed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_model_has_the_graphs_of_one_that_is_not_watched():
     expected = converted()
     with watch(expected) as seen:
@@ -233,6 +233,7 @@ def test_a_compiled_model_has_the_graphs_of_one_that_is_not_watched():
     assert graphs[1] == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiled_model_with_checkpoints_counts_once(reentrant):

@@ -118,6 +118,7 @@ def test_packed_documents_do_not_see_each_other():
                 torch.testing.assert_close(found[row, own], model(x[row, own]).detach(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.by_name(slow=r"\[deep")
 @pytest.mark.parametrize("kind", ["plain", "deep"])
 def test_earlier_tokens_keep_their_bits_when_later_ones_change(kind):
     model, x = made(dim=16, **KINDS[kind]), tokens(1, 40, 16)
@@ -552,6 +553,7 @@ def test_one_token_of_a_block_that_gets_all_tokens_at_once():
     torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_a_loop_of_a_causal_model_is_one_graph(padded):

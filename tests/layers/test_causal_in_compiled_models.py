@@ -10,7 +10,10 @@ from implicit_attention import Picard, Rotary
 from implicit_attention.layers import Equilibrium
 
 # Torch looks at `.grad` where it resumes behind the layer.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

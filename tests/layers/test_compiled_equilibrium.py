@@ -252,6 +252,7 @@ def test_masks_tuples_of_states_and_axes_of_samples():
     same_evidence(eager, compiled)
 
 
+@pytest.mark.slow
 @traced
 def test_half_precision_and_autocast_are_those_of_eager_calls():
     eager, compiled = pair(dtype=torch.bfloat16, solver=ia.Picard(rtol=1e-3), adjoint=None)
@@ -518,6 +519,7 @@ def test_steps_are_a_loop_as_ever(counted):
     assert not counted
 
 
+@pytest.mark.slow
 @traced
 def test_transforms_differentiate_what_graphs_solved(counted):
     eager, compiled = pair()
@@ -547,6 +549,7 @@ def test_copies_pickles_and_state_dicts_hold_no_graph():
 
 
 # Compilers of torch before 2.13 say so where they come upon the text of a dataclass.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @traced
 def test_inside_a_compiled_model_the_layer_keeps_its_graphs(counted):
@@ -584,7 +587,7 @@ def test_a_gpu_records_each_graph_as_one_launch(monkeypatch):
     assert answer.data_ptr() != memory.data_ptr()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("engine", ["inductor"], indirect=True)
 def test_compiled_code_gives_the_numbers_of_eager_calls():

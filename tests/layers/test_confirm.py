@@ -177,7 +177,7 @@ class Drift(nn.Module):
         return torch.where(z < 1, 0.5 * z + 0.5 * x[:, :1], z + x[:, 1:])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_solving_on_turns_up_states_that_drift(compiled):
     x = torch.tensor([[0.9, 0.0], [2.0, 5e-4], [2.0, 0.0]])
@@ -238,6 +238,7 @@ def test_several_streams_and_transformers():
         assert found.confirmed.any()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_compiled_layers():
     how = Confirm(count=20, around="start", noise=0.8)

@@ -410,6 +410,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.by_name(nightly=r"\[avx512")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ compiles the kernels with sanitizers")
 def test_sanitizers_find_nothing(instruction_set, tmp_path):
     flags = {"avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw", "avx2": "-mavx2 -mfma", "neon": ""}

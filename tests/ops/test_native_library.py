@@ -308,7 +308,7 @@ def test_a_broken_compiler_breaks_no_install(compiler, tmp_path):
         assert "failed" in found.stdout + found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ compiles the kernels")
 def test_a_compiler_makes_the_libraries_of_the_processor(tmp_path):
     found, libraries = built(tmp_path)
@@ -342,7 +342,7 @@ def test_what_nobody_ran_is_called_unverified():
     assert "unverified" not in str(NativeStatus("avx2", "torch's threads", ""))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_editable_install_is_seen_by_type_checkers(tmp_path):
     """mypy, outside of the checkout, knows the types of the installed package."""
     clone = tmp_path / "clone"

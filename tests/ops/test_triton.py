@@ -68,7 +68,10 @@ def outcome(request, tmp_path_factory, worker_id):
 
 @pytest.mark.cases(4)
 @pytest.mark.by_name(
-    slow=r"\[((trust|solve_shape|adjoint_shape)_|(solve|adjoint)_mask_(?!per_query|bias_padding)|(solve|adjoint)_tiles_(?!documents)|solve_gathers_(bf16|fp16|shape|causal|at_the_edge)|solve_agrees_with_the_tiled_one_(budget|at_once)|adjoint_(scale_(fp16_small|bf16|fp32_tiny)|of_every_scale))"
+    slow=r"\[(trust|.*_shape|.*_mask_(?!per_query|bias_padding)|.*_tiles_(?!documents)|adjoint_of_every_scale)"
+    r"|\[(solve_gathers_causal|solve_agrees_with_the_tiled_one_[ab]|adjoint_scale_(fp16_small|bf16|fp32_tiny))",
+    nightly=r"\[(.*_shape_(?!bf16_causal|ragged|one_query)|solve_mask_laid_out_(?!three|keys_of_heads))"
+    r"|\[solve_gathers_(bf16|fp16|shape|at_the_edge)",
 )
 @pytest.mark.parametrize("case", triton_cases.CASES)
 def test_kernel_in_the_interpreter(case, outcome):
@@ -104,7 +107,7 @@ def test_kernels_compile_for_hopper(rows):
         assert row["programs"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernel", compiled_kernels.KERNELS)
 def test_no_loop_over_keys_goes_to_local_memory(kernel, rows):
     for row in rows(

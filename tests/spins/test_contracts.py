@@ -23,7 +23,9 @@ from implicit_attention.testing.approximation import ApproximationContract
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.by_name(
-    slow=r"test_(second_derivatives\[(?!mag)|derivatives_of_every_output\[(?!free_energy|mag|correlations))"
+    slow=r"test_(second_derivatives\[(?!mag)|derivatives_of_every_output\[(?!free_energy|mag|correlations))",
+    # The second derivatives of what is a second derivative of the free energy already.
+    nightly=r"test_second_derivatives\[(susceptibility|heat_capacity)",
 )
 #: Of methods for numbers each is asked of its derivatives once, for vectors or by another class.
 ISING = pytest.mark.by_name(slow=r"test_(magnetization_has|derivatives|second|outputs_are|a_sample)")

@@ -256,7 +256,7 @@ def some_systems(count, *, seed=0):
         yield SpinSystem(torch.as_tensor(couplings), torch.as_tensor(field), beta)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [LEADING, SPHERICAL], ids=["per_site", "shared"])
 def test_a_thousand_systems_are_solved_without_a_failure(method):
     steps = []

@@ -207,7 +207,7 @@ def test_a_graph_of_inference_counts_too():
 @broken
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
-    "graphs", ["none", "model", *(pytest.param(each, marks=pytest.mark.slow) for each in ("layers", "inside"))]
+    "graphs", ["none", "model", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("layers", "inside"))]
 )
 def test_checkpointing_counts_once(reentrant, graphs):
     model = Stack(None if graphs == "inside" else reentrant)
@@ -224,7 +224,7 @@ def test_checkpointing_counts_once(reentrant, graphs):
         assert_counts(seen.take(), plainly())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_compiled_layer_inside_a_checkpoint_counts_once(reentrant):
     expected = observed(layer_of(), lambda model: train(model, (0,)))
@@ -245,7 +245,7 @@ def test_every_kind_is_counted_once_under_checkpointing(name, reentrant):
     assert_counts(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_inside_a_graph_count_once():
     # Dynamo keeps them in its graph only if side effects need not be repeated.
     model = Stack(False)
