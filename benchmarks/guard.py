@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
-def red(tests: tuple[str, ...], root: Path = ROOT, marker: str = "not slow") -> str | None:
+def red(tests: tuple[str, ...], root: Path = ROOT, marker: str = "not slow and not nightly") -> str | None:
     """Return why red tests forbid a timing; None if they pass. They run once per process, in one of their own.
 
     Args:

@@ -50,7 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     matched.add((item.path.name, pattern))
                     item.add_marker(marker)
         if not any(item.iter_markers("slow")) and not any(item.iter_markers("nightly")):
-            functions[item.nodeid.partition("[")[0]].append(item)
+            file, *classes, function = item.nodeid.partition("[")[0].split("::")
+            if item.path.parent.name == "potentials" and re.match(LONG, item.name):
+                classes = []  # those of a file are settings of one potential
+            functions["::".join((file, *classes, function))].append(item)
     for several in functions.values():
         # In the order of a checksum, because every n-th of a product might always have the same dtype.
         for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[

@@ -1,8 +1,8 @@
-"""Which of some random faults in the package do the tests find? The fast suite is compared with the whole one.
+"""Which of some random faults in the package do fast tests find, and which slow ones? Nightly tests are left out.
 
 `python tests/mutations.py` draws faults (operators, comparisons, numbers, truth values, conditions) from the functions
-of the package, runs for each the tests that reach its function, and prints a table; it takes up to an hour. The same
-seed draws the same faults from the same code.
+of the package, or of its core (`--core`, as tests/size.py counts it), runs for each the tests that reach its function,
+and prints a table; it takes one to two hours. The same seed draws the same faults from the same code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from size import CORE
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = "implicit_attention"
+TESTS = ("-m", "not nightly")
+#: What Triton compiles records nothing: its faults are looked for by all tests of that name.
+TRITON = f"{PACKAGE}/ops/triton/"
 #: Seconds for the tests of one fault; a fault that makes a loop endless counts as found.
 LIMIT = 900
 
@@ -121,7 +126,7 @@ def run(folder: Path, arguments: list[str], **environment: str) -> subprocess.Co
 
 def reaching(folder: Path, drawn: list[Fault], out: Path) -> list[list[str]]:
     """For every fault the tests that run its function, and those that fail where that is recorded."""
-    before = {fault.file: (folder / fault.file).read_text() for fault in drawn}
+    before = {f.file: (folder / f.file).read_text() for f in drawn if not f.file.startswith(TRITON)}
     (folder / "_mutations.py").write_text(RECORDER)
     for file, text in before.items():
         rows = text.splitlines(keepends=True)
@@ -130,23 +135,24 @@ def reaching(folder: Path, drawn: list[Fault], out: Path) -> list[list[str]]:
             indent = len(rows[line - 1]) - len(rows[line - 1].lstrip())
             rows.insert(line - 1, " " * indent + f'__import__("_mutations").reached({number})\n')
         (folder / file).write_text("".join(rows))
-    finished = run(folder, ["-m", "slow or not slow", "-rfE", "tests"], MUTATIONS_OUT=str(out))
+    finished = run(folder, [*TESTS, "-rfE", "tests"], MUTATIONS_OUT=str(out))
     assert finished is not None
     failed = [line.split(" ", 1)[1].split(" - ")[0] for line in finished.stdout.splitlines() if line[:5] == "FAILE"]
     for file, text in before.items():
         (folder / file).write_text(text)
     print(f"{finished.stdout.splitlines()[-1]}; {len(failed)} tests do not stand the recording and run for all faults")
+    compiled = {name for name in named(folder, *TESTS) if "triton" in name}
     found = []
-    for number in range(len(drawn)):
+    for number, fault in enumerate(drawn):
         file = out / str(number)
         tests = set(file.read_text().splitlines()) if file.exists() else set()
-        found.append(sorted({*tests, *failed} - {""}))
+        found.append(sorted({*tests, *(compiled if fault.file.startswith(TRITON) else failed)} - {""}))
     return found
 
 
-def fast_tests(folder: Path) -> set[str]:
-    """The names of all tests of the fast suite, which depend on the cases that are collected together."""
-    listed = run(folder, ["--collect-only", "-n", "0", "tests"])
+def named(folder: Path, *markers: str) -> set[str]:
+    """The names of all tests, or of those with these markers, which depend on the cases that are collected together."""
+    listed = run(folder, ["--collect-only", "-n", "0", *markers, "tests"])
     assert listed is not None
     return {line for line in listed.stdout.splitlines() if "::" in line}
 
@@ -155,12 +161,16 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--count", type=int, default=30)
     options.add_argument("--seed", type=int, default=15)
+    options.add_argument("--core", action="store_true", help="draw from the core of the package only")
     options.add_argument("--list", action="store_true", help="print the faults and run nothing")
     chosen = options.parse_args()
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     sources = sorted(f for f in files if f.startswith(f"{PACKAGE}/") and f.endswith(".py"))
+    if chosen.core:
+        # A file in no folder is of the root.
+        sources = [f for f in sources if (f.split("/")[1] if f.count("/") > 1 else "root") in CORE]
     possible = [fault for file in sources for fault in faults(file, (ROOT / file).read_text())]
     drawn = sorted(random.Random(chosen.seed).sample(possible, chosen.count))
     names = [f"{f.file}:{f.line} {' '.join(f.old.split())} -> {' '.join(f.new.split())}" for f in drawn]
@@ -174,14 +184,14 @@ def main() -> None:
         for file in files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, folder / file)
-        quick, tests = fast_tests(folder), reaching(folder, drawn, out)
+        quick, tests = named(folder), reaching(folder, drawn, out)
         for fault, name, ids in zip(drawn, names, tests, strict=True):
             text = (folder / fault.file).read_text()
             (folder / fault.file).write_text(text[: fault.offset] + fault.new + text[fault.offset + len(fault.old) :])
             found = []
             for part in ([i for i in ids if i in quick], [i for i in ids if i not in quick]):
                 Path(place, "ids").write_text("\n".join(part))
-                finished = run(folder, ["-x", "-m", "slow or not slow", f"@{place}/ids"]) if part else None
+                finished = run(folder, ["-x", *TESTS, f"@{place}/ids"]) if part else None
                 # 5 is pytest's code for no test.
                 found.append(bool(part) and (finished is None or finished.returncode not in (0, 5)))
                 if found[-1]:

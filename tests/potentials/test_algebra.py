@@ -38,7 +38,6 @@ class TestMappedPerSample(PotentialContract):
         return LogSumExp(keys(dtype, size=4)[0], 0.7).of(random(2, 4, 5, seed=2, dtype=dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestNested(PotentialContract):
     def make(self, dtype):
         inner = LogSumExp(keys(dtype, size=4), 0.7) + 0.5 * SquaredScores(0.2 * keys(dtype, size=4, seed=3), 0.5)

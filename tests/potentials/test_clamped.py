@@ -16,7 +16,6 @@ def clamped(potential, dtype=torch.float64):
     return Clamped(potential, KNOWN, random(2, 3, 5, seed=9, dtype=dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestClampedDistances(PotentialContract):
     def make(self, dtype):
         return clamped(DistanceLogSumExp(random(2, 7, 5, dtype=dtype), 0.7), dtype)

@@ -40,13 +40,11 @@ def orders(dtype=torch.float64):
     return torch.tensor([1.25, 1.6], **DOUBLE).to(dtype)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestDefault(PotentialContract):
     def make(self, dtype):
         return Entmax(random(*KEYS, dtype=dtype), 0.7)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestOrder13(PotentialContract):
     def make(self, dtype):
         return Entmax(random(*KEYS, dtype=dtype), 0.7, alpha=1.3)
@@ -57,14 +55,12 @@ class TestSparsemax(PotentialContract):
         return Entmax(random(*KEYS, dtype=dtype), 0.7, alpha=2.0)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestOrderPerEntry(PotentialContract):
     def make(self, dtype):
         beta = torch.tensor([0.5, 1.3], **DOUBLE).to(dtype)
         return Entmax(random(*KEYS, dtype=dtype), beta, alpha=orders(dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestMaskAndBias(PotentialContract):
     def make(self, dtype):
         bias = random(2, 3, 7, seed=4, dtype=dtype)

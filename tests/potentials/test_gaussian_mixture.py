@@ -21,13 +21,11 @@ def spread(*shape, seed=7, dtype=torch.float64):
     return (roots @ roots.mT).to(dtype)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestShared(PotentialContract):
     def make(self, dtype):
         return GaussianMixture(random(2, 4, 5, dtype=dtype), spread(5, dtype=dtype), random(4, seed=3, dtype=dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSharedPerBatchEntry(PotentialContract):
     def make(self, dtype):
         return GaussianMixture(
@@ -35,7 +33,6 @@ class TestSharedPerBatchEntry(PotentialContract):
         )
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestOnePerComponent(PotentialContract):
     def make(self, dtype):
         return GaussianMixture(
@@ -50,7 +47,6 @@ class TestOnePerComponentAndBatchEntry(PotentialContract):
         )
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestOneSet(PotentialContract):
     def make(self, dtype):
         return GaussianMixture(random(4, 5, dtype=dtype), spread(4, 5, dtype=dtype), random(4, seed=3, dtype=dtype))

@@ -86,7 +86,6 @@ class TestConstant(Contract):
     units = ConstantUnits(1.3)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSphere(Contract):
     units = SphereUnits(3)
 

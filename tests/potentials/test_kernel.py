@@ -58,7 +58,6 @@ class TestElu(PotentialContract):
         return KernelPotential(random(*KEYS, dtype=dtype), 0.7, features=EluFeatures())
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestEluMaskAndBias(PotentialContract):
     def make(self, dtype):
         beta = torch.tensor([0.5, 1.3], dtype=torch.float64).to(dtype)
@@ -66,7 +65,6 @@ class TestEluMaskAndBias(PotentialContract):
         return KernelPotential(random(*KEYS, dtype=dtype), beta, features=EluFeatures(), mask=key_mask(), bias=bias)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPositive(PotentialContract):
     def make(self, dtype):
         return KernelPotential(random(*KEYS, dtype=dtype), 0.7, features=positive())

@@ -35,25 +35,21 @@ class TestPlain(PotentialContract):
         return LogSumExp(random(*KEYS, dtype=dtype), 0.7)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestTensorBeta(PotentialContract):
     def make(self, dtype):
         return LogSumExp(random(*KEYS, dtype=dtype), torch.tensor([0.5, 1.3], dtype=torch.float64).to(dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestBias(PotentialContract):
     def make(self, dtype):
         return LogSumExp(random(*KEYS, dtype=dtype), 0.7, bias=random(2, 3, 7, seed=4, dtype=dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSharedBias(PotentialContract):
     def make(self, dtype):
         return LogSumExp(random(*KEYS, dtype=dtype), 0.7, bias=random(7, seed=4, dtype=dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestMask(PotentialContract):
     def make(self, dtype):
         return LogSumExp(random(*KEYS, dtype=dtype), 0.7, mask=mask_with_empty_row())
@@ -66,20 +62,17 @@ class TestMaskAndBias(PotentialContract):
         return LogSumExp(random(*KEYS, dtype=dtype), beta, mask=mask_with_empty_row(), bias=bias)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestKeyPadding(PotentialContract):
     def make(self, dtype):
         mask = torch.tensor([[1, 1, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool)
         return LogSumExp(random(*KEYS, dtype=dtype), 0.7, mask=mask[:, None])
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSharedKeys(PotentialContract):
     def make(self, dtype):
         return LogSumExp(random(7, 5, dtype=dtype), 0.7)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSharedKeysMaskAndBias(PotentialContract):
     def make(self, dtype):
         beta = torch.tensor([0.5, 1.3], dtype=torch.float64).to(dtype)

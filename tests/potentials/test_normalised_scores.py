@@ -28,7 +28,6 @@ def empty_row():
     return mask
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPlain(PotentialContract):
     def make(self, dtype):
         return NormalisedScores(random(*KEYS, dtype=dtype), 0.7)
@@ -43,7 +42,6 @@ class TestMaskAndBias(PotentialContract):
         return NormalisedScores(random(*KEYS, dtype=dtype), beta, mask=empty_row(), bias=bias, eps=0.5)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSharedKeysWithoutEps(PotentialContract):
     def make(self, dtype):
         mask = torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)

@@ -26,7 +26,6 @@ class TestPlain(PotentialContract):
         return SelfAttention(torch.tensor(0.6, dtype=dtype))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestNested(PotentialContract):
     selects = False
 

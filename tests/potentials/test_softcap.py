@@ -22,13 +22,11 @@ def empty_row() -> torch.Tensor:
     return mask
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPlain(PotentialContract):
     def make(self, dtype):
         return SoftcapLogSumExp(random(*KEYS, dtype=dtype), 0.7, CAP)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestTensorBeta(PotentialContract):
     def make(self, dtype):
         beta = torch.tensor([0.5, 1.3], dtype=torch.float64).to(dtype)

@@ -21,7 +21,6 @@ def empty_row(count=7):
     return mask
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPlain(PotentialContract):
     def make(self, dtype):
         return Softmax1(random(*KEYS, dtype=dtype), 0.7)

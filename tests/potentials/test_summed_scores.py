@@ -116,17 +116,14 @@ class TestPolynomial2Masked(MaskedContract):
     factory = partial(Polynomial)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPolynomial3(Contract):
     factory = partial(Polynomial, degree=3)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPolynomial3Masked(MaskedContract):
     factory = partial(Polynomial, degree=3)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPolynomial4Shared(SharedContract):
     factory = partial(Polynomial, degree=4)
 
@@ -139,12 +136,10 @@ class TestExponentialMasked(MaskedContract):
     factory = partial(Exponential)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestExponentialShared(SharedContract):
     factory = partial(Exponential)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSigns(Contract):
     factory = units_potential(SignUnits())
 
@@ -153,7 +148,6 @@ class TestSignsMasked(MaskedContract):
     factory = units_potential(SignUnits())
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestBernoulliShared(SharedContract):
     factory = units_potential(BernoulliUnits(0.2))
 
@@ -162,17 +156,14 @@ class TestGaussiansMasked(MaskedContract):
     factory = units_potential(GaussianUnits(0.3, 1.7))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestLaplaceMasked(MaskedContract):
     factory = units_potential(LaplaceUnits(0.1))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestSpheresMasked(MaskedContract):
     factory = units_potential(SphereUnits(3))
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestConstantsMasked(MaskedContract):
     factory = units_potential(ConstantUnits(1.3))
 

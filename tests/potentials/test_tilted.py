@@ -11,7 +11,6 @@ from implicit_attention.testing.potential import PotentialContract
 KEYS = (2, 7, 5)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestOneTilt(PotentialContract):
     def make(self, dtype):
         return Tilted(LogSumExp(random(*KEYS, dtype=dtype), 0.7), random(5, seed=3, dtype=dtype))

@@ -34,13 +34,11 @@ class TestNumber(Contract):
     pass
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestPerHead(Contract):
     def make(self, dtype: torch.dtype) -> TokenAttention:
         return TokenAttention(*self.weights(dtype), torch.tensor([0.5, 1.2], dtype=dtype), exclude_self=True)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestMasked(Contract):
     """One token of the second sample attends to none."""
 
@@ -49,7 +47,6 @@ class TestMasked(Contract):
         return TokenAttention(*self.weights(dtype), torch.tensor(0.8, dtype=dtype), mask=mask)
 
 
-@pytest.mark.by_name(slow=r"test_first_and_second_derivatives")
 class TestTiled(TestMasked):
     """Tiles of one query row, as of more tokens than are held at once."""
 
