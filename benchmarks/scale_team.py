@@ -108,7 +108,7 @@ class Team:
             for _ in range(calls):
                 function()
             seconds = time.perf_counter() - begin
-        # The longest of both: by the clocks of two processes one of them could spend more outside than the other in all.
+        # The longest of both: by two clocks one process could spend more outside than the other in all.
         longest = torch.tensor([seconds, seconds - traffic.seconds], dtype=torch.float64)
         distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.groups[size])
         whole, local = (longest / calls).tolist()
