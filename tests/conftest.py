@@ -32,9 +32,11 @@ FOLDERS = {"integrations": 3, "plotting": 3}
 
 def most(item: pytest.Item, several: int) -> int:
     """How many of so many cases of an item's function are fast."""
-    marks = [mark.args[0] for mark in item.iter_markers("cases")]
-    fewer = [*marks[:1], *[FOLDERS[name] for name in (item.path.parent.name,) if name in FOLDERS]]
-    fewer += [FEW] * bool(re.match(LONG, item.name))
+    fewer = [mark.args[0] for mark in item.iter_markers("cases")]
+    if item.path.parent.name in FOLDERS:
+        fewer.append(FOLDERS[item.path.parent.name])
+    if re.match(LONG, item.name):
+        fewer.append(FEW)
     return min(fewer, default=several if re.match(WHOLE, item.name) else CASES)
 
 
@@ -56,9 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             functions["::".join((file, *classes, function))].append(item)
     for several in functions.values():
         # In the order of a checksum, because every n-th of a product might always have the same dtype.
-        for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[
-            most(several[0], len(several)) :
-        ]:
+        several.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in several[most(several[0], len(several)) :]:
             item.add_marker(pytest.mark.slow)
     if config.args == config.getini("testpaths") and (stale := given - matched):
         raise pytest.UsageError(f"by_name: no test is called {sorted(stale)}")
