@@ -10,12 +10,12 @@ from implicit_attention import (
     EnergyFunction,
     FixedPointMap,
     LogSumExp,
+    PerSample,
     RepeatedSelfAttention,
     SelfAttentionEnergy,
 )
 from implicit_attention.diagnostics import stationary_points
 from implicit_attention.energies import LegendreEnergy, SphereEnergy
-from implicit_attention.fixed_point_map import PerSample
 from implicit_attention.potentials import LayerNormPotential
 from implicit_attention.testing.numerics import random
 

@@ -13,12 +13,12 @@ from implicit_attention import (
     Picard,
     Status,
     Unrolled,
+    UnsupportedImplementation,
     solve,
 )
-from implicit_attention.errors import UnsupportedImplementation
 from implicit_attention.fused import lower, written_out
 from implicit_attention.linear import CG
-from implicit_attention.potentials.softcap import SoftcapLogSumExp
+from implicit_attention.potentials import SoftcapLogSumExp
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.problems import hopfield_energy
 

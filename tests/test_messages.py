@@ -17,6 +17,7 @@ from implicit_attention import (
     Picard,
     Potential,
     SquaredScores,
+    Status,
     compare_solvers,
     equilibrium_attention,
     solve,
@@ -25,7 +26,6 @@ from implicit_attention.energies import Energy
 from implicit_attention.integrations.transformers import LayerReport
 from implicit_attention.solution import Record
 from implicit_attention.spins import SpinSystem, thermodynamics
-from implicit_attention.status import Status
 
 # The package has a function of the same name.
 reports = importlib.import_module("implicit_attention.integrations.transformers.report")

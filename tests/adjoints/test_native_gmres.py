@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from implicit_attention import Status
 from implicit_attention.adjoints import native_gmres
 from implicit_attention.adjoints.native_gmres import natively
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.ops.native.library import library
-from implicit_attention.status import Status
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library")
 

@@ -5,8 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from implicit_attention import AnchoredEnergy, LogSumExp, MemoryLookup, SquaredScores, equilibrium_attention, solve
-from implicit_attention.errors import UnsupportedImplementation
+from implicit_attention import (
+    AnchoredEnergy,
+    LogSumExp,
+    MemoryLookup,
+    SquaredScores,
+    UnsupportedImplementation,
+    equilibrium_attention,
+    solve,
+)
 from implicit_attention.potentials import Softmax1
 
 

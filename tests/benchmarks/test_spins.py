@@ -40,8 +40,7 @@ from benchmarks.spin_problems import (  # noqa: E402
 )
 from benchmarks.spin_small import Frames, Small  # noqa: E402
 from benchmarks.targets import SPINS  # noqa: E402
-from implicit_attention.spins import GaussianClosure, SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
-from implicit_attention.spins.dynamics import DynamicalMethod  # noqa: E402
+from implicit_attention.spins import DynamicalMethod, GaussianClosure, SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
 
 TINY = Timed(1.0, batch=2, sites=12, dim=5)
 SETTINGS = [

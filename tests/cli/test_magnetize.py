@@ -14,8 +14,7 @@ from implicit_attention.cli import main, progress
 from implicit_attention.cli.files import load_system, parse_sweep
 from implicit_attention.cli.magnetize import Magnetize
 from implicit_attention.cli.table import answered
-from implicit_attention.spins import Enumeration, MeanField, SaddlePoint, SpinSystem, thermodynamics
-from implicit_attention.spins.exact import stationary_law
+from implicit_attention.spins import Enumeration, MeanField, SaddlePoint, SpinSystem, stationary_law, thermodynamics
 from implicit_attention.studies import spin_methods
 from implicit_attention.studies.digits import energies, load, named
 from implicit_attention.studies.magnetization import _mark_averaged

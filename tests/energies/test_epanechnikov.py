@@ -20,7 +20,8 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.energies import Epanechnikov
-from implicit_attention.solvers.safeguard import Proposal, Safeguarded
+from implicit_attention.solvers import Safeguarded
+from implicit_attention.solvers.safeguard import Proposal
 from implicit_attention.testing.energy import EnergyContract
 from implicit_attention.testing.numerics import random
 

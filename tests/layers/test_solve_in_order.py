@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from implicit_attention import Implicit, Phantom, Status, Unrolled, solve
+from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Phantom, Status, Unrolled, solve
 from implicit_attention.energies import CausalTokens, LegendreEnergy
-from implicit_attention.errors import ConvergenceError, ConvergenceWarning
 from implicit_attention.layers import solve_in_order
 from implicit_attention.potentials import LayerNormPotential, LogSumExp, Polynomial, TokenAttention
 from implicit_attention.solvers import Anderson, Picard

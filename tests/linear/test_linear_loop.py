@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from implicit_attention import Status
 from implicit_attention._norm import norm
 from implicit_attention.linear import LinearSolver, SweepState
 from implicit_attention.linear._vectors import divide, freeze, normalised, orthogonalise
 from implicit_attention.linear.base import fresh
-from implicit_attention.status import Status
-from implicit_attention.testing.linear import random
+from implicit_attention.testing.numerics import random
 
 F64 = torch.float64
 

@@ -5,9 +5,10 @@ import pytest
 import scipy.sparse.linalg
 import torch
 
+from implicit_attention import Status
 from implicit_attention.linear import CG, GMRES, MINRES, Neumann
-from implicit_attention.status import Status
-from implicit_attention.testing.linear import dense_map, random, relative_residual, symmetric_matrices
+from implicit_attention.testing.linear import dense_map, relative_residual, symmetric_matrices
+from implicit_attention.testing.numerics import random
 
 F64 = torch.float64
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from implicit_attention.linear import extreme_eigenvalues, lanczos, spectral_radius
-from implicit_attention.testing.linear import dense_map, random, symmetric_matrices
+from implicit_attention.testing.linear import dense_map, symmetric_matrices
+from implicit_attention.testing.numerics import random
 
 F64 = torch.float64
 

@@ -5,8 +5,14 @@ import re
 import pytest
 import torch
 
-from implicit_attention import AnchoredEnergy, LogSumExp, Status, equilibrium_attention, solve
-from implicit_attention.errors import UnsupportedImplementation
+from implicit_attention import (
+    AnchoredEnergy,
+    LogSumExp,
+    Status,
+    UnsupportedImplementation,
+    equilibrium_attention,
+    solve,
+)
 from implicit_attention.ops import hopfield_adjoint, hopfield_solve
 
 Q, K = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)

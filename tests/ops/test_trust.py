@@ -14,8 +14,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from implicit_attention import AnchoredEnergy, LogSumExp, Status, equilibrium_attention, solve
-from implicit_attention.errors import KernelWarning, UnsupportedImplementation
+from implicit_attention import (
+    AnchoredEnergy,
+    LogSumExp,
+    Status,
+    UnsupportedImplementation,
+    equilibrium_attention,
+    solve,
+)
+from implicit_attention.errors import KernelWarning
 from implicit_attention.ops import attention, checks, dispatch, hopfield_solve, kernel_checks, trust
 from implicit_attention.ops.native.operands import Operands
 

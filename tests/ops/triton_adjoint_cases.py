@@ -20,11 +20,11 @@ from triton_harness import (
 )
 from triton_oracle import Dense, adjoint
 
+from implicit_attention import Status
 from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
 from implicit_attention.ops.rule import AdjointRule
 from implicit_attention.ops.tiled.adjoint import solve_adjoint as tiled_adjoint
-from implicit_attention.status import Status
 
 
 def at_solution(problem, steps=60):

@@ -23,11 +23,11 @@ from triton_harness import (
 )
 from triton_oracle import Dense, follow
 
+from implicit_attention import Status
 from implicit_attention._fused_rule import FusedRule
 from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
 from implicit_attention.ops.tiled.solve import solve as tiled_solve
-from implicit_attention.status import Status
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 

@@ -10,8 +10,8 @@ import triton_harness as harness
 from triton.runtime.errors import OutOfResources
 from triton_harness import FP32, case, cases
 
-from implicit_attention import Anderson, equilibrium_attention
-from implicit_attention.errors import KernelWarning, UnsupportedImplementation
+from implicit_attention import Anderson, UnsupportedImplementation, equilibrium_attention
+from implicit_attention.errors import KernelWarning
 from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve, kernel_checks, trust
 
 SOLVE, ADJOINT = "hopfield_solve (triton)", "hopfield_adjoint (triton)"

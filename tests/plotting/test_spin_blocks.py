@@ -4,7 +4,8 @@ import pytest
 import torch
 from figure_files import png
 
-from implicit_attention.plotting.spin_blocks import PARTS, decomposition_figure
+from implicit_attention.plotting import decomposition_figure
+from implicit_attention.plotting.spin_blocks import PARTS
 from implicit_attention.spins import Decomposition
 from implicit_attention.testing.numerics import random
 

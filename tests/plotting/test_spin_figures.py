@@ -5,7 +5,8 @@ import torch
 from figure_files import png
 from matplotlib.colors import to_hex, to_rgb
 
-from implicit_attention.plotting.spins import LINES, NOTHING, configuration_figure, phase_figure
+from implicit_attention.plotting import configuration_figure, phase_figure
+from implicit_attention.plotting.spins import LINES, NOTHING
 from implicit_attention.spins import LowRank, SpinSystem
 from implicit_attention.studies.magnetization_figures import _graph
 from implicit_attention.testing.numerics import random

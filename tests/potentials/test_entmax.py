@@ -14,12 +14,12 @@ from implicit_attention import (
     ImplicitAttention,
     LogSumExp,
     Picard,
+    SolveOptions,
     solve,
 )
 from implicit_attention.attention.call import Call
 from implicit_attention.attention.core import attend
 from implicit_attention.linear import CG
-from implicit_attention.options import SolveOptions
 from implicit_attention.potentials import Entmax
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract

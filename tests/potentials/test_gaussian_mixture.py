@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, solve
-from implicit_attention.potentials.gaussian_mixture import GaussianMixture
+from implicit_attention.potentials import GaussianMixture
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract
 

@@ -8,7 +8,7 @@ import torch
 from implicit_attention import AnchoredEnergy, Anderson, Implicit, LogSumExp, solve
 from implicit_attention.diagnostics import effective_keys
 from implicit_attention.linear import CG
-from implicit_attention.potentials.softcap import SoftcapLogSumExp
+from implicit_attention.potentials import SoftcapLogSumExp
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.potential import PotentialContract
 

@@ -12,6 +12,7 @@ from implicit_attention import ConvergenceError, Picard, Status, Unrolled, solve
 from implicit_attention.potentials import DiscreteUnits, GaussianUnits, SignUnits, SphereUnits
 from implicit_attention.problem import pullback
 from implicit_attention.spins import (
+    AdaTAP,
     Enumeration,
     SaddlePoint,
     SpinSystem,
@@ -21,7 +22,6 @@ from implicit_attention.spins import (
     thermodynamics,
 )
 from implicit_attention.spins._expectation_consistency import SiteEquations, descended, guarded_inverse
-from implicit_attention.spins.adaptive_tap import AdaTAP
 from implicit_attention.spins.approximation import physics_solver
 from implicit_attention.testing.numerics import dense_jacobian, random
 

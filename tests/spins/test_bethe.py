@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import Anderson, Picard, Status
-from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins.bethe import Bethe
+from implicit_attention.spins import Bethe, Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.testing.numerics import random
 
 FIELD = torch.tensor([[0.20], [-0.10], [0.30], [0.05]], dtype=torch.float64)

@@ -14,6 +14,7 @@ from implicit_attention.spins import (
     AdaTAP,
     Bethe,
     DiscreteUnits,
+    DynamicalMethod,
     Enumeration,
     GaussianClosure,
     GaussianUnits,
@@ -25,11 +26,10 @@ from implicit_attention.spins import (
     free_energy,
     magnetization,
     stability,
+    stationary_law,
     stationary_state,
     thermodynamics,
 )
-from implicit_attention.spins.dynamics import DynamicalMethod
-from implicit_attention.spins.exact import stationary_law
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(2)

@@ -10,6 +10,7 @@ from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
+    DynamicalMethod,
     Enumeration,
     GaussianClosure,
     GaussianUnits,
@@ -22,7 +23,6 @@ from implicit_attention.spins import (
     magnetization,
     thermodynamics,
 )
-from implicit_attention.spins.dynamics import DynamicalMethod
 from implicit_attention.testing.numerics import random
 
 B, N = 2, 4

@@ -14,12 +14,13 @@ from implicit_attention.spins import (
     MeanField,
     SaddlePoint,
     SpinSystem,
+    decompose,
+    extensivity,
     free_energy,
     magnetization,
     stability,
 )
 from implicit_attention.spins._curvature import local_field
-from implicit_attention.spins.decomposition import decompose, extensivity
 from implicit_attention.testing.numerics import random
 
 N, D = 4, 3

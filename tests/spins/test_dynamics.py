@@ -11,11 +11,18 @@ from solvable_models import peretto
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, OneStep, Picard, Status
 from implicit_attention.potentials import AmosResponse
-from implicit_attention.spins import MeanField, SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins.dynamics import DynamicalMethod, stationary_state
-from implicit_attention.spins.exact import stationary_law
-from implicit_attention.spins.gaussian_closure import GaussianClosure
-from implicit_attention.spins.kinetic_plefka import KineticPlefka
+from implicit_attention.spins import (
+    DynamicalMethod,
+    GaussianClosure,
+    KineticPlefka,
+    MeanField,
+    SpinSystem,
+    free_energy,
+    magnetization,
+    stationary_law,
+    stationary_state,
+    thermodynamics,
+)
 from implicit_attention.testing.numerics import random
 
 COUPLINGS = torch.tensor(

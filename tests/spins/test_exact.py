@@ -15,8 +15,7 @@ from solvable_models import (
     spherical_sk,
 )
 
-from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
-from implicit_attention.spins.exact import stationary_law
+from implicit_attention.spins import Enumeration, SpinSystem, stationary_law, thermodynamics
 from implicit_attention.testing.numerics import random
 
 COUPLINGS = torch.tensor(

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from implicit_attention.potentials import AmosResponse, SphereUnits
-from implicit_attention.spins import SpinSystem, magnetization
-from implicit_attention.spins.dynamics import stationary_state
-from implicit_attention.spins.exact import stationary_law
-from implicit_attention.spins.gaussian_closure import GaussianClosure, _mean_tanh, _mean_tanh_slope
-from implicit_attention.spins.kinetic_plefka import KineticPlefka
+from implicit_attention.spins import (
+    GaussianClosure,
+    KineticPlefka,
+    SpinSystem,
+    magnetization,
+    stationary_law,
+    stationary_state,
+)
+from implicit_attention.spins.gaussian_closure import _mean_tanh, _mean_tanh_slope
 from implicit_attention.testing.numerics import random, relative_error
 
 pytestmark = pytest.mark.cases(2)

@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention.spins import Bethe, Enumeration, SpinSystem, free_energy, thermodynamics
+from implicit_attention.spins import (
+    Bethe,
+    Enumeration,
+    SpinSystem,
+    fit_ising,
+    fit_ising_moments,
+    free_energy,
+    thermodynamics,
+)
 from implicit_attention.spins.enumeration import states
-from implicit_attention.spins.inverse_ising import METHODS, fit_ising, fit_ising_moments
+from implicit_attention.spins.inverse_ising import METHODS
 from implicit_attention.testing.numerics import random
 
 

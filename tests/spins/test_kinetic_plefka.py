@@ -8,11 +8,8 @@ import torch
 
 from implicit_attention import Anderson
 from implicit_attention.potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SphereUnits
-from implicit_attention.spins import SpinSystem, magnetization
+from implicit_attention.spins import KineticPlefka, SpinSystem, magnetization, stationary_law, stationary_state
 from implicit_attention.spins._site import SpinSite
-from implicit_attention.spins.dynamics import stationary_state
-from implicit_attention.spins.exact import stationary_law
-from implicit_attention.spins.kinetic_plefka import KineticPlefka
 from implicit_attention.testing.numerics import random
 
 ISING = torch.tensor(

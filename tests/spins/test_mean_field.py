@@ -12,6 +12,7 @@ from implicit_attention.spins import (
     Enumeration,
     GaussianClosure,
     KineticPlefka,
+    MeanField,
     SpinSystem,
     _curvature,
     approximation,
@@ -20,7 +21,7 @@ from implicit_attention.spins import (
     thermodynamics,
 )
 from implicit_attention.spins._curvature import coupling_bound
-from implicit_attention.spins.mean_field import MeanField, MeanFieldProblem
+from implicit_attention.spins.mean_field import MeanFieldProblem
 from implicit_attention.testing.numerics import dense_jacobian, random
 
 FOUR = {(0, 1): 0.30, (0, 2): -0.20, (0, 3): 0.10, (1, 2): 0.25, (1, 3): -0.15, (2, 3): 0.40}

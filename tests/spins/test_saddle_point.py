@@ -8,9 +8,8 @@ import scipy.optimize
 import torch
 
 from implicit_attention import Status
-from implicit_attention.spins import SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.spins._multipliers import Multipliers
-from implicit_attention.spins.saddle_point import SaddlePoint
 from implicit_attention.testing.numerics import random
 
 LEADING, ONE_LOOP, SPHERICAL = SaddlePoint(), SaddlePoint(one_loop=True), SaddlePoint(shared=True)

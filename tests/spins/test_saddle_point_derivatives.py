@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention.spins import SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins.saddle_point import SaddlePoint
+from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.testing.numerics import random
 
 METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True) for loop in (False, True)]

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention import Status
-from implicit_attention.errors import ConvergenceError
-from implicit_attention.spins import AdaTAP, SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention import ConvergenceError, Status
+from implicit_attention.spins import AdaTAP, SaddlePoint, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.spins._matrix_inverse import inverse_and_logdet
-from implicit_attention.spins.saddle_point import SaddlePoint
 from implicit_attention.testing.numerics import random, relative_error
 
 pytestmark = pytest.mark.cases(2)

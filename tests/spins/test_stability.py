@@ -16,9 +16,9 @@ from implicit_attention.spins import (
     TransferMatrix,
     free_energy,
     magnetization,
+    stability,
     thermodynamics,
 )
-from implicit_attention.spins.stability import stability
 from implicit_attention.testing.numerics import random
 
 

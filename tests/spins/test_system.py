@@ -11,6 +11,7 @@ from implicit_attention import Status
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
+    Approximation,
     Bethe,
     Enumeration,
     KineticPlefka,
@@ -23,7 +24,6 @@ from implicit_attention.spins import (
     thermodynamics,
 )
 from implicit_attention.spins._nonfinite import without_nonfinite
-from implicit_attention.spins.approximation import Approximation
 from implicit_attention.spins.system import couple
 from implicit_attention.testing.numerics import random
 

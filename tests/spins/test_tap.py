@@ -12,8 +12,7 @@ from solvable_models import sherrington_kirkpatrick
 from implicit_attention import Anderson, ConvergenceError, OneStep, Picard, Status
 from implicit_attention.potentials import AmosResponse, LargeDResponse, SphereUnits
 from implicit_attention.problem import pullback
-from implicit_attention.spins import Enumeration, MeanField, SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins.tap import TAP
+from implicit_attention.spins import TAP, Enumeration, MeanField, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.testing.numerics import dense_jacobian, random
 
 pytestmark = pytest.mark.cases(2)

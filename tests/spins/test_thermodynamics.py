@@ -12,8 +12,10 @@ from implicit_attention.linear import GMRES
 from implicit_attention.potentials import GaussianUnits
 from implicit_attention.spins import (
     AdaTAP,
+    Approximation,
     Bethe,
     Enumeration,
+    LogPartition,
     MeanField,
     SaddlePoint,
     SpinSystem,
@@ -22,7 +24,6 @@ from implicit_attention.spins import (
     thermodynamics,
 )
 from implicit_attention.spins._request import closed_form
-from implicit_attention.spins.approximation import Approximation, LogPartition
 from implicit_attention.testing.numerics import random
 
 B, N, D = 2, 4, 3

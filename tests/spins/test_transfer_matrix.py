@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from implicit_attention import Status
-from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins.bethe import Bethe
-from implicit_attention.spins.transfer_matrix import TransferMatrix
+from implicit_attention.spins import (
+    Bethe,
+    Enumeration,
+    SpinSystem,
+    TransferMatrix,
+    free_energy,
+    magnetization,
+    thermodynamics,
+)
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(2)
