@@ -5,7 +5,6 @@ import dataclasses
 import pickle
 import random as python_random
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ from implicit_attention import (
     solve,
     training,
 )
-from implicit_attention.failure_policy import FailureWindow
 from implicit_attention.layers import EnergyTransformer, MeanFieldAttention, SpinAttention, SpinTransformerBlock
 from implicit_attention.linear import Neumann
 from implicit_attention.spins import MeanField, SpinSystem, magnetization
@@ -228,39 +226,6 @@ def test_calls_to_come_are_taken_as_those_before():
     """4 of 8 in the first call of 10 are 4 of 80; the other 4 would be one too many."""
     policy = FailurePolicy(tolerate=0.05, window=10)
     assert [raises(4, 8, policy), raises(0, 8, policy), raises(1, 8, policy)] == [False, False, True]
-
-
-class Elsewhere:
-    """What a `FailureWindow` asks of a tensor of an accelerator."""
-
-    device = SimpleNamespace(type="cuda")
-
-    def __init__(self, failed):
-        self.sum, self.numel = failed.sum, failed.numel
-
-
-@pytest.mark.parametrize("length", [1, 3])
-def test_on_an_accelerator_the_host_looks_at_every_last_call_of_a_window(length):
-    window, draw, calls = FailureWindow(length), python_random.Random(2), []
-    for index in range(1, 30):
-        calls.append(torch.arange(8) < draw.randrange(8))
-        found = window.add(Elsewhere(calls[-1]))
-        expected = (sum(int(c.sum()) for c in calls[-length:]), 8 * length)
-        assert found == (None if index % length else expected)
-
-
-def test_a_layer_that_is_moved_goes_on_counting():
-    draw = python_random.Random(3)
-    for start in range(6):
-        window, calls = FailureWindow(4), []
-        for index in range(20):
-            calls.append(torch.arange(8) < draw.randrange(8))
-            here = (index + start) // 6 % 2
-            found = window.add(calls[-1] if here else Elsewhere(calls[-1]))
-            last = calls[-4:]
-            expected = (sum(int(c.sum()) for c in last), 8 * 4)
-            assert found == expected or (not here and found is None)
-            assert not here or found is not None
 
 
 def test_forward_and_backward_are_counted_apart():

@@ -20,7 +20,7 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.linear import CG
-from implicit_attention.ops.native.library import library
+from implicit_attention.ops import native_status
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(3)
@@ -29,7 +29,7 @@ ZERO = FailurePolicy(backward="zero", tolerate=1.0)
 EXPLICIT = FailurePolicy(forward="explicit", tolerate=1.0)
 BOTH = FailurePolicy(forward="explicit", backward="zero", tolerate=1.0)
 POLICIES = {"zero": ZERO, "explicit": EXPLICIT, "both": BOTH, "best, keep": FailurePolicy(tolerate=1.0)}
-native = pytest.mark.skipif(library() is None, reason="there is no native operation here")
+native = pytest.mark.skipif(native_status().isa is None, reason="there is no native operation here")
 #: Ways to an answer: options, and how many keys they want.
 DOORS = {
     "auto": ({}, M),

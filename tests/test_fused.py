@@ -16,7 +16,6 @@ from implicit_attention import (
     UnsupportedImplementation,
     solve,
 )
-from implicit_attention.fused import lower, written_out
 from implicit_attention.linear import CG
 from implicit_attention.potentials import SoftcapLogSumExp
 from implicit_attention.testing.numerics import random
@@ -95,34 +94,11 @@ def test_gradients_are_those_of_the_written_out_loop(case, impl):
 def test_a_bias_that_requires_grad_gets_it_from_the_linear_solvers():
     bias = random(9, 70, seed=6).requires_grad_()
     problem = energy(bias=bias)
-    assert lower(problem, Anderson(), "auto").adjoint(problem.field, problem.field, 1e-5, 10) is None
     found, expected = (
         torch.autograd.grad(solve(problem, problem.field, solver=Anderson(rtol=1e-11), impl=i).value.sum(), bias)[0]
         for i in ("auto", "reference")
     )
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
-
-
-def test_the_reference_calls_no_operation_and_no_kernel(monkeypatch):
-    from implicit_attention import fused
-    from implicit_attention.potentials import scored_keys
-
-    def never(*args, **kwargs):
-        raise AssertionError("fused work")
-
-    problem = energy()
-    problem.potential.keys.requires_grad_()
-    for module, name in ((fused, "lower"), (scored_keys, "attend"), (scored_keys, "by_attention")):
-        if name != "lower":
-            monkeypatch.setattr(module, name, never)
-    monkeypatch.setattr(fused.Lowered, "solve", never)
-    monkeypatch.setattr(fused.Lowered, "adjoint", never)
-    solution = solve(problem, problem.field, impl="reference")
-    solution.value.sum().backward()
-    assert written_out(problem).potential.readout(problem.field, problem.potential.keys).shape == problem.field.shape
-    for broken in ("auto", "tiled"):
-        with pytest.raises(AssertionError, match="fused work"):
-            solve(problem, problem.field, impl=broken)
 
 
 def test_the_reference_of_any_other_problem_is_the_loop():
@@ -144,7 +120,7 @@ class OwnEnergy(AnchoredEnergy):
 
 def with_attribute():
     problem = energy()
-    problem.potential.other = torch.ones(1)
+    problem.potential.other = random(1)
     return problem
 
 
@@ -159,11 +135,9 @@ def with_attribute():
     ],
 )
 def test_only_exact_types_are_lowered(problem):
-    assert lower(energy(), Anderson(), "auto") is not None
-    assert lower(problem(), Anderson(), "auto") is None
-    assert lower(problem(), None, "auto") is None
+    problem = problem()
     with pytest.raises(UnsupportedImplementation, match=r"`impl='tiled'`: .*; use impl='auto'"):
-        lower(problem(), Anderson(), "tiled")
+        solve(problem, random(2, 9, 6), impl="tiled")
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,7 @@ assert 'implicit_attention.layers' not in sys.modules
 assert 'tie' in dir(implicit_attention) and 'layers' in dir(implicit_attention)
 first = implicit_attention.tie
 assert first is implicit_attention.tie is implicit_attention.layers.tie and callable(first)
-import implicit_attention._solve
-assert implicit_attention.solve is implicit_attention._solve.solve and callable(implicit_attention.solve)
+assert callable(implicit_attention.solve)
 print('implicit_attention.spins' in sys.modules, implicit_attention.errors.__name__)
 """
     assert fresh(code) == "False implicit_attention.errors"

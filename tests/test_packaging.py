@@ -1,6 +1,7 @@
 """The sdist and the wheels: what they hold, whom they serve, and that an installed one works without the checkout."""
 
 import functools
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from implicit_attention import __version__
 from implicit_attention.ops.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "implicit_attention"
 #: A command that works only where the files that the package ships are found, and its last words.
 COMMAND, SAYS = ("demo",), r"index.html, to open in a browser"
+__version__ = importlib.metadata.version("implicit_attention")
 SETS = library.SETS.get(platform.machine(), ())
 COMPILED = {f"implicit_attention/ops/native/{isa}.library" for isa in SETS}
 SOURCES = (".h", ".cpp")

@@ -24,7 +24,6 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.linear import GMRES
-from implicit_attention.problem import TokenOrder
 from implicit_attention.solvers import SciPy
 from implicit_attention.testing.numerics import random
 
@@ -369,24 +368,3 @@ def test_several_tensors_in_the_place_of_one_are_told_what_to_do(several):
         solve(FixedPointMap(several, event_ndim=1), SHIFT)
     with pytest.raises(TypeError, match="`keys` must be a torch.Tensor, " + words):
         LogSumExp(several(SHIFT), 0.5)
-
-
-@pytest.mark.parametrize("kind", ["sparse", "documents", "window", "all", "of heads"])
-def test_tokens_behind_are_those_that_read_directly_or_through_others(kind):
-    generator, n = torch.Generator().manual_seed(0), 17
-    i, j = torch.arange(n)[:, None], torch.arange(n)
-    pairs = {
-        "sparse": (torch.rand(n, n, generator=generator) < 0.12).tril(),
-        "documents": (i // 5 == j // 5).tril(),
-        "window": ((i - j).abs() < 3).tril(),
-        "all": None,
-        "of heads": (torch.rand(2, 3, n, n, generator=generator) < 0.1).tril(),
-    }[kind]
-    order, tokens = TokenOrder(pairs), torch.rand(2, 3, n, generator=generator) < 0.1
-    reads = torch.ones(n, n, dtype=torch.bool).tril() if pairs is None else pairs
-    reads = reads.expand(2, 3, n, n)
-    wanted = tokens.clone()
-    for token in range(n):
-        # Those before are known already.
-        wanted[..., token] |= (reads[..., token, :token] & wanted[..., :token]).any(-1)
-    assert torch.equal(order.behind(tokens), wanted)

@@ -14,10 +14,10 @@ from implicit_attention import (
     RepeatedSelfAttention,
     SelfAttentionEnergy,
     SquaredScores,
+    diagnostics,
     equilibrium_attention,
     solve,
 )
-from implicit_attention.diagnostics import diagnosis
 from implicit_attention.testing.numerics import random
 
 METHODS = {
@@ -38,7 +38,7 @@ FUNCTIONS = (
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
-    for owner, names in [*METHODS.items(), (diagnosis, FUNCTIONS)]:
+    for owner, names in [*METHODS.items(), (diagnostics, FUNCTIONS)]:
         for name in names:
             monkeypatch.setattr(owner, name, jaxtyped(inspect.unwrap(getattr(owner, name)), typechecker=beartype))
 
@@ -55,7 +55,13 @@ def test_annotations_hold():
         for energy in (AnchoredEnergy(potential, x, 0.5), AnchoredEnergy(potential, x, anchor)):
             potential.covariance_product(x, potential.mean(x))
             energy.energy(x)
-            diagnosis.diagnose(energy, solve(energy, x))
+            solution = solve(energy, x)
+            for ask in (diagnostics.spectral_radius, diagnostics.smallest_curvature):
+                ask(energy, solution.value)
+            diagnostics.certified_error(energy, solution)
+            diagnostics.distinct_fixed_points(solution.value)
+            if isinstance(potential, LogSumExp):
+                diagnostics.effective_keys(potential, solution.value)
 
     for problem in (SelfAttentionEnergy(x, beta, 0.9, bias=random(3, 3)), RepeatedSelfAttention(x, 0.1, anchor)):
         problem.probabilities(solve(problem, x, solver=Picard()).value)

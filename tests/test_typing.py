@@ -11,7 +11,6 @@ from typing_extensions import get_overloads
 
 import implicit_attention
 from implicit_attention import equilibrium_attention, layers, models
-from implicit_attention.layers import calls
 
 ROOT = Path(implicit_attention.__file__).parent.parent
 
@@ -23,14 +22,9 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 from implicit_attention import Equilibrium, ImplicitAttention, MemoryLookup, Solution, equilibrium_attention
-from implicit_attention.layers.energy_transformer import EnergyTransformer
-from implicit_attention.layers.mean_field import MeanFieldAttention
-from implicit_attention.layers.spin import SpinAttention
-from implicit_attention.layers.spin_transformer import SpinTransformer, SpinTransformerBlock
-from implicit_attention.layers.transformer import EquilibriumTransformer
-from implicit_attention.models.classifier import ImageClassifier
-from implicit_attention.models.graph import NodeClassifier
-from implicit_attention.models.image import ImageEnergyTransformer
+from implicit_attention.layers import EnergyTransformer, EquilibriumTransformer, MeanFieldAttention, SpinAttention
+from implicit_attention.layers import SpinTransformer, SpinTransformerBlock
+from implicit_attention.models import ImageClassifier, ImageEnergyTransformer, NodeClassifier
 
 
 def attend(q: Tensor, more: bool) -> None:
@@ -133,25 +127,9 @@ def asked(function):
     return {name for name in inspect.signature(function).parameters if name.startswith("return_")}
 
 
-def test_calls_know_all_that_is_asked_for():
-    def plain_call(): ...
-
-    plain_call.__module__, plain_call.__qualname__ = calls.__name__, "PlainCall.__call__"
-    known = [asked(one) for one in get_overloads(plain_call)]
-    expected = set().union(*(asked(layer.forward) for layer in LAYERS))
-    assert sorted(map(sorted, known)) == [[], *([one] for one in sorted(expected))]
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_of_several_answers_declares_its_call(layer):
     assert not asked(layer.forward) or "__call__" in inspect.getsource(layer)
-
-
-def test_keywords_of_an_equilibrium_are_those_of_its_forward():
-    of_forward = inspect.signature(layers.Equilibrium.forward).parameters.values()
-    names = [one.name for one in of_forward if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    # `reads` is for layers that are built on it.
-    assert names == [*calls.EquilibriumKeywords.__annotations__, "return_solution", "reads"]
 
 
 def test_declarations_cost_no_wrapper():
