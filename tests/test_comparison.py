@@ -9,7 +9,6 @@ from implicit_attention import (
     AnchoredEnergy,
     Anderson,
     FixedPointMap,
-    GradientDescent,
     LogSumExp,
     NewtonKrylov,
     Picard,
@@ -142,24 +141,3 @@ def test_empty_batches_have_no_numbers():
     (record,) = compared(problem, problem.field, [Picard()]).records
     assert (record.evaluations_max, record.residual_max, record.converged, record.status) == (None, None, None, {})
     assert isinstance(str(SolverComparison((record,))), str)
-
-
-def test_bad_input_is_refused_at_the_door():
-    problem = energy()
-    for wrong, error, match in (
-        (Picard(), TypeError, r"`solvers` must be several, in a list or by name, got Picard\("),
-        ("Picard", TypeError, "`solvers` must be several"),
-        ([], ValueError, "`solvers` must name one solver at least"),
-        (
-            {"a": Picard},
-            TypeError,
-            r"`solvers\['a'\]` must be an instance of Solver, got the class Picard; pass an instance: Pic",
-        ),
-        ([3], TypeError, r"must be an instance of Solver, got int; for example Anderson\(\)"),
-    ):
-        with pytest.raises(error, match=match):
-            compared(problem, problem.field, wrong)
-    with pytest.raises(ValueError, match="`initial` must have the field's shape"):
-        compared(problem, problem.field[:1], [GradientDescent()])
-    with pytest.raises(TypeError, match="`problem` must be an instance of Problem, got builtin_function_or_method"):
-        compared(torch.cos, problem.field)

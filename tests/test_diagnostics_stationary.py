@@ -8,15 +8,9 @@ from scipy.special import softmax
 from implicit_attention import (
     AnchoredEnergy,
     EnergyFunction,
-    FixedPointMap,
     LogSumExp,
-    PerSample,
-    RepeatedSelfAttention,
-    SelfAttentionEnergy,
 )
 from implicit_attention.diagnostics import stationary_points
-from implicit_attention.energies import LegendreEnergy, SphereEnergy
-from implicit_attention.potentials import LayerNormPotential
 from implicit_attention.testing.numerics import random
 
 KEYS = torch.tensor([(1.2, 0.3), (-0.8, 1.1), (-0.4, -1.3), (0.9, -0.9), (-1.3, -0.1), (0.2, 0.6)]).double()
@@ -146,35 +140,3 @@ def test_no_steps_keep_starts_that_are_stationary():
 def test_rows_of_one_energy_may_differ_in_what_it_does_not_read():
     starts = plane(9)
     assert len(stationary_points(AnchoredEnergy(LogSumExp(KEYS, 3.0), starts), starts)) > 0
-
-
-STARTS = plane(5)
-
-
-@pytest.mark.parametrize(
-    ("problem", "starts", "error"),
-    [
-        (AnchoredEnergy(LogSumExp(KEYS, 3.0), STARTS, 0.3), STARTS, "same energy in all rows.*repeat one query"),
-        (
-            function(lambda z, t: (z - t).square().sum(-1), PerSample(STARTS)),
-            STARTS,
-            "same energy in all rows.*one row at a time",
-        ),
-        (SelfAttentionEnergy(STARTS, 1.0), STARTS, "`problem` must have one problem per row.*frozen_energy"),
-        (RepeatedSelfAttention(STARTS, 1.0), STARTS, "`problem` must have one problem per row.*frozen_energy"),
-        (FixedPointMap(torch.cos, event_ndim=1), STARTS, "`problem` must be an energy, got FixedPointMap"),
-        (SphereEnergy(LogSumExp(KEYS, 1.0), STARTS), STARTS, "over all of the space, got SphereEnergy"),
-        (
-            LegendreEnergy(LayerNormPotential(2), LogSumExp(KEYS, 1.0), STARTS),
-            STARTS,
-            "over all of the space, got LegendreEnergy",
-        ),
-        (AnchoredEnergy(LogSumExp(KEYS, 3.0), STARTS), STARTS[None], r"`starts` must be states of one problem each"),
-        (AnchoredEnergy(LogSumExp(KEYS, 3.0), STARTS), STARTS[:3], "must have the field's shape"),
-        (AnchoredEnergy(LogSumExp(KEYS, 3.0), STARTS), STARTS.tolist(), "`starts` must be a torch.Tensor"),
-    ],
-    ids=["anchor", "rows", "coupled", "no energy", "map", "sphere", "metric", "batch", "count", "list"],
-)
-def test_what_has_no_stationary_points_is_refused(problem, starts, error):
-    with pytest.raises((TypeError, ValueError), match=error):
-        stationary_points(problem, starts)

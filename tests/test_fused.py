@@ -168,13 +168,6 @@ def test_named_implementations_have_no_derivative_inside_transforms():
         )
 
 
-def test_impl_must_be_one_of_the_names():
-    problem = energy()
-    named = "'auto', 'reference', 'native', 'tiled', 'triton'"
-    with pytest.raises(ValueError, match=f"`impl` must be one of {named}, got 'fast'"):
-        solve(problem, problem.field, impl="fast")
-
-
 def test_a_linear_solver_that_is_named_is_the_one_that_solves():
     problem = energy()
     problem.potential.keys.requires_grad_()

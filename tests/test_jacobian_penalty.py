@@ -100,11 +100,3 @@ def test_layouts(layout):
     torch.testing.assert_close(
         jacobian_penalty(problem, given, generator=generator()), jacobian_penalty(problem, same, generator=generator())
     )
-
-
-def test_bad_arguments():
-    problem = FixedPointMap(torch.cos, event_ndim=1)
-    with pytest.raises(ValueError, match="`samples` must"):
-        jacobian_penalty(problem, torch.zeros(3, 2), samples=0)
-    with pytest.raises(TypeError, match="float"):
-        jacobian_penalty(problem, torch.zeros(3, 2, dtype=torch.int64))

@@ -35,49 +35,6 @@ DOORS = {
 }
 
 
-def recall(q, k):
-    memory = ia.MemoryLookup(8, beta=0.3)
-    memory.store(random(70, 8, dtype=torch.float32))
-    return memory.retrieve(q)
-
-
-KINDS = {
-    "sparse": (lambda t: t.to_sparse(), "be dense, got torch.sparse_coo.*to_dense"),
-    "sparse rows": (lambda t: t.to_sparse_csr(), "be dense, got torch.sparse_csr.*to_dense"),
-    "nested": (
-        lambda t: torch.nested.as_nested_tensor(list(t)),
-        "be one dense tensor, got a nested one.*to_padded_tensor",
-    ),
-    "jagged": (
-        lambda t: torch.nested.as_nested_tensor(list(t), layout=torch.jagged),
-        "be one dense tensor, got a nested one.*to_padded_tensor",
-    ),
-    "float8": (lambda t: t.to(torch.float8_e4m3fn), "have at least 16 bits, got torch.float8_e4m3fn.*bfloat16"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*(Sparse|nested|strided layout):UserWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*DOORS, "memory"])
-def test_what_is_not_dense_or_too_narrow_is_refused_by_name(name, kind):
-    convert, message = KINDS[kind]
-    q, k, _ = (convert(t) for t in tensors())
-    with pytest.raises(TypeError, match=message):
-        {**DOORS, "memory": recall}[name](q, k)
-
-
-def test_a_mask_that_is_not_dense_is_refused_by_name():
-    q, k, _ = tensors()
-    mask = torch.ones(2, 5, 70, dtype=torch.bool).to_sparse()
-    for call in (
-        lambda: ia.equilibrium_attention(q, k, k, mask),
-        lambda: ia.LogSumExp(k, 0.3, mask=mask),
-        lambda: hopfield_solve(q, k, beta=0.3, mask=mask),
-    ):
-        with pytest.raises(TypeError, match=r"mask` must be dense, got torch\.sparse_coo"):
-            call()
-
-
 SHAPES = (
     "hopfield_solve",
     "hopfield_adjoint",
@@ -120,12 +77,6 @@ def test_what_depends_on_numbers_asks_for_them(name):
         q, k, _ = (torch.randn(2, n, 8) for n in (5, 70, 71))
         with pytest.raises(ValueError, match="must hold numbers, got a FakeTensor"):
             DOORS[name](q, k)
-
-
-def test_a_memory_that_finds_its_temperature_asks_for_numbers():
-    memory = ia.MemoryLookup(8, device="meta")
-    with pytest.raises(ValueError, match=r"`patterns` must hold numbers.*pass a number for beta"):
-        memory.store(torch.zeros(70, 8, device="meta"))
 
 
 # No dimension.

@@ -213,13 +213,6 @@ def test_a_message_of_one_or_no_problem_counts_none():
     assert solve(problem, torch.zeros(0, 1)).message() == "no problems"
 
 
-def test_a_message_refuses_an_index_that_does_not_fit(mixed):
-    with pytest.raises(ValueError, match=r"`index` must have at most 2 numbers, .*got \(0, 0, 0\)"):
-        mixed.message(0, 0, 0)
-    with pytest.raises(ValueError, match=r"`index\[1\]` must be in \[-3, 2\], got 3"):
-        mixed.message(0, 3)
-
-
 def test_statuses_are_names(mixed):
     slow = "MAX_STEPS"
     assert mixed.statuses == [["CONVERGED", slow, slow], [slow, "NONFINITE", slow]]

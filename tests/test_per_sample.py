@@ -196,30 +196,6 @@ def test_an_energy_takes_inputs_per_sample_too():
     assert min(rows) == 1
 
 
-@pytest.mark.parametrize(
-    ("inputs", "error", "words"),
-    [
-        (
-            (PerSample(torch.zeros(5, 4)),),
-            ValueError,
-            r"`inputs\[0\]` must have the leading axes \(6,\) of the states, as it is PerSample, got shape \(5, 4\);"
-            " .*Shared",
-        ),
-        (
-            (0.5, PerSample((torch.zeros(6), torch.zeros(1, 4)))),
-            ValueError,
-            r"`inputs\[1\]\[1\]` must have the leading",
-        ),
-        ((PerSample(torch.tensor(1.0)),), ValueError, r"got shape \(\)"),
-        ((PerSample(nn.Linear(4, 4)),), TypeError, r"`inputs\[0\]` must be a tensor, .* inside PerSample, got Linear"),
-        ((Shared(0.5),), TypeError, "inside Shared, got float; pass other objects as they are"),
-    ],
-)
-def test_wrong_inputs_are_named(inputs, error, words):
-    with pytest.raises(error, match=words):
-        solve(FixedPointMap(lambda z, *inputs: z / 2, *inputs, event_ndim=1), torch.zeros(6, 4))
-
-
 # Maps that are no separate problems.
 
 

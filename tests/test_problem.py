@@ -81,11 +81,6 @@ def test_a_map_that_works_in_place_is_refused_and_leaves_the_initial_state(make,
         assert torch.equal(initial, before)
 
 
-def test_the_error_names_the_module():
-    with pytest.raises(ValueError, match=r"`Sequential` must leave .*nn.ReLU\(\), not inplace=True"):
-        solve(FixedPointMap(relu_block(), event_ndim=1), SHIFT)
-
-
 @pytest.mark.parametrize("call", ["vmap", "unrolled", "compiled", "foreign"])
 def test_a_map_that_works_in_place_is_found_wherever_it_runs(call):
     def answer(z):
@@ -357,14 +352,3 @@ def test_what_a_known_function_reads_anew_is_found():
 
 
 # One tensor where there are several.
-
-
-@pytest.mark.parametrize("several", [lambda t: (t, t), lambda t: {"a": t}, lambda t: [t], lambda t: ((t, t), t)])
-def test_several_tensors_in_the_place_of_one_are_told_what_to_do(several):
-    words = r"got (tuple|list|dict); join its tensors with torch.cat, or use `Equilibrium`, which takes tuples and"
-    with pytest.raises(TypeError, match="`initial` must be a torch.Tensor, " + words):
-        solve(FixedPointMap(torch.cos, event_ndim=1), several(SHIFT))
-    with pytest.raises(TypeError, match="must return a tensor of shape of z, " + words):
-        solve(FixedPointMap(several, event_ndim=1), SHIFT)
-    with pytest.raises(TypeError, match="`keys` must be a torch.Tensor, " + words):
-        LogSumExp(several(SHIFT), 0.5)

@@ -62,40 +62,6 @@ def test_a_map_has_no_energy():
     assert solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(2, 1)).energy is None
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (
-            {"problem": torch.cos},
-            TypeError,
-            r"`problem` must be an instance of Problem, got .*; wrap a function as FixedPointMap",
-        ),
-        ({"solver": "anderson"}, TypeError, "`solver` must be an instance of Solver, got 'anderson'"),
-        ({"solver": Anderson}, TypeError, "`solver` must be an instance of Solver, got the class Anderson"),
-        ({"adjoint": "implicit"}, TypeError, "`adjoint` must be an instance of Adjoint, got 'implicit'"),
-        ({"on_failure": "shout"}, ValueError, "`on_failure` must be one of 'raise', 'warn', 'ignore', got 'shout'"),
-        ({"initial": [1.0]}, TypeError, "`initial` must be a torch.Tensor, got list"),
-        ({"initial": torch.zeros(2, 3, 5, dtype=torch.int64)}, TypeError, "`initial` must have a floating-point dtype"),
-        (
-            {"initial": torch.zeros(2, 3, 4, dtype=torch.float64)},
-            ValueError,
-            r"`initial` must have the field's shape \(2, 3, 5\)",
-        ),
-        ({"initial": torch.zeros(2, 3, 5)}, ValueError, "`initial` must have the dtype of `potential.keys`"),
-        (
-            {"initial": torch.zeros(2, 3, 5, dtype=torch.float64, device="meta")},
-            ValueError,
-            "`initial` must hold numbers, got a tensor on the device meta",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(change, error, words):
-    energy = make_energy()
-    arguments = {"problem": energy, "initial": energy.field} | change
-    with pytest.raises(error, match=words):
-        solve(arguments.pop("problem"), arguments.pop("initial"), **arguments)
-
-
 def test_unknown_options_are_refused():
     energy = make_energy()
     with pytest.raises(TypeError, match="tolerance"):
@@ -113,21 +79,6 @@ def test_maps_of_the_wrong_shape_are_named():
         ValueError, match="`problem` must have an energy for GradientDescent, got FixedPointMap; use Picard"
     ):
         solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(2, 3), solver=GradientDescent())
-
-
-@pytest.mark.parametrize(
-    ("f", "words"),
-    [
-        (
-            lambda z: z.float(),
-            r"return the dtype of z \(torch.float64\), got torch.float32; convert .* \.to\(z.dtype\)",
-        ),
-        (lambda z: z.to("meta"), r"return the device of z \(cpu\), got meta; convert its result with \.to\(z.device\)"),
-    ],
-)
-def test_maps_to_another_dtype_or_device_are_named(f, words):
-    with pytest.raises(ValueError, match=words):
-        solve(FixedPointMap(f, event_ndim=1), torch.zeros(2, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("wrap", [PerSample, lambda x: x])
