@@ -10,6 +10,7 @@ import torch
 
 import implicit_attention
 from implicit_attention.potentials import renormalise
+from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy, magnetization
 from implicit_attention.testing.numerics import random
 
 PACKAGE = Path(implicit_attention.__file__).parent
@@ -42,6 +43,20 @@ def test_batches_are_solved_and_what_is_singular_or_not_finite_stays_in_its_samp
     with_nan = renormalise(x, mean, covariance)
     assert torch.equal(with_nan[::2], found[::2])
     assert with_nan[1].isnan().all()
+
+
+def test_a_large_inverse_has_its_derivative_in_forward_mode():
+    couplings = random(2, 150, 150) / 150
+    along = random(2, 150, 1, seed=1)
+
+    def energy(field):
+        return free_energy(SpinSystem(couplings + couplings.mT, field, 0.5), SaddlePoint())
+
+    field = along.flip(1)
+    forward = torch.func.jvp(energy, (field,), (along,))[1]
+    torch.testing.assert_close(
+        forward, (-magnetization(SpinSystem(couplings + couplings.mT, field, 0.5), SaddlePoint()) * along).sum((1, 2))
+    )
 
 
 def test_no_other_file_factorizes_by_lu():

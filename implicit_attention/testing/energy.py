@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -84,8 +85,12 @@ class EnergyContract:
             check_close(left, right, 1e-11, 1e-12)
         assert bool(((v * root(z, v)).sum(axes) > 0).all())
 
-    def test_linearized_pullback_is_the_one_of_autograd(self) -> None:
+    @pytest.mark.parametrize("further", [False, True])
+    def test_linearized_pullback_is_the_one_of_autograd(self, further: bool) -> None:
+        """Also with a tensor that the class knows nothing of, whose place among the gradients no formula has."""
         energy, z, u = self.make(), self.state(), self.state(2)
+        if further:
+            energy.further = random(2)  # type: ignore[attr-defined]
         fast, slow = energy.linearize(z).vjp_tensors(u), pullback(energy, z, u)
         assert [t is None for t in fast] == [t is None for t in slow]
         check_close([t for t in fast if t is not None], [t for t in slow if t is not None], 1e-11, 1e-12)
