@@ -23,6 +23,7 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
+from implicit_attention.layers import SpinAttention
 from implicit_attention.linear import GMRES
 from implicit_attention.solvers import SciPy
 from implicit_attention.testing.numerics import random
@@ -352,3 +353,19 @@ def test_what_a_known_function_reads_anew_is_found():
 
 
 # One tensor where there are several.
+
+
+@pytest.mark.parametrize("kind", ["sparse", "documents", "window"])
+def test_nan_reaches_the_tokens_that_read_it_directly_or_through_others(kind):
+    i, j = torch.arange(17)[:, None], torch.arange(17)
+    sparse = torch.rand(17, 17, generator=torch.Generator().manual_seed(0)) < 0.12
+    pairs = {"sparse": sparse | (i == j), "documents": i // 5 == j // 5, "window": (i - j).abs() < 3}[kind].tril()
+    torch.manual_seed(0)
+    layer, x = SpinAttention(4, 2, causal=True, on_failure="ignore").double(), random(1, 17, 4)
+    clean, x[0, 6] = layer(x, mask=pairs), torch.nan
+    reached = j == 6
+    for token in range(17):
+        reached[token] |= (pairs[token] & reached).any()
+    found = layer(x, mask=pairs)[0]
+    assert torch.equal(found.isnan().any(-1), reached)
+    torch.testing.assert_close(found[~reached], clean[0, ~reached])
