@@ -9,8 +9,6 @@ import torch
 
 from implicit_attention import Status
 from implicit_attention.spins import SaddlePoint, SpinSystem, magnetization
-from implicit_attention.spins._minimum import Minimum
-from implicit_attention.spins._multipliers import minimise
 from implicit_attention.testing.numerics import random
 
 METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True) for loop in (False, True)]
@@ -49,47 +47,6 @@ def test_forward_and_reverse_mode_agree_however_they_are_nested(method):
             for mode in modes:
                 function = mode(function)
             torch.testing.assert_close(function(x), truth(x), rtol=1e-9, atol=1e-9)
-
-
-def problem_of(couplings, field):
-    system = SpinSystem(couplings + couplings.mT, field, 1.1, radius=1.2)
-    return SaddlePoint()._problem(system)[0]
-
-
-def test_multipliers_and_hessian_have_their_gradients():
-    couplings, field = (t.requires_grad_() for t in (random(N, N, seed=1) / 2, random(2, N, D, seed=2)))
-
-    def f(*inputs):
-        problem = problem_of(*inputs)
-        t, evidence = minimise(problem, rtol=1e-8, max_steps=100, polish=True)
-        found = Minimum(problem, t, evidence.converged)
-        return found.value(), found.multipliers(), found.hessian()
-
-    assert torch.autograd.gradcheck(f, (couplings, field), fast_mode=True)
-    assert torch.autograd.gradgradcheck(f, (couplings, field), fast_mode=True)
-
-
-def test_a_polished_solution_is_right_to_rounding_though_little_was_asked_for():
-    problem = problem_of(random(2, N, N, seed=1) / 2, random(2, N, D, seed=2))
-    truth = minimise(problem, rtol=1e-14, max_steps=100)[0]
-    asked, evidence = minimise(problem, rtol=1e-3, max_steps=100)
-    polished = minimise(problem, rtol=1e-3, max_steps=100, polish=True)[0]
-    assert bool(evidence.converged.all())
-    errors = [float((t - truth).abs().max()) for t in (asked, polished)]
-    assert errors[1] < errors[0] ** 1.5
-
-
-@pytest.mark.parametrize("scale", [0.2, 8.0])
-def test_a_failed_sample_is_not_polished_and_its_multipliers_are_constant(scale):
-    problem = problem_of(scale * random(2, 5, 5, seed=1), random(2, 5, D, seed=2))
-    plain, polished = (minimise(problem, rtol=1e-8, max_steps=1, polish=polish) for polish in (False, True))
-    assert plain[1].status.tolist() == [Status.MAX_STEPS] * 2
-    assert torch.equal(plain[0], polished[0])
-    field = problem.field.clone().requires_grad_()
-    found = Minimum(problem._replace(field=field), plain[0], plain[1].converged)
-    assert torch.autograd.grad(found.multipliers().sum(), field)[0].abs().max() == 0
-    (by_field,) = torch.autograd.grad(found.value().sum(), field)
-    torch.testing.assert_close(by_field, problem.moments(plain[0]).mean)
 
 
 # Cold spins in strong fields, of few dimensions: the edge of the domain is near all the way.
