@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from work import Work
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, FixedPointMap, Picard, Status, solve
 from implicit_attention.potentials import AmosResponse
@@ -33,19 +33,6 @@ pytestmark = pytest.mark.cases(2)
 
 N = 10
 MAGNET = (torch.ones(N, N) - torch.eye(N)).double() / N
-
-
-class Work(TorchDispatchMode):
-    """Counts operations, and among them products with matrices."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = self.products = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.operations += 1
-        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.mv)
-        return function(*arguments, **(options or {}))
 
 
 @pytest.mark.parametrize("method", [MeanField(), Bethe(), TAP()], ids=repr)
