@@ -17,6 +17,7 @@ from implicit_attention.spins import (
     DiscreteUnits,
     DynamicalMethod,
     GaussianClosure,
+    GaussianUnits,
     KineticPlefka,
     MeanField,
     SpinSystem,
@@ -348,6 +349,11 @@ def test_one_start_changes_no_other_sample_and_padding_changes_nothing(method):
     torch.testing.assert_close(lost[0], truth[0], rtol=0, atol=1e-14)
     with pytest.raises(ConvergenceError, match=re.escape("failed for 1 of 2 problems, first at 1")):
         magnetization(system, method, initial=start)
+
+
+def test_the_one_answer_of_gaussian_spins_has_no_start():
+    with pytest.raises(ValueError, match="`initial` must be None for AdaTAP, which has one answer"):
+        magnetization(SpinSystem(0.1 * MAGNET, random(N, 1)), AdaTAP(prior=GaussianUnits()), initial=random(N, 1))
 
 
 def test_a_start_is_checked_at_the_door():

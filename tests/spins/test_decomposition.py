@@ -134,6 +134,8 @@ def test_extensivity_says_what_it_needs():
     def make(n):
         return SpinSystem(symmetric(3), random(3, 1, seed=1))
 
+    with pytest.raises(ValueError, match="`sizes` must have at least two entries"):
+        extensivity(make, MeanField(), (3,))
     with pytest.raises(ValueError, match="`make` must return 4 sites for N = 4"):
         extensivity(make, MeanField(), (3, 4))
     value = extensivity(make, MeanField(), (3, 3))[0]

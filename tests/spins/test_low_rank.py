@@ -119,6 +119,11 @@ def test_a_sample_that_is_not_finite_changes_no_other():
     assert torch.equal(found[[0, 2]], sound[[0, 2]])
 
 
+def test_factors_of_too_many_samples_are_refused():
+    with pytest.raises(ValueError, match="broadcast"):
+        SpinSystem(LowRank(torch.zeros(3, 6, 2)), torch.zeros(2, 6, 3))
+
+
 def test_parts_of_the_answer():
     factors, field, beta = numbers()
     parts = decompose(SpinSystem(LowRank(factors), field, beta), MeanField())

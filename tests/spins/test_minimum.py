@@ -1,4 +1,4 @@
-"""The minimum that the saddle point is made of: its derivatives in every mode, and where spins are cold."""
+"""The minimum that the saddle point is made of: derivatives of all orders in every mode, and where spins are cold."""
 
 import itertools
 import math
@@ -16,16 +16,57 @@ NAMES = ["leading", "one_loop", "shared", "shared_one_loop"]
 N, D = 3, 2
 
 
-def along(method):
+def parameters(block=False):
+    couplings = random(N, N, D, D, seed=1) / 4 if block else random(N, N, seed=1) / 2
+    return couplings.requires_grad_(), random(2, N, D, seed=2).requires_grad_(), (1 + random(2) ** 2).requires_grad_()
+
+
+def system_of(couplings, field, beta):
+    twin = couplings.permute(1, 0, 3, 2) if couplings.ndim == 4 else couplings.mT
+    return SpinSystem(couplings + twin, field, beta, radius=1.2)
+
+
+def along(method, block=False):
     """log Z along a line in couplings, field and beta at once."""
-    couplings, field, beta = random(N, N, seed=1) / 2, random(2, N, D, seed=2), 1 + random(2) ** 2
-    ways = (random(N, N, seed=4) / 3, random(2, N, D, seed=5), 0.4)
+    couplings, field, beta = (t.detach() for t in parameters(block))
+    ways = (random(*couplings.shape, seed=4) / 3, random(2, N, D, seed=5), 0.4)
 
     def log_z(x):
-        c, h, b = (t + x * way for t, way in zip((couplings, field, beta), ways, strict=True))
-        return method.log_partition(SpinSystem(c + c.mT, h, b, radius=1.2)).value.sum()
+        moved = (t + x * way for t, way in zip((couplings, field, beta), ways, strict=True))
+        return method.log_partition(system_of(*moved)).value.sum()
 
     return log_z
+
+
+@pytest.mark.cases(2)
+@pytest.mark.by_name(slow=r"\[(?!numbers)")
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize("block", [False, True], ids=["numbers", "matrices"])
+def test_four_derivatives_are_those_of_the_value(method, block):
+    derivatives = [along(method, block)]
+    for _ in range(4):
+        derivatives.append(torch.func.grad(derivatives[-1]))
+    points = 0.1 * np.cos((np.arange(25) + 0.5) * np.pi / 25)
+    values = [float(derivatives[0](torch.tensor(x))) for x in points]
+    fit = np.polynomial.Chebyshev.fit(points, values, 14, domain=[-0.1, 0.1])
+    zero = torch.zeros((), dtype=torch.float64)
+    for order, tolerance in [(1, 1e-9), (2, 1e-8), (3, 1e-6), (4, 1e-4)]:
+        found, truth = float(derivatives[order](zero)), float(fit.deriv(order)(0.0))
+        assert abs(found - truth) < tolerance * (1 + abs(truth)), order
+    step = 1e-3
+    for order in range(1, 5):
+        ahead = [float(derivatives[order - 1](zero + k * step)) for k in (-2, -1, 1, 2)]
+        difference = (ahead[0] - 8 * ahead[1] + 8 * ahead[2] - ahead[3]) / (12 * step)
+        found = float(derivatives[order](zero))
+        assert abs(found - difference) < 1e-8 * (1 + abs(found)), order
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_a_failed_sample_has_the_gradient_of_fixed_multipliers(method):
+    couplings, field, beta = (t.detach() for t in parameters())
+    hurried = SaddlePoint(shared=method.shared, one_loop=method.one_loop, max_steps=1)
+    m = magnetization(system_of(8 * couplings, field, beta), hurried, on_failure="ignore")
+    assert bool(m.isfinite().all())
 
 
 def forward(function):
