@@ -185,7 +185,7 @@ class Matrices(ApproximationContract):
         return turned + turned.permute(1, 0, 3, 2)
 
 
-@ISING
+@pytest.mark.by_name(slow=r"test_(magnetization_has|outputs_are|what|the_order|single)")
 class TestTAPOfMatrices(Matrices):
     # They take long; second derivatives of magnetizations are third ones of log Z.
     test_derivatives_of_every_output = None
