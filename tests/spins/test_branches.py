@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from work import Work
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, FixedPointMap, Picard, Status, solve
 from implicit_attention.potentials import AmosResponse
@@ -15,14 +16,11 @@ from implicit_attention.spins import (
     Bethe,
     DiscreteUnits,
     DynamicalMethod,
-    Enumeration,
     GaussianClosure,
     GaussianUnits,
     KineticPlefka,
     MeanField,
-    SaddlePoint,
     SpinSystem,
-    TransferMatrix,
     free_energy,
     magnetization,
     stability,
@@ -95,39 +93,44 @@ def answered(system, method, **options):
 
 
 @pytest.mark.parametrize("method", ITERATED, ids=repr)
-def test_a_verdict_is_computed_only_where_it_is_asked_for(method, monkeypatch):
-    asked = []
+def test_a_verdict_is_computed_only_where_it_is_asked_for(method):
+    def operations(method, check):
+        system = SpinSystem(0.6 * MAGNET, random(N, 1), 2.0)
+        with Work() as work:
+            magnetization(system, method, check=check, on_failure="ignore")
+        return work.operations
 
-    def unstable(self, system, state):
-        asked.append(True)
-        return torch.zeros(system.batch, dtype=torch.bool)
-
-    for kind in type(method).mro()[:-1]:
-        if "unstable" in vars(kind):
-            monkeypatch.setattr(kind, "unstable", unstable)
-    system = SpinSystem(0.3 * MAGNET, random(N, 1), 0.8)
-    magnetization(system, method)
-    answered(system, method, check="none")
-    if not isinstance(method, DynamicalMethod):
-        free_energy(system, method)
-    assert not asked
-    answered(system, method, check="stability")
-    assert asked == [True]
+    assert operations(method, "stability") > operations(method, "none")
+    # A fixed budget is never judged.
+    budget = dataclasses.replace(method, solver=Picard(rtol=0, atol=0, max_steps=2))
+    assert operations(budget, "stability") == operations(budget, "none")
 
 
-@pytest.mark.parametrize("method", ITERATED, ids=repr)
-def test_a_fixed_budget_is_never_judged(method, monkeypatch):
-    def judged(self, system, state):
-        raise AssertionError("a verdict that is thrown away")
+@pytest.mark.parametrize(
+    ("method", "each"),
+    [
+        (MeanField(), 1),
+        (MeanField(response=AmosResponse()), 1),
+        (KineticPlefka(), 1),
+        (GaussianClosure(), 2),
+        (GaussianClosure(response=AmosResponse()), 2),
+    ],
+    ids=repr,
+)
+def test_where_steps_contract_neither_damping_nor_a_verdict_costs_a_product(method, each):
+    couplings, field = 0.2 * random(2, 4, 4), random(2, 4, 3, seed=1)
+    couplings = (couplings + couplings.mT) / 2
 
-    for kind in type(method).mro()[:-1]:
-        for name in {"unstable", "out_of_range"} & vars(kind).keys():
-            monkeypatch.setattr(kind, name, judged)
-    method = dataclasses.replace(method, solver=Picard(rtol=0, atol=0, max_steps=2))
-    system = SpinSystem(0.3 * MAGNET, random(N, 1), 0.8)
-    solved = stationary_state if isinstance(method, DynamicalMethod) else lambda s, m, **o: m.log_partition(s, **o)
-    found = solved(system, method, check="stability")
-    assert found.report.status == Status.BUDGET
+    def beyond(scale, **options):
+        """Products beyond those of one evaluation for all samples at a time."""
+        with Work() as work:
+            _, answer = magnetization(SpinSystem(scale * couplings, field), method, return_answer=True, **options)
+        return work.products - each * int(answer.report.num_evals.amax())
+
+    check = {"check": "stability" if isinstance(method, MeanField) else "none"}
+    assert beyond(1, **check) == 0
+    # Stronger couplings are no longer certain.
+    assert beyond(5, check="stability", on_failure="ignore") > 0
 
 
 def test_tap_beyond_its_range_fails_whatever_is_asked():
@@ -138,19 +141,9 @@ def test_tap_beyond_its_range_fails_whatever_is_asked():
         assert evidence.status == Status.OUT_OF_RANGE
 
 
-def test_what_is_checked_is_one_of_two():
-    system = SpinSystem(MAGNET, random(N, 1), 0.8)
-    for function in (thermodynamics, free_energy, magnetization):
-        with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got 'all'"):
-            function(system, MeanField(), check="all")
-    with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got None"):
-        stationary_state(system, GaussianClosure(), check=None)
-
-
-def verdict(method, system):
-    """The solution and whether it is called unstable."""
-    state = method.solution(system, method.start(system)).value.detach()
-    return state, method.unstable(system, state)
+def unstable(system, method):
+    _, answer = magnetization(system, method, check="stability", on_failure="ignore", return_answer=True)
+    return answer.report.status == Status.UNSTABLE
 
 
 NEAR = torch.tensor([-1e-3, -1e-5, 1e-5, 1e-4, 3e-4, 3e-3]).double()
@@ -163,8 +156,8 @@ def test_a_long_chain_is_told_apart_just_above_and_just_below_its_transition(met
     chain = torch.diag(torch.ones(255).double(), 1)
     chain = chain + chain.mT
     critical = 1 / float(torch.linalg.eigvalsh(chain)[-1])
-    _, unstable = verdict(method, SpinSystem(chain, torch.zeros(6, 256, 1).double(), critical * (1 + NEAR)))
-    assert unstable.tolist() == [False, False, True, True, True, True]
+    system = SpinSystem(chain, torch.zeros(6, 256, 1).double(), critical * (1 + NEAR))
+    assert unstable(system, method).tolist() == [False, False, True, True, True, True]
 
 
 def test_a_long_ring_is_told_apart_just_above_and_just_below_its_transition():
@@ -172,8 +165,8 @@ def test_a_long_ring_is_told_apart_just_above_and_just_below_its_transition():
     apart = (torch.arange(256)[:, None] - torch.arange(256)).abs()
     ring = ((apart.minimum(256 - apart) <= 8) & (apart > 0)).double()
     critical = (1 - (1 - 4 / 16) ** 0.5) / 2
-    _, unstable = verdict(TAP(), SpinSystem(ring, torch.zeros(6, 256, 1).double(), critical * (1 + NEAR)))
-    assert unstable.tolist() == [False, False, True, True, True, True]
+    system = SpinSystem(ring, torch.zeros(6, 256, 1).double(), critical * (1 + NEAR))
+    assert unstable(system, TAP()).tolist() == [False, False, True, True, True, True]
 
 
 @pytest.mark.slow
@@ -184,9 +177,8 @@ def test_the_second_order_of_dynamics_is_stable_where_its_own_steps_come_back():
     couplings[::4], field[::8] = 1 / n, 0.0
     beta = torch.linspace(0.3, 2.0, count).double()[:, None]
     method, system = KineticPlefka(order=2), SpinSystem(couplings, field, beta[:, 0])
-    theta, unstable = verdict(method, system)
-    found = method.solution(system, method.start(system)).converged
-    m = torch.tanh(beta * theta[..., 0])
+    state = stationary_state(system, method, on_failure="ignore")
+    found, m = state.report.converged, state.magnetization[..., 0]
     variance = 1 - m.square()
     reaction = (couplings.square() @ variance[..., None])[..., 0]
     by_mean = beta[..., None] * couplings + 2 * beta[..., None] ** 2 * m[..., None] * couplings.square() * m[:, None]
@@ -194,7 +186,7 @@ def test_the_second_order_of_dynamics_is_stable_where_its_own_steps_come_back():
     radius = torch.linalg.eigvals(jacobian[found]).abs().amax(-1)
     assert len(radius) > 50
     assert 3 < int((radius > 1).sum()) < 40
-    assert torch.equal(unstable[found], radius > 1 + 1e-8)
+    assert torch.equal(unstable(system, method)[found], radius > 1 + 1e-8)
 
 
 def test_steps_of_vectors_are_linearised_as_they_are_made():
@@ -359,19 +351,9 @@ def test_one_start_changes_no_other_sample_and_padding_changes_nothing(method):
         magnetization(system, method, initial=start)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [SaddlePoint(), SaddlePoint(one_loop=True), Enumeration(), TransferMatrix(), AdaTAP(prior=GaussianUnits())],
-    ids=repr,
-)
-def test_methods_with_one_answer_refuse_a_start(method):
-    system = SpinSystem(torch.diag(torch.full((3,), 0.1), 1).double(), random(4, 1), 0.5)
-    system = system.at(system.field, system.couplings + system.couplings.mT, 0.5)
-    for function in (magnetization, thermodynamics, free_energy):
-        with pytest.raises(
-            ValueError, match=f"`initial` must be None for {type(method).__name__}, which has one answer"
-        ):
-            function(system, method, initial=torch.zeros(4, 1).double())
+def test_the_one_answer_of_gaussian_spins_has_no_start():
+    with pytest.raises(ValueError, match="`initial` must be None for AdaTAP, which has one answer"):
+        magnetization(SpinSystem(0.1 * MAGNET, random(N, 1)), AdaTAP(prior=GaussianUnits()), initial=random(N, 1))
 
 
 def test_a_start_is_checked_at_the_door():

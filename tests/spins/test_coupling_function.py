@@ -23,7 +23,7 @@ from implicit_attention.spins import (
     magnetization,
     thermodynamics,
 )
-from implicit_attention.testing.numerics import random
+from implicit_attention.testing.numerics import check_derivatives, random
 
 B, N = 2, 4
 BETA = torch.tensor([0.6, 1.3], dtype=torch.float64)
@@ -52,6 +52,34 @@ def test_magnetization_is_the_total_slope_of_the_free_energy():
     close(spins, magnetization(SpinSystem(follow(field), field, BETA), Enumeration()))
     close(spins, thermodynamics(moving, Enumeration()).magnetization)
     assert through.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("method", "dim"),
+    [(MeanField(), 3), (TAP(), 1), (AdaTAP(), 1), (SaddlePoint(), 3), (Bethe(), 1), (TransferMatrix(), 1)],
+    ids=repr,
+)
+def test_every_method_has_the_total_slope(method, dim):
+    """Of a chain whose bonds are made of the field."""
+    neighbours = torch.diag(torch.ones(N - 1), 1).double()
+
+    def follow(h):
+        return (neighbours + neighbours.mT) * torch.tanh(0.4 + h @ h.mT) / 2
+
+    field = random(N, dim, seed=1).requires_grad_()
+    (slope,) = torch.autograd.grad(-free_energy(SpinSystem(follow, field, 1.1), method), field)
+    close(magnetization(SpinSystem(follow, field, 1.1), method), slope, 1e-8)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_total_slope_has_derivatives(split):
+    def found(field, couplings, beta):
+        half = (couplings + couplings.mT) / 2
+        system = SpinSystem(lambda h: half + 0.2 * torch.tanh(h @ h.mT), field, beta)
+        return magnetization(system, Enumeration(), split=split)
+
+    inputs = [random(B, 2, 1, seed=1), 0.3 * random(B, 2, 2), BETA.clone()]
+    check_derivatives(found, [t.requires_grad_() for t in inputs])
 
 
 def test_without_a_function_nothing_comes_through_the_couplings():

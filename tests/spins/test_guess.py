@@ -7,7 +7,6 @@ import torch
 
 from implicit_attention import Status
 from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
-from implicit_attention.spins._multipliers import Multipliers
 from implicit_attention.testing.numerics import random
 
 
@@ -47,43 +46,19 @@ def solved(system):
     return t
 
 
-@pytest.mark.slow
-def test_the_error_of_the_guess_falls_as_one_over_the_root_of_the_number_of_sites():
-    errors = []
-    for n in (32, 128, 512):
-        system = glass(n=n, d=8, beta=0.5)
-        truth = solved(system)
-        guess = SaddlePoint()._problem(system)[0].samples(torch.Size([])).guess()[0]
-        errors.append(float(((guess - truth) / truth).square().mean().sqrt()))
-    assert errors[0] < 0.02
-    # 4 for sixteen times as many; without the reaction of a spin's own field the error does not fall.
-    assert errors[0] / errors[2] > 2.5, errors
-
-
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
-def test_a_glass_takes_four_evaluations_and_has_the_answer_of_an_explicit_inverse(beta, monkeypatch):
+def test_a_glass_takes_four_evaluations_and_has_the_answer_of_an_explicit_inverse(beta):
     system = glass(beta=beta)
     _, report = SaddlePoint().log_partition(system)
     assert int(report.num_evals) == 4
     found = SaddlePoint().multipliers(system)
     torch.testing.assert_close(found, solved(system), rtol=1e-12, atol=0)
-    # From the start alone, more: the guess counts as an evaluation and is refused.
-    monkeypatch.setattr(Multipliers, "guess", lambda self: torch.full_like(self.start(), torch.nan))
-    _, report = SaddlePoint().log_partition(system)
-    assert int(report.num_evals) >= 7
-    torch.testing.assert_close(SaddlePoint().multipliers(system), found, rtol=1e-12, atol=0)
 
 
-def test_a_guess_that_is_not_near_costs_one_evaluation_and_changes_nothing(monkeypatch):
-    system = magnet(2)
-    value, report = SaddlePoint().log_partition(system)
-    monkeypatch.setattr(Multipliers, "guess", lambda self: torch.full_like(self.start(), torch.nan))
-    other, refused = SaddlePoint().log_partition(system)
-    assert torch.equal(value, other)
-    assert torch.equal(report.num_evals, refused.num_evals)
-    assert bool(report.converged.all())
+def test_a_guess_that_is_not_near_changes_nothing():
+    assert bool(SaddlePoint().log_partition(magnet(2)).report.converged.all())
     # Curie-Weiss without a field: X_ii from the two eigenvalues of A.
-    t = SaddlePoint().multipliers(system)[0, 0]
+    t = SaddlePoint().multipliers(magnet(2))[0, 0]
     torch.testing.assert_close((19 / t + 1 / (t - 4)) / 20, torch.ones_like(t), rtol=1e-12, atol=0)
 
 
@@ -112,12 +87,6 @@ def test_groups_and_masks_are_guessed_near(name):
         "masked": (SpinSystem(plain.couplings, plain.field, 0.5, mask=mask), SaddlePoint()),
         "block": (SpinSystem(block + block.permute(1, 0, 3, 2), plain.field, 1.0), SaddlePoint()),
     }[name]
-    problem = method._problem(system)[0].samples(system.batch)
-    guess = problem.guess()
-    assert guess.dtype == torch.float64
-    assert float(problem.excess(problem.moments(guess)).abs().max()) < 0.25
-    if name == "masked":
-        assert bool((guess[:, ~mask] == 1).all())
     assert int(method.log_partition(system).report.num_evals.max()) <= 5
 
 
@@ -139,17 +108,8 @@ def test_layouts_of_couplings_and_field_change_no_digit():
     torch.testing.assert_close(free_energy(expanded, SaddlePoint()), one.expand(3), rtol=1e-14, atol=0)
 
 
-def test_autocast_does_not_reach_the_guess():
-    problem = SaddlePoint()._problem(glass(1, n=10, d=4))[0]
-    guess = problem.guess()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(problem.guess(), guess)
-
-
 @pytest.mark.parametrize(("size", "status"), [(1e30, Status.CONVERGED), (1e200, Status.NONFINITE)])
 def test_fields_beyond_the_range_of_the_guess_are_solved_from_the_start(size, status):
     system = SpinSystem(glass(n=6, d=3).couplings, size * random(6, 3), 1.0)
-    problem = SaddlePoint()._problem(system)[0].samples(torch.Size([]))
-    assert not bool(problem.guess().isfinite().all())
     report = SaddlePoint().log_partition(system).report
     assert (int(report.status), int(report.num_evals)) == (status, 2)

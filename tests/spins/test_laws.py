@@ -5,11 +5,8 @@ import torch
 
 import implicit_attention.potentials
 from implicit_attention.potentials import (
-    AmosResponse,
     DiscreteUnits,
-    GaussianUnits,
     HiddenUnits,
-    PoissonUnits,
     SignUnits,
     SphereUnits,
 )
@@ -49,19 +46,3 @@ def test_hidden_units_of_a_finite_law_are_those_of_the_closed_forms():
         found = HiddenUnits(weights, two).value(v)
         expected = HiddenUnits(weights, closed).value(v) if closed else 5 * (v @ weights).sum(-1)
         torch.testing.assert_close(found, expected)
-
-
-def test_a_law_that_does_not_fit_is_refused_with_the_one_that_does():
-    with pytest.raises(TypeError, match=r"`prior` must be a SiteLaw, got PoissonUnits"):
-        AdaTAP(prior=PoissonUnits(1.0))
-    with pytest.raises(TypeError, match=r"`response` must be a SphericalLaw, got GaussianUnits.*; for example Sphere"):
-        MeanField(response=GaussianUnits())
-    with pytest.raises(ValueError, match=r"`prior` must be GaussianUnits\(\) of mean 0.*got GaussianUnits\(mean=1.0"):
-        free_energy(system(2), AdaTAP(prior=GaussianUnits(1.0, 2.0)))
-    with pytest.raises(ValueError, match=r"`system` must have spins of dimension 3 for SphereUnits, got D = 2"):
-        free_energy(system(2), MeanField(response=SphereUnits(3)))
-    with pytest.raises(ValueError, match="`system` must have spins of dimension 1 for SignUnits, got D = 2"):
-        free_energy(system(2), MeanField(response=SignUnits()))
-    # Its moments belong to no law: |m|^2 + D c is not R^2.
-    with pytest.raises(TypeError, match=r"`prior` must be a SiteLaw, got AmosResponse"):
-        AdaTAP(prior=AmosResponse())

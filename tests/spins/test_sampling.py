@@ -1,10 +1,9 @@
 """Sequential heat bath against exact averages, and standard errors against the scatter that they speak of."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
+from solvable_models import ALONG, CHAIN, COUPLINGS, FIELD, four, four_vectors
 
 from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, thermodynamics
 from implicit_attention.spins.sampling import Samples, heat_bath
@@ -12,20 +11,7 @@ from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(2)
 
-FIELD = torch.tensor([[0.20], [-0.10], [0.30], [0.05]], dtype=torch.float64)
 AVERAGES = ("magnetization", "correlations", "energy", "heat_capacity")
-
-
-def pairs(*values):
-    """Symmetric couplings of four sites from J12, J13, J14, J23, J24, J34."""
-    couplings = torch.zeros(4, 4, dtype=torch.float64)
-    couplings[tuple(torch.triu_indices(4, 4, 1))] = torch.tensor(values, dtype=torch.float64)
-    return couplings + couplings.mT
-
-
-COUPLINGS = pairs(0.30, -0.20, 0.10, 0.25, -0.15, 0.40)
-CHAIN = pairs(0.6, 0, 0, -0.5, 0, 0.8)
-ALONG = torch.tensor([0.4, -0.2, 0.3, 0.1], dtype=torch.float64)
 
 
 def generator(seed=0):
@@ -63,7 +49,7 @@ def assert_right(found, truth):
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_four_ising_spins(beta):
-    system = SpinSystem(COUPLINGS, FIELD, beta, measure="counting")
+    system = four(beta)
     found = heat_bath(system, chains=1024, burn_in=50, sweeps=400, generator=generator())
     assert_right(found, ising_truth(system))
     assert found.energy_error < 2e-3
@@ -79,9 +65,7 @@ def test_four_ising_spins(beta):
 
 def test_four_vectors_in_three_dimensions():
     """Numbers per D in units of m/sqrt(D), from 2e7 samples of another program, with its own errors."""
-    field = torch.tensor([[0.2, -0.1, 0.3], [0.05, 0.4, -0.2], [-0.3, 0.1, 0.15], [0.25, 0, -0.35]]).double()
-    system = SpinSystem(COUPLINGS, field * 3**0.5, 1.5)
-    found = heat_bath(system, chains=2048, burn_in=30, sweeps=400, generator=generator())
+    found = heat_bath(four_vectors(), chains=2048, burn_in=30, sweeps=400, generator=generator())
 
     def near(value, error, truth, other):
         assert ((value - torch.tensor(truth)).abs() < 4 * (error**2 + other**2).sqrt()).all()
@@ -402,42 +386,3 @@ def test_an_empty_batch_has_empty_results():
         assert found.magnetization.shape == (0, 4, dim)
         assert found.final.shape == (3, 0, 4, dim)
         assert "nan" in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"generator": None},
-            TypeError,
-            '`generator` must be a torch.Generator, got NoneType; pass torch.Generator("cpu")',
-        ),
-        ({"chains": 0}, ValueError, "`chains` must be >= 1, got 0"),
-        ({"chains": 2.0}, TypeError, "`chains` must be an integer, got 2.0"),
-        ({"burn_in": -1}, ValueError, "`burn_in` must be >= 0, got -1"),
-        ({"sweeps": 0}, ValueError, "`sweeps` must be >= 1, got 0"),
-        ({"thin": 11}, ValueError, "`thin` must be <= sweeps = 10, got 11; each `thin`-th sweep is measured"),
-        ({"keep": 1}, TypeError, "`keep` must be a bool, got int"),
-        ({"progress": 1}, TypeError, "`progress` must be None or a function of"),
-        ({"start": torch.ones(3, 1)}, ValueError, "`start` must broadcast to (chains, *batch, N, D) = (64, 4, 1)"),
-        ({"start": torch.full((4, 1), 2.0)}, ValueError, "`start` must hold spins of length 1, got one of length 2;"),
-        ({"start": [1]}, TypeError, "`start` must be a torch.Tensor"),
-        ({"clamp": torch.ones(4, dtype=torch.bool)}, ValueError, "`start` must be given with `clamp`, got None;"),
-        ({"clamp": torch.ones(4)}, TypeError, "`clamp` must be boolean, True = the spin stays, got torch.float32"),
-        ({"clamp": torch.ones(5, dtype=torch.bool)}, ValueError, "`clamp` must broadcast to (*batch, N) = (4,)"),
-    ],
-)
-def test_bad_arguments(options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        heat_bath(SpinSystem(COUPLINGS, FIELD), **{"sweeps": 10, "generator": generator(), **options})
-
-
-def test_systems_without_a_law_of_this_kind_are_refused():
-    with pytest.raises(ValueError, match=r"`couplings` must be symmetric .* for heat_bath"):
-        heat_bath(SpinSystem(torch.ones(3, 3).triu(), torch.zeros(3, 1)), generator=generator())
-    own = torch.zeros(2, 2, 3, 3)
-    own[0, 0, 1, 1] = 1.0
-    with pytest.raises(ValueError, match="`couplings` must have multiples of the unit matrix on the diagonal"):
-        heat_bath(SpinSystem(own, torch.zeros(2, 3)), generator=generator())
-    with pytest.raises(TypeError, match="`system` must be a SpinSystem, got Tensor"):
-        heat_bath(COUPLINGS, generator=generator())

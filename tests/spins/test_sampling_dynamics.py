@@ -1,19 +1,15 @@
 """Synchronous dynamics against exact Markov chains, and replica exchange where a plain heat bath stays caught."""
 
-import re
-
 import pytest
 import torch
+from solvable_models import ASYMMETRIC, ising_states
+from solvable_models import DRIVE as FIELD
 
 from implicit_attention.potentials import SphereUnits
-from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, exact, thermodynamics
+from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, stationary_law, thermodynamics
 from implicit_attention.spins.sampling import heat_bath, replica_exchange, synchronous
 from implicit_attention.testing.numerics import random
 
-ASYMMETRIC = torch.tensor(
-    [[0, 0.5, -0.3, 0.2], [-0.1, 0, 0.4, 0.3], [0.6, -0.2, 0, 0.1], [0.2, 0.5, -0.4, 0]], dtype=torch.float64
-)
-FIELD = torch.tensor([0.2, -0.1, 0.3, 0.05], dtype=torch.float64)
 # 31 degrees of freedom make this as improbable as 4 is for a normal variable.
 SURE = 4.5
 # What is so rare that a run of 1e5 states meets it at most once leaves no scatter to speak of.
@@ -35,7 +31,7 @@ def assert_near(value, error, truth, limit):
 @pytest.mark.parametrize("beta", [0.5, 1.0])
 def test_the_stationary_law_of_four_ising_spins(beta, diagonal):
     couplings = ASYMMETRIC + diagonal * torch.eye(4)
-    law = exact.stationary_law(couplings, FIELD, beta)
+    law = stationary_law(couplings, FIELD, beta)
     system = SpinSystem(couplings, FIELD[:, None], beta)
     found = synchronous(system, chains=1024, burn_in=50, sweeps=400, generator=generator())
     m = law.magnetization
@@ -137,7 +133,7 @@ def test_masked_sites_change_nothing_in_synchronous_dynamics():
     field = torch.cat([FIELD, FIELD.new_full((1,), torch.nan)])[:, None]
     system = SpinSystem(wide, field, mask=torch.arange(5) < 4)
     found = synchronous(system, chains=256, burn_in=30, sweeps=300, generator=generator())
-    law = exact.stationary_law(ASYMMETRIC, FIELD)
+    law = stationary_law(ASYMMETRIC, FIELD)
     assert_near(found.magnetization[:4, 0], found.magnetization_error[:4, 0], law.magnetization, 6e-3)
     assert_near(found.entropy_production, found.entropy_production_error, law.entropy_production, 2e-2)
     assert (found.magnetization[4] == 0).all()
@@ -148,7 +144,7 @@ def test_masked_sites_change_nothing_in_synchronous_dynamics():
 @pytest.mark.slow
 def test_errors_of_dynamics_are_honest():
     """Deviations in units of their errors scatter by 1, with few chains and with many."""
-    copies, law = 300, exact.stationary_law(ASYMMETRIC, FIELD)
+    copies, law = 300, stationary_law(ASYMMETRIC, FIELD)
     system = SpinSystem(ASYMMETRIC, FIELD[:, None].expand(copies, 4, 1))
     for chains, sweeps, parts in ((1, 2000, 32), (64, 40, 32)):
         found = synchronous(system, chains=chains, burn_in=30, sweeps=sweeps, generator=generator(5))
@@ -246,7 +242,7 @@ def test_the_exchange_rate_is_that_of_independent_states():
     couplings = random(6, 6, seed=1)
     system = SpinSystem((couplings + couplings.mT) / 4, random(6, 1, seed=2))
     betas = torch.tensor([0.4, 1.3]).double()
-    spins = (2 * ((torch.arange(64)[:, None] >> torch.arange(6)) & 1) - 1).double()
+    spins = ising_states(6)
     energies = -((spins @ system.couplings) * spins).sum(-1) / 2 - spins @ system.field[:, 0]
     law = (-betas[:, None] * energies).softmax(-1)
     ratio = ((betas[0] - betas[1]) * (energies[:, None] - energies)).exp().clamp(max=1)
@@ -311,31 +307,3 @@ def test_empty_batches():
     found = replica_exchange(system, [1.0, 2.0], chains=2, sweeps=2, generator=generator())
     assert found.energy.shape == (2, 0)
     assert found.exchange_rate.shape == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("betas", "error", "message"),
-    [
-        ([1.0], ValueError, "`betas` must hold at least 2 numbers, got shape (1,); use heat_bath for one temperature"),
-        ([1.0, -2.0], ValueError, "`betas` must be > 0, got -2.0"),
-        (torch.tensor([1.0, torch.nan]), ValueError, "`betas` must be > 0 and finite"),
-        ([1.0, 3.0, 2.0], ValueError, "`betas` must be in rising or falling order, got [1.0, 3.0, 2.0]; sort them"),
-        ([1.0, 1.0], ValueError, "`betas` must be in rising or falling order"),
-        (2.0, TypeError, "`betas` must be a sequence of numbers or a tensor, got float"),
-        (torch.ones(2, 2), ValueError, "`betas` must hold at least 2 numbers, got shape (2, 2)"),
-    ],
-)
-def test_bad_betas(betas, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        replica_exchange(wells(), betas, generator=generator())
-
-
-def test_bad_arguments():
-    with pytest.raises(TypeError, match=r"`generator` must be a torch\.Generator, got NoneType"):
-        synchronous(wells(), generator=None)
-    with pytest.raises(TypeError, match=r"`generator` must be a torch\.Generator, got int"):
-        replica_exchange(wells(), BETAS, generator=3)
-    with pytest.raises(ValueError, match="`exchange_every` must be >= 1, got 0"):
-        replica_exchange(wells(), BETAS, exchange_every=0, generator=generator())
-    with pytest.raises(ValueError, match="`couplings` must be symmetric"):
-        replica_exchange(SpinSystem(ASYMMETRIC, FIELD[:, None]), BETAS, generator=generator())

@@ -217,13 +217,6 @@ def test_nothing_is_reliable_beyond_the_at_line():
     assert not found.reliable
 
 
-def test_options_are_checked():
-    system = SpinSystem(symmetric(3), random(3, 1, seed=1))
-    for name in ("starts", "steps"):
-        with pytest.raises(ValueError, match=f"`{name}` must be"):
-            stability(system, MeanField(), **{name: -1})
-
-
 @pytest.mark.parametrize("batch", [(), (2,), (2, 20)])
 def test_what_is_printed_is_a_line_per_sample_and_a_line_per_branch(batch):
     """Below the transition a magnet has two branches."""
