@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,23 @@ def test_a_method_that_raises_stays_in_the_table(tmp_path, monkeypatch):
     assert "enumeration          failed: RuntimeError: it broke" in result.stderr
 
 
+def test_a_log_is_told_what_goes_on_where_nothing_was_written_for_seconds(tmp_path, monkeypatch):
+    """A terminal has a bar instead."""
+    usual, waits = Enumeration.log_partition, []
+
+    def slow(self, system):
+        if not waits:
+            waits.append(time.sleep(5.5))
+        return usual(self, system)
+
+    monkeypatch.setattr(Enumeration, "log_partition", slow)
+    file, options = saved(tmp_path, **system()), ("--quick", "--methods", "enumeration", "--out", tmp_path)
+    (told,) = (line for line in done("magnetize", file, *options).stderr.splitlines() if "so far" in line)
+    assert told == "enumeration          5 s so far"
+    waits.clear()
+    assert "so far" not in done("magnetize", file, *options, FORCE_COLOR=1).stderr
+
+
 def test_vectors_in_a_batch_with_their_own_temperatures(tmp_path):
     arrays = system(4, 3, (2,)) | {"beta": np.array([0.5, 1.0])}
     names = "mean-field-amos,saddle-point,one-loop,heat-bath,bethe"
@@ -247,13 +265,10 @@ def test_a_radius_scales_the_exact_chain(tmp_path):
 
 def test_a_sample_with_nan_is_flagged_and_touches_no_other(tmp_path):
     arrays = system(4, 1, (2,))
-    done(
-        "magnetize", saved(tmp_path, **arrays), "--quick", "--methods", "enumeration,one-loop", "--out", tmp_path / "a"
-    )
+    options = ("--quick", "--methods", "enumeration,one-loop", "--out")
+    done("magnetize", saved(tmp_path, **arrays), *options, tmp_path / "a")
     arrays["J"][1, 0, 1] = arrays["J"][1, 1, 0] = np.nan
-    result = done(
-        "magnetize", saved(tmp_path, **arrays), "--quick", "--methods", "enumeration,one-loop", "--out", tmp_path / "b"
-    )
+    result = done("magnetize", saved(tmp_path, **arrays), *options, tmp_path / "b")
     before, after = (by_method(strict(tmp_path / f / "thermodynamics.json")) for f in "ab")
     for name, row in after.items():
         assert row["free_energy"][0] == pytest.approx(before[name]["free_energy"][0], rel=1e-14)
