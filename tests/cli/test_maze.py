@@ -1,69 +1,6 @@
-import collections
-
 import pytest
-import torch
 from commands import done, refused
 from PIL import Image
-
-from implicit_attention.studies.mazes import mazes
-
-NAMES = ("depth-first", "Prim", "Wilson")
-
-
-def shortest(mask, start, goal):
-    """The cells of the shortest way, by breadth-first search."""
-    came_from, waiting = {start: start}, collections.deque([start])
-    while waiting:
-        here = waiting.popleft()
-        for there in mask[here].nonzero().flatten().tolist():
-            if there not in came_from:
-                came_from[there] = here
-                waiting.append(there)
-    assert len(came_from) == len(mask)
-    way = [goal]
-    while way[-1] != start:
-        way.append(came_from[way[-1]])
-    return way
-
-
-@pytest.mark.parametrize("generator", NAMES)
-def test_a_maze_is_a_tree_of_neighbours_and_its_path_the_one_way_between_corners(generator):
-    drawn = mazes(generator, 6, 5, "test")
-    assert drawn.cells == 36
-    assert drawn.inputs.nonzero()[:, 1:].tolist() == 5 * [[0, 0], [35, 1], *([wall, 2] for wall in range(36, 40))]
-    assert bool((drawn.mask[:, 36:] == torch.eye(40).bool()[36:]).all())
-    for mask, ways, targets in zip(drawn.mask, drawn.ways, drawn.targets, strict=True):
-        open_ = mask[:36, :36]
-        assert bool((open_ == open_.T).all())
-        assert not bool(open_.diagonal().any())
-        assert int(open_.sum()) == 2 * 35
-        for cell in range(36):
-            row, column = divmod(cell, 6)
-            beside = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
-            inside = [0 <= r < 6 and 0 <= c < 6 for r, c in beside]
-            free = [ok and bool(open_[cell, r * 6 + c]) for ok, (r, c) in zip(inside, beside, strict=True)]
-            assert ways[cell].tolist() == free
-            # On the other sides are walls.
-            assert mask[cell, 36:].tolist() == [not way for way in free]
-            assert int(mask[cell].sum()) == 4
-        assert sorted(shortest(open_, 0, 35)) == (targets == 1).nonzero().flatten().tolist()
-        assert targets[36:].tolist() == 4 * [-100]
-
-
-def test_mazes_are_those_of_their_seed_and_generators_differ():
-    for generator in NAMES:
-        few, more = mazes(generator, 5, 2, "a"), mazes(generator, 5, 4, "a")
-        assert all(torch.equal(a, b[:2]) for a, b in zip(few, more, strict=True))
-        assert not torch.equal(mazes(generator, 5, 2, "b").edges, few.edges)
-    # Depth-first mazes have few dead ends, Prim's many.
-    ends = {g: int((mazes(g, 12, 8, "a").ways.sum(-1) == 1).sum()) for g in NAMES}
-    assert 1.5 * ends["depth-first"] < ends["Wilson"] < ends["Prim"]
-
-
-def test_mazes_with_a_crossing_have_a_cell_with_four_ways_out():
-    plain, crossed = (mazes("depth-first", 5, 12, "a", crossed=only).ways.sum(-1).amax(-1) for only in (False, True))
-    assert int(plain.min()) < 4
-    assert crossed.tolist() == 12 * [4]
 
 
 @pytest.mark.slow
