@@ -12,7 +12,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.puzzles import paths, prefix  # noqa: E402
-from benchmarks.puzzles.training import Loop, Progressive, loss  # noqa: E402
+from benchmarks.puzzles.training import Progressive, loss  # noqa: E402
 
 
 def by_breadth(edges, source):
@@ -78,13 +78,3 @@ def test_the_progressive_loss_is_that_of_the_last_steps_alone(share):
     found = loss(model, state, batch.targets)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(part, weights) for part in (found, expected)))
-
-
-def test_a_loss_at_half_of_the_steps():
-    torch.manual_seed(0)
-    task = prefix.PLAN.task
-    model, batch = prefix.Convolutional(task.shape), task.draw(4, torch.Generator().manual_seed(0))
-    (states,) = Loop(7, half=True).states(model, batch, random.Random(1), 0.0)
-    x = model.embed(batch.inputs)
-    expected = torch.stack([model.steps(torch.zeros_like(x), x, batch.edges, count) for count in (4, 7)])
-    torch.testing.assert_close(states, expected)
