@@ -9,7 +9,7 @@ import torch
 from figure_files import covered
 from scipy.optimize import minimize
 
-from implicit_attention import Potential, potentials
+from implicit_attention import AnchoredEnergy, Anderson, Potential, UnsupportedImplementation, potentials, solve
 from implicit_attention.plotting import panels_figure
 from implicit_attention.potentials import (
     BernoulliUnits,
@@ -149,7 +149,7 @@ def bounds(potential, other):
 
 
 def test_what_the_page_says_of_every_potential():
-    keys = SCRIPT["KEYS"]
+    keys, x = SCRIPT["KEYS"], torch.zeros(3, 2, dtype=torch.float64)
     # Of each the first panel.
     cases = {re.match(r"\w+", name)[0]: phi for name, phi in reversed(POTENTIALS.items())}
     cases["HiddenUnits"] = HiddenUnits(keys.mT, BernoulliUnits(0.5))
@@ -164,11 +164,15 @@ def test_what_the_page_says_of_every_potential():
     )
     assert header == ["potential", "weights, read-out", "convex", "bounded below", "fused solve"]
     assert {row[0] for row in rows} == set(cases)
-    for name, weights, convex, bounded, _ in rows:
+    for name, weights, convex, bounded, fused in rows:
         phi, other = cases[name], others.get(name, cases[name])
         assert weights == ("yes" if isinstance(phi, ReadsOut) else "no"), name
         assert convex == ("as its part" if phi.convex != other.convex else "yes" if phi.convex else "no"), name
         assert bounded in bounds(phi, other), name
+        # The refusal says whether there is a fused solve of the energy, or of too few keys alone.
+        with pytest.raises(UnsupportedImplementation) as refused:
+            solve(AnchoredEnergy(phi, x, anchor=1.0), x, solver=Anderson(), impl="tiled")
+        assert fused == ("no" if "it exists for" in str(refused.value) else "yes"), name
 
 
 def test_every_potential_has_a_section():

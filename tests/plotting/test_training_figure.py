@@ -78,6 +78,8 @@ def test_looks_rows_and_files_give_the_same_picture(tmp_path):
     expected = drawn(training_figure(looks))
     given = (rows_of(looks), iter(looks), table.path, str(table.path), lines.path)
     assert [drawn(training_figure(rows)) == expected for rows in given] == [True] * 5
+    with pytest.raises(FileNotFoundError):
+        training_figure(tmp_path / "none.csv")
     # One look is a picture, too.
     assert drawn(training_figure(looks[0])) == drawn(training_figure(looks[0].rows()))
 

@@ -2,13 +2,22 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from implicit_attention.potentials import Entmax
-from implicit_attention.studies import retrieval, token_moments, trained_layer
+from implicit_attention.spins import LowRank, SpinSystem
+from implicit_attention.studies import (
+    magnetization,
+    magnetization_figures,
+    retrieval,
+    token_moments,
+    trained_layer,
+    training,
+)
 from implicit_attention.studies.bounds import (
     at_ratio,
     capacity,
@@ -21,6 +30,7 @@ from implicit_attention.studies.bounds import (
     separations,
     step_bound,
 )
+from implicit_attention.studies.errors import InputError
 from implicit_attention.studies.measure import median_times, peak_memory
 from implicit_attention.studies.token_moments import ATTENTION, RENORMALISED, RESIDUAL
 
@@ -265,3 +275,30 @@ def test_slow_functions_run_once():
 
     assert median_times(slow, device=CPU, repeats=50, max_seconds=0.01) == [pytest.approx(0.02, abs=0.05)]
     assert len(calls) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_a_training(tmp_path):
+    model, told = torch.nn.Linear(1, 1), SimpleNamespace(begin=lambda *_: None, end=lambda *_: None, has_bar=False)
+    where = {"generator": torch.Generator(), "checkpoint": tmp_path / "c.pt", "resume": False, "identity": {}}
+    plan = training.TrainingPlan(3, 1, 0.1)
+    with pytest.raises(InputError, match="stopped at update 1: the loss must be finite, got nan; lower --rate"):
+        training.train(model, lambda model, _: torch.nan * model.weight.sum(), lambda: plan, told, **where)
+
+
+# Spins.
+
+
+def test_low_rank_couplings_join_all_pairs():
+    spins = SpinSystem(LowRank(torch.ones(3, 1)), torch.zeros(2, 3, 1))
+    assert torch.equal(magnetization_figures._graph(spins), torch.ones(3, 3))
+
+
+def test_all_means_of_a_table_are_over_the_same_samples():
+    lost, length = [False] * 4, [0.1] * 4
+    rows = [
+        {"free_energy": [1.0, 2.0, 4.0, 8.0], "mean_length": length, "failed": [False, True, False, False]},
+        {"free_energy": [1.0, 2.0, 4.0, 8.0], "mean_length": [0.1, 0.2, math.nan, 0.3], "failed": lost},
+        {"free_energy": [math.nan] * 4, "mean_length": length, "failed": [True] * 4},
+    ]
+    magnetization._mark_averaged(rows, SpinSystem(torch.zeros(2, 2), torch.zeros(4, 2, 1)))
+    assert [row["averaged"] for row in rows] == [[True, False, False, True]] * 3
