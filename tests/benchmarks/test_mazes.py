@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import report, usefulness  # noqa: E402
+from benchmarks import report  # noqa: E402
 from benchmarks.puzzles import contenders, mazes, mazes_image, solvers, suite, training  # noqa: E402
 from benchmarks.puzzles import tables as puzzle_tables  # noqa: E402
 from benchmarks.puzzles.models import IGNORED, NONE, Examples, Model, flops, mask_of  # noqa: E402
@@ -492,8 +492,3 @@ def test_what_is_kept_is_not_trained_again(monkeypatch, tmp_path):
     other = [dataclasses.replace(entry, plan=dataclasses.replace(plan, puzzles=4)) for entry in entries]
     assert {row["puzzles"] for row in suite.run(other, **options)} == {4}
     assert json.dumps(suite.run(other, **options)) != json.dumps(first)
-
-
-def test_metrics_of_the_puzzles_come_first():
-    assert usefulness.METRICS[: len(suite.METRICS)] == suite.METRICS
-    assert {setting.metric for setting in suite.settings_of(True)} == set(suite.METRICS)

@@ -323,11 +323,6 @@ def test_tables_hold_what_was_measured(run, tmp_path):
     assert "| 1, float64 |" in text
 
 
-def test_the_readme_has_a_place_for_the_results():
-    text = report.README.read_text()
-    assert text.count("<!-- results of spins -->") == text.count("<!-- end of spins -->") == 1
-
-
 @pytest.mark.slow
 def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(spins, "settings_of", lambda quick: tuple(SETTINGS))

@@ -411,6 +411,7 @@ def bad_files(folder):
             ([f"{value} in {name}.npz"], [f"must hold finite numbers, got NaN or infinity in {name}; check"])
             for name, value in (("J", np.nan), ("J", np.inf), ("h", np.nan), ("beta", np.inf))
         ),
+        (["states.npz", "--methods", "markov-chain"], ["the exact chain is for at most", "got N = 18, D = 1"]),
         (
             ["states.npz", "--methods", "enumeration"],
             ["40 samples of 2^18 states are more than 2^22, which take minutes"],
