@@ -42,7 +42,6 @@ def test_a_terminal_shows_every_evaluation_or_says_what_it_needs():
         (["--size", "2"], "`--size` must be whole numbers from 3 to 40 with commas between them, got '2'"),
         (["--size", "9,x"], "got '9,x'; try --size 9,17"),
         (["--size", "41"], "from 3 to 40"),
-        (["--size", ""], "got ''"),
         (["--gif", "maze.png"], "`--gif` must end in .gif, got 'maze.png'"),
         (["--gif", "no/such/folder/maze.gif"], "`--gif` must lie in a folder that exists, got 'no/such/folder'"),
     ],

@@ -133,7 +133,6 @@ def test_images_that_are_too_large_are_refused_unread(tmp_path, side, message):
     [
         (["maze", "--size", "8"], "`--size` must be an odd number of squares from 5 to 65, got 8; try --size 17"),
         (["maze", "--size", "67"], "got 67"),
-        (["prefix", "--size", "1"], "`--size` must be a number of bits from 2 to 512, got 1"),
         (["sudoku", "--size", "3"], "`--size` must be a number of givens from 4 to 15, got 3"),
         (["maze", "--size", "9", "--file", "a"], "`--size` must be left out beside --file"),
         (["maze", "--start", "1,1"], "`--start` must stand beside --file with a maze, got '1,1' alone"),
