@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from commands import app as commands
 
 from implicit_attention import Status
-from implicit_attention.cli.main import app as commands
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:

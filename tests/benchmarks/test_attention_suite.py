@@ -237,18 +237,6 @@ def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path
     assert {row["metric"] for row in json.loads(path.read_text())["rows"]} == {"STEPS"}
 
 
-def test_the_full_run_has_the_settings_of_the_targets():
-    full = attention.settings_of(False, device="cpu")
-    lengths = {case.problem.shape.length for case in full if case.metric == "LENGTH"}
-    assert lengths == {16, 64, 128, 256, 512, 1024, 2048, 4096}
-    (c4,) = [case for case in full if case.metric == "C4"]
-    assert c4.problem.shape == Shape(2, 8, 4096, 64)
-    assert (c4.problem.sharpness, min(c4.steps), max(c4.steps)) == (2.0, 5, 20)
-    (steps,) = [case for case in full if case.metric == "STEPS"]
-    assert steps.steps == (1, 2, 4, 8, 16)
-    assert {target.id for target in ATTENTION} <= set(attention.METRICS)
-
-
 def test_a_card_counts_memory_in_this_process():
     setting = Setting("gaussian", 2.0, 0.0, TINY, device="cuda")
 

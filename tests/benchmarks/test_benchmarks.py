@@ -400,16 +400,3 @@ def test_the_command_writes_only_where_asked(monkeypatch, tmp_path):
     refused = runner.invoke(command.app, ["solve", "--only", "C9"])
     assert refused.exit_code == 2
     assert "C9" in refused.output
-
-
-def test_the_full_run_has_the_sixteen_settings_of_the_targets():
-    assert len(set(problems.FULL)) == 16
-    assert {(s.keys, s.sharpness, s.anchor) for s in problems.FULL} == {
-        (keys, sharpness, anchor)
-        for keys in ("gaussian", "clustered")
-        for sharpness in (1, 2, 4, 8)
-        for anchor in (0, 0.5)
-    }
-    assert {s.shape for s in problems.FULL} == {problems.Shape(2, 8, 512, 64)}
-    assert {target.id for target in SOLVE} == set(solve.METRICS)
-    assert dataclasses.replace(problems.FULL[0], sharpness=8.0).beta == 1.0

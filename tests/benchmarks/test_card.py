@@ -251,25 +251,6 @@ def test_without_the_first_kernel_the_call_ends(tmp_path, monkeypatch, index, co
     assert [row["name"] for row in found if "error" in row] == [card.SMOKE[index].name]
 
 
-def test_smoke_tests_are_of_the_sizes_that_were_left_out():
-    assert {size for case in card.SMOKE for size in case[:2]} == {1, 5, 16, 37, 300}
-    assert {case.dim for case in card.SMOKE} == {17, 64, 80, 128, 160, 256}
-    assert {case.dtype for case in card.SMOKE} == {"bfloat16", "float16", "float32"}
-    assert {case.kind for case in card.SMOKE} == {"plain", "causal", "masked", "gathered"}
-    assert card.SMOKE[0][2:] == (64, "bfloat16", "plain")
-    assert len(card.SMOKE) == 12
-
-
-def test_the_main_table_has_the_problems_of_the_plan():
-    table = Scale(dry=False).attention()
-    assert len(set(table)) == len(table) == 44
-    assert {s.shape.heads * s.shape.length for s in table} == {card.QUERIES}
-    half = {(s.dtype, s.shape.dim, s.causal, s.shape.length) for s in table if s.dtype != "float32"}
-    assert len(half) == 2 * 2 * 2 * 4
-    assert {s.shape.length for s in table if s.dtype == "float32"} == {1024, 4096, 16384}
-    assert {s.device for s in table} == {"cuda"}
-
-
 # ------------------------------------------------------------------ rows
 
 
@@ -353,13 +334,3 @@ def test_only_waits_of_the_function_are_counted(monkeypatch):
         warnings.simplefilter("ignore")
         assert card.synchronisations(function) == 2
         assert card.synchronisations(lambda: None) == 0
-
-
-def test_tiles_to_try_are_others_than_those_in_use():
-    for dim, candidates in card.CANDIDATES.items():
-        used = card.layout.TILES["solve", True][dim]
-        assert used not in candidates
-        within = card.with_tiles(dim, candidates[0], lambda dim=dim: card.layout.TILES["solve", True][dim])
-        assert within == candidates[0]
-        assert card.layout.TILES["solve", True][dim] == used
-        assert all(tile.rows >= 16 * tile.warps for tile in candidates)

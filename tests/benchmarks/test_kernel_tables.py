@@ -22,11 +22,6 @@ def test_a_tile_waits_for_its_slowest_query_unless_others_are_gathered():
     assert gathering.tile_evaluations(evaluations, 6, (1, 2, 3, 4)) == (2 + 2 + 1 + 1 + 1, 5)
 
 
-def test_queries_are_gathered_at_growing_distances():
-    assert layout.growing(20) == (3, 4, 5, 6, 7, 8, 10, 12, 15, 18)
-    assert layout.growing(2) == ()
-
-
 def test_gathering_leaves_a_tenth_at_most_in_the_committed_run():
     _, run = report.newest("gathering", report.RESULTS)
     assert len(run["rows"]) == 16

@@ -23,14 +23,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import report, usefulness  # noqa: E402
+from benchmarks import report  # noqa: E402
 from benchmarks.puzzles import contenders, mazes, mazes_image, solvers, suite, training  # noqa: E402
 from benchmarks.puzzles import tables as puzzle_tables  # noqa: E402
 from benchmarks.puzzles.models import IGNORED, NONE, Examples, Model, flops, mask_of  # noqa: E402
 from benchmarks.puzzles.training import Answer, Fixed, Loop, Recipe, Solved, answered, scored  # noqa: E402
-from implicit_attention.studies.mazes import GENERATORS  # noqa: E402
 
-NAMES = sorted(GENERATORS)
+NAMES = ("Prim", "Wilson", "depth-first")
 
 
 def drawn(name="depth-first", size=5, count=6):
@@ -40,46 +39,26 @@ def drawn(name="depth-first", size=5, count=6):
 # ------------------------------------------------------------------ mazes
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [2, 5, 9])
-def test_a_generator_draws_spanning_trees_of_the_grid(name, size):
-    for seed in range(10):
-        parent = GENERATORS[name](size, random.Random(seed))
-        assert sum(cell == other for cell, other in enumerate(parent)) == 1
-        for cell, other in enumerate(parent):
-            (row, column), (above, left) = divmod(cell, size), divmod(other, size)
-            assert cell == other or abs(row - above) + abs(column - left) == 1
-            for _ in range(size * size):
-                cell = parent[cell]
-            assert parent[cell] == cell
+def trees(name, size, count):
+    """How often each tree is drawn."""
+    return collections.Counter(map(mazes.drawing, mazes.mazes(name, size, count, "trees").edges))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_tree_of_the_smallest_grid_is_drawn_and_by_wilson_equally_often(name):
-    draw = random.Random(0)
-    trees = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(GENERATORS[name](2, draw)) if pair[0] != pair[1])
-        for _ in range(1200)
-    )
-    assert len(trees) == 4
-    assert min(trees.values()) > 240
+def test_every_tree_of_the_smallest_grid_is_drawn(name):
+    found = trees(name, 2, 1200)
+    assert len(found) == 4
+    assert min(found.values()) > 240
 
 
 def test_wilson_draws_the_trees_of_a_larger_grid_equally_often():
-    draw = random.Random(1)
-    trees = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(GENERATORS["Wilson"](3, draw)) if pair[0] != pair[1])
-        for _ in range(3840)
-    )
-    assert len(trees) == 192  # Kirchhoff's number of spanning trees
-    chi = sum((count - 20) ** 2 / 20 for count in trees.values())
+    found = trees("Wilson", 3, 3840)
+    assert len(found) == 192  # Kirchhoff's number of spanning trees
+    chi = sum((count - 20) ** 2 / 20 for count in found.values())
     assert chi < 191 + 4 * math.sqrt(2 * 191)
     # Those of a depth-first search are not: it has fewer branches.
-    others = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(GENERATORS["depth-first"](3, draw)) if pair[0] != pair[1])
-        for _ in range(3840)
-    )
-    assert sum((others[tree] - 20) ** 2 / 20 for tree in trees) > 400
+    others = trees("depth-first", 3, 3840)
+    assert sum((others[tree] - 20) ** 2 / 20 for tree in found) > 400
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,6 +70,7 @@ def test_the_target_is_the_one_way_from_corner_to_corner(name):
         assert set(targets[49:].tolist()) == {IGNORED}
         seen = [{int(n) for n in row if n < 49} for row in edges[:49]]
         assert all(cell in seen[other] for cell, near in enumerate(seen) for other in near)
+        assert sum(map(len, seen)) == 2 * 48
         for cell in range(49):
             # On each side the cell beside it, or the wall of that side.
             above, below, left, right = edges[cell].tolist()
@@ -512,8 +492,3 @@ def test_what_is_kept_is_not_trained_again(monkeypatch, tmp_path):
     other = [dataclasses.replace(entry, plan=dataclasses.replace(plan, puzzles=4)) for entry in entries]
     assert {row["puzzles"] for row in suite.run(other, **options)} == {4}
     assert json.dumps(suite.run(other, **options)) != json.dumps(first)
-
-
-def test_metrics_of_the_puzzles_come_first():
-    assert usefulness.METRICS[: len(suite.METRICS)] == suite.METRICS
-    assert {setting.metric for setting in suite.settings_of(True)} == set(suite.METRICS)

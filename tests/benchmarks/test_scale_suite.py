@@ -14,13 +14,12 @@ from benchmarks.problems import Setting, Shape
 from benchmarks.scale import Case
 from benchmarks.targets import SCALE
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, solve
-from implicit_attention.ops.fold import row_block
 
 pytestmark = pytest.mark.slow
 
 NUMBER = 4
 #: Queries of dimension 8 are filled up to so many.
-BLOCK = row_block(8, 1, torch.float32)
+BLOCK = 16
 
 
 def case(metric, queries, keys=1, dim=8, processes=(1, 2)):

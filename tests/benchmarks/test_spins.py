@@ -323,11 +323,6 @@ def test_tables_hold_what_was_measured(run, tmp_path):
     assert "| 1, float64 |" in text
 
 
-def test_the_readme_has_a_place_for_the_results():
-    text = report.README.read_text()
-    assert text.count("<!-- results of spins -->") == text.count("<!-- end of spins -->") == 1
-
-
 @pytest.mark.slow
 def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(spins, "settings_of", lambda quick: tuple(SETTINGS))
@@ -338,17 +333,6 @@ def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path
     assert {row["metric"] for row in written["rows"]} == {"RANDOM"}
     refused = CliRunner().invoke(command.app, ["spins", "--only", "C1"])
     assert refused.exit_code == 2
-
-
-def test_the_full_run_has_the_settings_of_the_targets():
-    full = spins.settings_of(False)
-    timed = [setting for setting in full if isinstance(setting, Timed)]
-    assert {(s.batch, s.sites, s.dim) for s in timed} == {(8, 128, 64)}
-    assert {s.beta for s in timed if s.dtype == "float64"} == {0.5, 1.0, 2.0}
-    assert {s.method for s in full if isinstance(s, Sized)} == set(spin_scaling.CASES)
-    assert all(s.groups * s.per_group == 1000 for s in full if isinstance(s, Many))
-    assert {target.id for target in SPINS} <= set(spins.METRICS)
-    assert len(spins.settings_of(True)) < len(full)
 
 
 def test_a_forward_is_timed_with_and_without_verdicts(monkeypatch):

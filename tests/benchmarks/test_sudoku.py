@@ -189,16 +189,6 @@ def test_cells_are_told_their_givens_and_their_place(board):
         assert torch.equal(examples.edges[0], board.peers() | torch.eye(board.cells, dtype=torch.bool))
 
 
-def test_strings_have_parities_and_those_to_test_with_are_not_learnt_from():
-    task = prefix.Prefix()
-    learnt, asked = task.draw(200, torch.Generator().manual_seed(0)), task.test("16 bits", 50)
-    for bits, targets in zip(asked.inputs[..., 0].tolist(), asked.targets.tolist(), strict=True):
-        assert targets == [int(sum(bits[: k + 1])) % 2 for k in range(16)]
-    sets = [{tuple(row) for row in each.inputs[..., 0].tolist()} for each in (learnt, asked)]
-    assert not sets[0] & sets[1]
-    assert task.test("64 bits", 7).edges[0].sum() == 64 * 65 / 2
-
-
 # ------------------------------------------------------------------ recipes
 
 

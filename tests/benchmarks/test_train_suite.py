@@ -339,13 +339,6 @@ def test_a_block_as_a_fixed_point_on_a_gpu():
     assert row["ratios"]["ours / torchdeq"] > 0
 
 
-def test_targets_of_a_gpu_are_not_judged_by_rows_of_a_cpu(rows):
-    assert {target.judge(rows)["verdict"] for target in TRAIN if target.device == "cuda"} == {"not measured"}
-    # Forward passes have bounds for the sizes of a full run alone.
-    on_cpu = [target for target in TRAIN if target.device == "cpu" and target.id != "FORWARD"]
-    assert {target.judge(rows)["verdict"] for target in on_cpu} <= {"met", "missed"}
-
-
 def test_the_report_holds_what_was_measured(run, tmp_path):
     console = Console(width=300, record=True, file=io.StringIO())
     report.show(run, train.NOTES, console, train.tables)
@@ -377,10 +370,3 @@ def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("train-partial-*.json")
     assert {row["metric"] for row in json.loads(path.read_text())["rows"]} == {"BLOCK"}
-
-
-def test_the_quick_run_is_a_part_of_the_full_one():
-    for device in ("cpu", "cuda"):
-        quick, full = train.settings_of(True, device), train.settings_of(False, device)
-        assert {case.metric for case in quick} == {case.metric for case in full}
-        assert len(quick) < len(full)

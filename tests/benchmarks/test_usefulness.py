@@ -445,19 +445,3 @@ def test_the_command_runs_the_task_it_is_asked_for(tmp_path):
     }
     refused = CliRunner().invoke(command.app, ["usefulness", "--only", "C1"])
     assert refused.exit_code == 2
-
-
-def test_the_full_run_has_three_seeds_of_every_task():
-    full = usefulness.settings_of(False)
-    assert {setting.metric for setting in full} == set(usefulness.METRICS)
-    nulls = [setting for setting in full if setting.metric in NULLS]
-    assert all(setting.plan.seeds == (0, 1, 2) for setting in full if setting.metric in ("MAZES", "SUDOKU", *NULLS))
-    assert all(setting.plan.held is None for setting in nulls)
-    kinds = {(s.model.kind, s.model.group) for s in nulls if isinstance(s, usefulness.Learned)}
-    for k in usefulness.GROUPS:
-        assert {("stack", k), ("shared", k), ("budget", k), ("capped", k)} <= kinds
-    assert {("stack", 1), ("solved", 0)} <= kinds
-    told = {(s.task, s.model.name) for s in nulls if isinstance(s, usefulness.Learned)}
-    beside = ("spins, 1 step", "spins, solved", "no attention")
-    assert all(((task, name) in told) == (task in usefulness.SPINS) for task in useful_tasks.TASKS for name in beside)
-    assert len(usefulness.settings_of(True)) < len(full)

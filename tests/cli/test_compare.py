@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import subprocess
@@ -7,17 +6,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from commands import by_method, done, strict
 from sklearn.datasets import load_digits
-from typer.testing import CliRunner
 
 from implicit_attention import MemoryLookup
-from implicit_attention.cli import compare_solvers, main
-from implicit_attention.cli.compare import Compare
-from implicit_attention.cli.progress import Progress
 from implicit_attention.ops import native_status
+from implicit_attention.solvers import TorchDEQ
 from implicit_attention.studies import retrieval
-from implicit_attention.studies.contenders import Contender
 from implicit_attention.studies.data import draw
 
 METHODS = [
@@ -34,23 +29,11 @@ METHODS = [
 OWN = METHODS[3:7]
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(main.app, ["compare", *map(str, arguments)], env={"COLUMNS": "120"})
-
-
-def strict(path):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(path.read_text(), parse_constant=refuse)
-
-
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "made" / "here"
     before = torch.get_num_threads()
-    result = invoke("--quick", "--out", out)
-    assert result.exit_code == 0, result.output
+    result = done("compare", "--quick", "--out", out)
     assert torch.get_num_threads() == before
     return result, out, strict(out / "compare.json")
 
@@ -60,12 +43,8 @@ def patterns():
     return np.random.default_rng(0).normal(size=(20, 12)).astype(np.float32)
 
 
-def rows_of(content):
-    return {row["method"]: row for row in content["rows"]}
-
-
 def test_every_method_has_a_row_with_all_numbers(digits):
-    rows = rows_of(digits[2])
+    rows = by_method(digits[2])
     assert list(rows) == METHODS
     for row in rows.values():
         assert sum(row["status"].values()) == row["queries"] == 100
@@ -78,7 +57,7 @@ def test_every_method_has_a_row_with_all_numbers(digits):
 
 def test_solvers_converge_to_the_tolerance_without_saddles_and_fixed_budgets_say_so(digits):
     content = digits[2]
-    rows, settings = rows_of(content), content["settings"]
+    rows, settings = by_method(content), content["settings"]
     longest = math.sqrt(64) * 1.0
     for name in OWN:
         assert rows[name]["status"] == {"CONVERGED": 100}
@@ -91,7 +70,7 @@ def test_solvers_converge_to_the_tolerance_without_saddles_and_fixed_budgets_say
 
 
 def test_exact_adjoints_beat_unconverged_unrolling_and_one_step(digits):
-    rows = rows_of(digits[2])
+    rows = by_method(digits[2])
     for name in OWN:
         # One query at another fixed point is a large error of an exact gradient.
         assert rows[name]["gradient_error"] < (5e-3 if rows[name]["other_fixed_point"] == 0 else 1)
@@ -209,41 +188,6 @@ def test_one_sentence_says_what_the_rates_say(digits):
     assert best["half-masked", "nearest by distance, known"].min() == 1
 
 
-@pytest.mark.parametrize(
-    ("ours", "word"),
-    [
-        ([0.90, 0.91, 0.93], "better"),
-        ([0.70, 0.71, 0.73], "worse"),
-        ([0.80, 0.83, 0.79], "as good as one step"),
-        ([0.80, 0.81, 0.82], "as good as one step"),
-        ([0.82, 0.83, 0.84], "not told apart from one step by draws that are all alike"),
-    ],
-)
-def test_the_verdict_is_of_paired_draws_at_the_best_betas(ours, word):
-    def entry(state, beta, rates):
-        return {"task": "noisy", "state": state, "beta": beta, "rates": rates, "mean": sum(rates) / 3}
-
-    entries = [entry("one step", 1, [0.1, 0.2, 0.9]), entry("one step", 2, [0.8, 0.81, 0.82])]
-    entries += [entry("equilibrium", 1, ours), entry("equilibrium", 2, [0.0, 0.0, 0.1])]
-    gain, error, found = retrieval.verdict(entries, "noisy")
-    assert found == word
-    gains = np.array(ours) - [0.8, 0.81, 0.82]
-    assert (gain, error) == (pytest.approx(gains.mean()), pytest.approx(gains.std(ddof=1) / 3**0.5))
-
-
-def test_words_that_differ_name_their_task():
-    def entry(task, state, beta, rates):
-        return {"task": task, "state": state, "beta": beta, "rates": rates, "mean": sum(rates) / 3}
-
-    entries = [entry(task, "nearest by distance, known", None, [1.0] * 3) for task in ("half-masked", "noisy")]
-    for state, rates in (("one step", [0.8, 0.81, 0.82]), ("equilibrium", [0.9, 0.91, 0.93])):
-        entries += [entry("half-masked", state, 3.27037, rates), entry("noisy", state, 209.304, [0.5, 0.5, 0.5])]
-        entries += [entry("noisy", state, 3.27037, [0.5, 0.4, 0.4]), entry("half-masked", state, 209.304, rates)]
-    said = retrieval.summary(entries, 3.27037)
-    assert "the equilibrium is better for half-masked queries and as good as one step for noisy queries" in said
-    assert said.startswith("From beta 3.27 to 209.3 ")
-
-
 def test_one_readable_table_of_at_most_120_columns_with_notes(digits):
     result = digits[0]
     lines = result.stdout.splitlines()
@@ -281,40 +225,33 @@ def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digit
     assert content["status_counts"]["Anderson"] == {"CONVERGED": 100}
 
 
-@pytest.fixture(scope="module")
-def small():
-    command = Compare(patterns=5, quick=True)
-    return command.run(Progress(command.line, Console(quiet=True)))
-
-
-@pytest.mark.parametrize("width", [20, 60, 90])
-def test_narrow_terminals_get_several_tables_with_every_column(small, width, capsys):
-    comparison = small
-    tables = compare_solvers.solver_tables(comparison, width)
-    assert [c.header for t in tables for c in t.columns if c.header != "method"] == [
-        c.header for c in compare_solvers.COMPARISON
-    ]
-    rates = compare_solvers.retrieval_tables(comparison.retrieval, width)
-    shown = [c.header for t in rates for c in t.columns if c.header not in ("queries", "state")]
-    assert shown == ["best +- std", "at beta", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
-    console = Console(width=width)
-    compare_solvers.show(comparison, console)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+@pytest.mark.parametrize(("width", "tables"), [(20, 24), (60, 4)])
+def test_narrow_terminals_get_several_tables_with_every_column(width, tables, tmp_path):
+    lines = done("compare", "--quick", "--patterns", 5, "--out", tmp_path, COLUMNS=width).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    # A header has two lines above its rule.
+    rules = [index for index, line in enumerate(lines) if set(line.strip()) == {"─"}]
+    shown = " ".join(" ".join(lines[index - 2 : index]) for index in rules)
+    # Of a terminal of 20 columns every column but those that name the row has a table of its own.
+    assert len(rules) >= tables
+    if width > 20:
+        solvers = ("evals", "resid.", "conv", "dles", "pts", "retr.", "other", "grad.", "fwd", "bwd", "peak", "status")
+        for header in (*solvers, "best +- std", "at beta", *(f" {2**power}" for power in range(1, 10))):
+            assert header in shown
 
 
 @pytest.mark.nightly
 def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
     torch.save({"patterns": torch.from_numpy(patterns).double()}, tmp_path / "mine.pt")
     arguments = ("--anchor", 0.3, "--beta", 2, "--dtype", "float64", "--seed", 3, "--out", tmp_path / "out")
-    result = invoke("--quick", "--data", tmp_path / "mine.pt", "--patterns", 15, *arguments)
-    assert result.exit_code == 0, result.output
+    result = done("compare", "--quick", "--data", tmp_path / "mine.pt", "--patterns", 15, *arguments)
     content = strict(tmp_path / "out" / "compare.json")
     assert content["settings"]["data"] == "mine.pt"
     assert content["settings"]["noise"] == pytest.approx(0.5 * patterns.std(), rel=1e-3)
     assert all("reference_mean" not in entry for entry in content["retrieval"])
     assert "independently" not in result.stdout
     assert min(e["beta"] for e in content["retrieval"] if e["beta"] is not None) == 0.5
-    assert rows_of(content)["Anderson"]["gradient_error"] < 5e-3
+    assert by_method(content)["Anderson"]["gradient_error"] < 5e-3
     assert str(tmp_path) not in (tmp_path / "out" / "compare.json").read_text()
 
 
@@ -322,10 +259,9 @@ def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
 def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, patterns):
     patterns[3, 2], patterns[7, 0] = np.nan, np.inf
     np.save(tmp_path / "holes.npy", patterns)
-    result = invoke("--quick", "--data", tmp_path / "holes.npy", "--patterns", 20, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = done("compare", "--quick", "--data", tmp_path / "holes.npy", "--patterns", 20, "--out", tmp_path)
     content = strict(tmp_path / "compare.json")
-    rows = rows_of(content)
+    rows = by_method(content)
     assert list(rows) == METHODS
     for name in METHODS:
         assert rows[name]["status"]["NONFINITE"] == 4
@@ -341,42 +277,39 @@ def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, 
 @pytest.mark.slow
 def test_numbers_that_do_not_exist_are_null(tmp_path, patterns):
     np.save(tmp_path / "mine.npy", patterns)
-    result = invoke("--quick", "--data", tmp_path / "mine.npy", "--patterns", 5, "--anchor", 1, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    options = ("--quick", "--patterns", 5, "--out", tmp_path)
+    done("compare", "--data", tmp_path / "mine.npy", "--anchor", 1, *options)
     # With anchor 1 the patterns have no influence: their gradient is 0, and it has no relative error.
-    assert rows_of(strict(tmp_path / "compare.json"))["Picard"]["gradient_error"] is None
+    assert by_method(strict(tmp_path / "compare.json"))["Picard"]["gradient_error"] is None
 
     np.save(tmp_path / "nothing.npy", np.full_like(patterns, np.nan))
-    result = invoke("--quick", "--data", tmp_path / "nothing.npy", "--patterns", 5, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    row = rows_of(strict(tmp_path / "compare.json"))["torchdeq Anderson"]
+    done("compare", "--data", tmp_path / "nothing.npy", *options)
+    row = by_method(strict(tmp_path / "compare.json"))["torchdeq Anderson"]
     assert row["status"] == {"NONFINITE": 10}
     assert row["residual_max"] is None
 
 
 @pytest.mark.slow
 def test_a_method_that_raises_stays_in_the_table(tmp_path, patterns, monkeypatch):
-    def broken():
+    def broken(*arguments, **options):
         raise RuntimeError("it broke\nin two lines")
 
-    real = compare_solvers.contenders
-    monkeypatch.setattr(
-        compare_solvers, "contenders", lambda descents: [Contender("breaks", broken), *real(descents)[:1]]
-    )
+    monkeypatch.setattr(TorchDEQ, "__init__", broken)
     np.savez(tmp_path / "one.npz", patterns)
-    result = invoke("--quick", "--data", tmp_path / "one.npz", "--patterns", 10, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    row = rows_of(strict(tmp_path / "compare.json"))["breaks"]
+    result = done("compare", "--quick", "--data", tmp_path / "one.npz", "--patterns", 10, "--out", tmp_path)
+    row = by_method(strict(tmp_path / "compare.json"))["torchdeq Broyden"]
     assert (row["error"], row["message"]) == ("RuntimeError", "it broke")
-    line = next(line for line in result.stdout.splitlines() if line.startswith("breaks"))
+    line = next(line for line in result.stdout.splitlines() if line.startswith("torchdeq Broyden"))
     assert line.split()[-1] == "ERROR"
-    assert "breaks failed with RuntimeError: it broke" in result.stdout
-    assert "breaks               failed: RuntimeError: it broke" in result.stderr
+    assert "torchdeq Broyden failed with RuntimeError: it broke" in result.stdout
+    assert "torchdeq Broyden     failed: RuntimeError: it broke" in result.stderr
 
 
 def test_module_shows_version_and_imports_nothing_heavy():
     code = (
-        "import sys, runpy, implicit_attention.cli, implicit_attention.plotting, implicit_attention.cli.main\n"
+        "import sys, runpy, implicit_attention.plotting\n"
+        "from importlib.metadata import entry_points\n"
+        "next(iter(entry_points(group='console_scripts', name='implicit-attention'))).load()\n"
         "assert not {'rich.table', 'matplotlib', 'sklearn', 'torchdeq'} & set(sys.modules), 'heavy'\n"
         "sys.argv = ['implicit-attention', '--version']\n"
         "runpy.run_module('implicit_attention', run_name='__main__')\n"
@@ -395,8 +328,7 @@ def test_rates_of_own_data_do_not_depend_on_their_unit(tmp_path, potential):
     for name, data in (("bytes", grey), ("units", grey / 255)):
         np.save(tmp_path / f"{name}.npy", data)
         arguments = ("--potential", potential, "--dtype", "float64")
-        result = invoke("--quick", "--data", tmp_path / f"{name}.npy", *arguments, "--out", tmp_path / name)
-        assert result.exit_code == 0, result.output
+        result = done("compare", "--quick", "--data", tmp_path / f"{name}.npy", *arguments, "--out", tmp_path / name)
         content = strict(tmp_path / name / "compare.json")
         assert "60 patterns" in result.stdout
         assert f"beta {content['settings']['beta']:.4g} is auto" in " ".join(result.stdout.split())
@@ -415,10 +347,9 @@ def test_rates_of_own_data_do_not_depend_on_their_unit(tmp_path, potential):
 
 @pytest.mark.slow
 def test_beta_of_the_digits_is_found_where_it_is_asked_for(tmp_path):
-    result = invoke("--quick", "--patterns", 20, "--beta", "auto", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = done("compare", "--quick", "--patterns", 20, "--beta", "auto", "--out", tmp_path)
     content = strict(tmp_path / "compare.json")
     assert content["settings"]["beta_auto"] is True
     assert content["settings"]["beta"] != 8
     assert "is auto: from the similarities" in result.stdout
-    assert Compare(beta="auto").stored == 200
+    assert content["settings"]["patterns"] == 20

@@ -1,20 +1,12 @@
 """`implicit-attention magnetize FILE --drive FIELDS`."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import done, refused, strict
 
-from implicit_attention.cli import main
-from implicit_attention.cli.files import load_fields
-from implicit_attention.spins import GaussianClosure, KineticPlefka, SpinSystem, drive
+from implicit_attention.spins import GaussianClosure, KineticPlefka, drive
 from implicit_attention.testing.numerics import random
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(main.app, ["magnetize", *map(str, arguments)], env={"COLUMNS": "120"})
 
 
 def files(folder, *, steps=6, sites=3, dim=1, batch=(), name="fields.npy"):
@@ -36,9 +28,9 @@ def lines_of(result, method):
 
 def test_a_table_of_steps_a_figure_and_all_numbers(tmp_path):
     system, fields, couplings, h = files(tmp_path)
-    result = invoke(system, "--drive", fields, "--quick", "--methods", "plefka-1,gaussian-field", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    content = json.loads((tmp_path / "thermodynamics.json").read_text())["drive"]
+    options = ("--quick", "--methods", "plefka-1,gaussian-field", "--out", tmp_path)
+    result = done("magnetize", system, "--drive", fields, *options)
+    content = strict(tmp_path / "thermodynamics.json")["drive"]
     assert content["source"] == "fields.npy"
     names = ("entropy_production", "housekeeping", "field_change", "mismatch", "relaxation_time")
     methods = {"plefka-1": KineticPlefka(), "gaussian-field": GaussianClosure()}
@@ -62,8 +54,7 @@ def test_a_table_of_steps_a_figure_and_all_numbers(tmp_path):
 @pytest.mark.slow
 def test_many_steps_are_shown_in_part_and_samples_as_means(tmp_path):
     system, fields, couplings, h = files(tmp_path, steps=50, dim=2, batch=(2,), name="fields.npz")
-    result = invoke(system, "--drive", fields, "--quick", "--methods", "plefka-1", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = done("magnetize", system, "--drive", fields, "--quick", "--methods", "plefka-1", "--out", tmp_path)
     shown = lines_of(result, "plefka-1")
     assert [int(line[0]) for line in shown] == list(range(1, 51, 3))
     assert "17 of 50 steps are shown; thermodynamics.json has all" in result.stdout
@@ -75,11 +66,8 @@ def test_a_closure_that_does_not_hold_is_a_line_with_the_reason(tmp_path):
     blocks, fields = 0.2 * random(2, 2, 3, 3).numpy(), np.zeros((2, 2, 3))
     np.savez(tmp_path / "blocks.npz", J=blocks, h=np.zeros((2, 3)), beta=1.0)
     np.save(tmp_path / "fields.npy", fields)
-    chosen = "plefka-1,gaussian-field"
-    result = invoke(
-        tmp_path / "blocks.npz", "--drive", tmp_path / "fields.npy", "--methods", chosen, "--quick", "--out", tmp_path
-    )
-    assert result.exit_code == 0, result.output
+    options = ("--drive", tmp_path / "fields.npy", "--methods", "plefka-1,gaussian-field", "--quick")
+    result = done("magnetize", tmp_path / "blocks.npz", *options, "--out", tmp_path)
     assert "gaussian-field is not driven: `couplings` must have a number for each pair" in " ".join(
         result.stdout.split()
     )
@@ -90,24 +78,30 @@ def test_a_closure_that_does_not_hold_is_a_line_with_the_reason(tmp_path):
 def test_without_methods_both_closures_are_driven_whatever_the_couplings(tmp_path):
     np.savez(tmp_path / "symmetric.npz", J=0.3 * (1 - np.eye(3)), h=np.zeros(3), beta=1.0)
     np.save(tmp_path / "fields.npy", np.ones((2, 3)))
-    result = invoke(tmp_path / "symmetric.npz", "--drive", tmp_path / "fields.npy", "--quick", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    content = json.loads((tmp_path / "thermodynamics.json").read_text())
+    options = ("--drive", tmp_path / "fields.npy", "--quick", "--out", tmp_path)
+    done("magnetize", tmp_path / "symmetric.npz", *options)
+    content = strict(tmp_path / "thermodynamics.json")
     assert [row["method"] for row in content["drive"]["rows"]] == ["plefka-1", "gaussian-field"]
 
 
-def test_fields_are_read_in_all_their_shapes(tmp_path):
-    path = tmp_path / "fields.npy"
-    for shape, field, view in [
+@pytest.mark.parametrize(
+    ("shape", "field", "view"),
+    [
         ((5, 3), (3, 1), (5, 3, 1)),
         ((5, 3, 2), (3, 2), (5, 3, 2)),
         ((5, 3, 2), (4, 3, 2), (5, 1, 3, 2)),
         ((5, 4, 3, 2), (4, 3, 2), (5, 4, 3, 2)),
-    ]:
-        given = random(*shape)
-        np.save(path, given.numpy())
-        found = load_fields(path, SpinSystem(torch.zeros(3, 3), torch.zeros(field)))
-        torch.testing.assert_close(found, given.reshape(view).expand(5, *field).float())
+    ],
+)
+def test_fields_are_read_in_all_their_shapes(tmp_path, shape, field, view):
+    given, couplings = random(*shape), 0.3 * random(3, 3)
+    np.save(tmp_path / "fields.npy", given.numpy())
+    np.savez(tmp_path / "system.npz", J=couplings.numpy(), h=np.zeros(field), beta=1.0)
+    options = ("--drive", tmp_path / "fields.npy", "--methods", "plefka-1", "--quick", "--out", tmp_path)
+    done("magnetize", tmp_path / "system.npz", *options)
+    (row,) = strict(tmp_path / "thermodynamics.json")["drive"]["rows"]
+    path = drive(KineticPlefka(), couplings, given.reshape(view).expand(5, *field), beta=1.0)
+    torch.testing.assert_close(torch.tensor(row["entropy_production"]), path.entropy_production.float())
 
 
 @pytest.mark.parametrize(
@@ -134,14 +128,7 @@ def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, argument
     for name, shape in (("short", (6, 2, 2)), ("none", (0, 3, 2)), ("number", ())):
         np.save(tmp_path / f"{name}.npy", np.zeros(shape))
     monkeypatch.chdir(tmp_path)
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("error: `--")
-    assert "; " in result.stderr
-    for part in expected:
-        assert part in result.stderr
+    refused("magnetize", *arguments, parts=expected)
 
 
 @pytest.mark.slow
@@ -149,8 +136,7 @@ def test_a_field_that_is_not_finite_is_a_step_without_numbers(tmp_path):
     system, fields, _, h = files(tmp_path)
     h[3, 0] = torch.nan
     np.save(fields, h.numpy())
-    result = invoke(system, "--drive", fields, "--quick", "--methods", "plefka-1", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = done("magnetize", system, "--drive", fields, "--quick", "--methods", "plefka-1", "--out", tmp_path)
     shown = lines_of(result, "plefka-1")
     assert [line[1:] == ["-"] * 6 for line in shown] == [False] * 3 + [True] * 3
     assert "3 NONFINITE" in result.stdout

@@ -1,19 +1,11 @@
-import json
 import math
-import os
+import sys
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from implicit_attention.cli import errors, landscape, main
-from implicit_attention.cli.landscape import Landscape
-from implicit_attention.studies.errors import InputError
-from implicit_attention.studies.landscape import SCENES
-from implicit_attention.studies.landscape import points as landscape_points
-from implicit_attention.studies.landscape import steps as landscape_steps
-from implicit_attention.studies.landscape.plane import PATTERNS
+from commands import done, refused, strict
+from PIL import Image
 
 ROOT = math.sqrt(2)
 X = torch.tensor(
@@ -23,20 +15,29 @@ X = torch.tensor(
 QUERIES = torch.tensor([(1.5, 1.5), (-1.5, 0.5), (0.0, -0.2)], dtype=torch.float64)
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(main.app, ["landscape", *map(str, arguments)], env={"COLUMNS": "120"})
+#: The scenes of a quick run.
+QUICK = ("one-step", "many-steps", "lower-temperature", "anchor-0.3")
 
 
-def strict(path):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+def scenes(*cases):
+    """Cases that begin with the name of a scene; those of scenes that a quick run leaves out are slow."""
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(*case, marks=marks[case[0] in QUICK], id=case[0]) for case in cases]
 
-    return json.loads(path.read_text(), parse_constant=refuse)
+
+@pytest.fixture
+def scene(request):
+    """Finds the numbers of a scene by its name."""
+    return lambda name: request.getfixturevalue("quick" if name in QUICK else "whole")[1]["scenes"][name]
 
 
-@pytest.fixture(scope="module")
-def plane():
-    return Landscape().plane
+def tensor(numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@pytest.fixture
+def queries(quick):
+    return tensor(quick[1]["queries"])
 
 
 def close(found, wanted, *, atol=1e-8):
@@ -65,76 +66,77 @@ def stepped(z, beta, size, steps):
 # ------------------------------------------------------------------ numbers of the scenes
 
 
-def test_patterns_and_queries_are_those_of_the_published_numbers(plane):
-    close(plane.patterns, X)
-    close(plane.queries[:3], QUERIES)
-    assert plane.reach == 2
-    assert plane.beta == pytest.approx(1 / ROOT, rel=1e-15)
-    assert (plane.queries.abs() <= 1.5).all()
+def test_patterns_and_queries_are_those_of_the_published_numbers(quick, queries):
+    close(quick[1]["patterns"], X)
+    close(queries[:3], QUERIES)
+    assert quick[1]["reach"] == 2
+    assert quick[1]["settings"]["beta"] == pytest.approx(1 / ROOT, rel=1e-15)
+    assert (queries.abs() <= 1.5).all()
 
 
-def test_one_big_step_is_softmax_attention(plane):
-    numbers = landscape_steps.one_step(plane).numbers
+def test_one_big_step_is_softmax_attention(scene, queries):
+    numbers = scene("one-step")
     assert numbers["difference_from_softmax_attention"] < 1e-15
-    close(numbers["softmax_attention"], attention(plane.queries, 1 / ROOT), atol=1e-14)
+    close(numbers["softmax_attention"], attention(queries, 1 / ROOT), atol=1e-14)
     # Measured independently.
     ends = [(0.579122830801, 0.324605411318), (-0.742177723355, 0.263801833434), (-0.021027850679, -0.148847504199)]
-    close(numbers["path"][1, :3], ends, atol=1e-11)
+    close(numbers["path"][1][:3], ends, atol=1e-11)
     before, after = [-1.007868596, -1.982948429, -2.533789964], [-2.383450778, -2.416352482, -2.536154540]
-    close(numbers["energy"][:, :3], [before, after])
+    close(tensor(numbers["energy"])[:, :3], [before, after])
 
 
 @pytest.mark.parametrize(
-    ("make", "beta", "size", "steps"),
-    [
-        (landscape_steps.one_step, 1 / ROOT, 1.0, 1),
-        (landscape_steps.small_steps, 1 / ROOT, 0.1, 1),
-        (landscape_steps.many_steps, 1 / ROOT, 1.0, 10),
-        (landscape_steps.higher_temperature, 0.1 * ROOT, 1.0, 1),
-        (landscape_steps.lower_temperature, 5 * ROOT, 1.0, 5),
-        (landscape_steps.critical, 2 * ROOT, 1.0, 60),
-        (landscape_steps.surface, 2 * ROOT, 1.0, 5),
-    ],
+    ("name", "beta", "size", "steps"),
+    scenes(
+        ("one-step", 1 / ROOT, 1.0, 1),
+        ("small-steps", 1 / ROOT, 0.1, 1),
+        ("many-steps", 1 / ROOT, 1.0, 10),
+        ("higher-temperature", 0.1 * ROOT, 1.0, 1),
+        ("lower-temperature", 5 * ROOT, 1.0, 5),
+        ("stationary-points", 2 * ROOT, 1.0, 60),
+        ("surface", 2 * ROOT, 1.0, 5),
+    ),
 )
-def test_paths_are_gradient_steps_of_the_energy_they_name(plane, make, beta, size, steps):
-    numbers = make(plane).numbers
+def test_paths_are_gradient_steps_of_the_energy_they_name(scene, queries, name, beta, size, steps):
+    numbers = scene(name)
     assert (numbers["beta"], numbers["step_size"], numbers["steps"]) == (pytest.approx(beta), size, steps)
-    wanted = stepped(plane.queries, beta, size, steps)
+    wanted = stepped(queries, beta, size, steps)
     close(numbers["path"], wanted, atol=1e-12)
     close(numbers["energy"], energy(wanted, beta), atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("make", "kinds"),
-    [
-        (landscape_steps.one_step, (1, 0, 0)),
-        (landscape_steps.higher_temperature, (1, 0, 0)),
-        (landscape_steps.critical, (3, 3, 1)),
-        (landscape_steps.lower_temperature, (5, 5, 1)),
-    ],
+    ("name", "kinds"),
+    scenes(
+        ("one-step", (1, 0, 0)),
+        ("higher-temperature", (1, 0, 0)),
+        ("stationary-points", (3, 3, 1)),
+        ("lower-temperature", (5, 5, 1)),
+    ),
 )
-def test_stationary_points_are_as_many_as_were_counted(plane, make, kinds):
-    numbers = make(plane).numbers
+def test_stationary_points_are_as_many_as_were_counted(scene, name, kinds):
+    numbers = scene(name)
     found, beta = numbers["stationary_points"], numbers["beta"]
     assert tuple(found["kind"].count(kind) for kind in ("minimum", "saddle", "maximum")) == kinds
-    close(attention(found["value"], beta), found["value"])
-    close(energy(found["value"], beta), found["energy"])
+    places = tensor(found["value"])
+    close(attention(places, beta), places)
+    close(energy(places, beta), found["energy"])
 
 
-def test_a_pattern_inside_of_the_others_is_forgotten_by_dot_products_alone(plane):
-    scene = landscape_steps.lower_temperature(plane)
-    assert scene.numbers["patterns_with_an_attractor"].tolist() == [True] * 5 + [False]
-    assert "(0.20, 0.60) has none" in scene.sentence
-    assert landscape_points.by_distance(plane).numbers["patterns_with_an_attractor"].all()
-    numbers = landscape_points.sparse(plane).numbers
+def test_a_pattern_inside_of_the_others_is_forgotten_by_dot_products(scene):
+    found = scene("lower-temperature")
+    assert found["patterns_with_an_attractor"] == [True] * 5 + [False]
+    assert "(0.20, 0.60) has none" in found["sentence"]
+
+
+@pytest.mark.slow
+def test_distances_forget_no_pattern_and_sparse_attention_ends_at_patterns(scene, queries):
+    assert all(scene("distance")["patterns_with_an_attractor"])
+    numbers = scene("sparse")
     close(numbers["distance_of_patterns_from_an_attractor"][:5], torch.zeros(5), atol=1e-12)
     assert numbers["distance_of_patterns_from_an_attractor"][5] > 0.1
-
-
-def test_the_sparse_scene_projects_scores_on_the_simplex(plane):
-    path = landscape_points.sparse(plane).numbers["path"]
-    z = plane.queries
-    for states in path:
+    z = queries
+    for states in numbers["path"]:
         close(states, z, atol=1e-12)
         scores = 5 * ROOT * z @ X.mT
         ranked = scores.sort(descending=True).values
@@ -145,22 +147,22 @@ def test_the_sparse_scene_projects_scores_on_the_simplex(plane):
 
 
 @pytest.mark.parametrize(
-    ("make", "counts"),
-    [
-        (landscape_points.by_solver, [2569, 2523, 1469]),
-        (landscape_points.by_distance, [1177, 1173, 1139, 1132, 995, 945]),
-        (landscape_points.sparse, [1642, 1508, 1297, 1174, 940]),
-    ],
+    ("name", "counts"),
+    scenes(
+        ("basins", [2569, 2523, 1469]),
+        ("distance", [1177, 1173, 1139, 1132, 995, 945]),
+        ("sparse", [1642, 1508, 1297, 1174, 940]),
+    ),
 )
-def test_as_many_starts_end_at_an_attractor_as_were_counted(plane, make, counts):
-    numbers = make(plane).numbers
-    found = sorted(numbers["starts_that_end_there"].tolist(), reverse=True)
+def test_as_many_starts_end_at_an_attractor_as_were_counted(scene, name, counts):
+    found = sorted(scene(name)["starts_that_end_there"], reverse=True)
     assert len(found) == len(counts)
     assert found == pytest.approx(counts, rel=0.02)
 
 
-def test_only_solvers_without_a_safeguard_end_at_saddles(plane):
-    rows = landscape_points.by_solver(plane).numbers["solvers"]
+@pytest.mark.slow
+def test_only_solvers_without_a_safeguard_end_at_saddles(scene):
+    rows = scene("basins")["solvers"]
     lost = {name: int(row["at_no_minimum"]) for name, row in rows.items()}
     unguarded = lost.pop("Anderson, unguarded")
     # The starts on a line through a saddle are led there by any step.
@@ -168,135 +170,119 @@ def test_only_solvers_without_a_safeguard_end_at_saddles(plane):
     assert rows["Anderson"]["mean_evaluations"] < rows["plain steps"]["mean_evaluations"]
 
 
-@pytest.mark.parametrize(("anchor", "end"), [(0.3, (1.2896382296, 0.6598920799)), (0.7, (1.4098412421, 1.1400464875))])
-def test_anchored_equilibria_are_those_that_were_measured(plane, anchor, end):
-    numbers = landscape_points.anchored(plane, anchor).numbers
+@pytest.mark.parametrize(
+    ("name", "end"),
+    scenes(("anchor-0.3", (1.2896382296, 0.6598920799)), ("anchor-0.7", (1.4098412421, 1.1400464875))),
+)
+def test_anchored_equilibria_are_those_that_were_measured(scene, name, end):
+    numbers = scene(name)
     close(numbers["equilibrium"], end, atol=1e-9)
-    x = numbers["query"]
-    close(anchor * x + (1 - anchor) * attention(numbers["equilibrium"], 5 * ROOT), end, atol=1e-9)
-    points = numbers["stationary_points"]["value"]
+    x, anchor = tensor(numbers["query"]), numbers["anchor"]
+    close(anchor * x + (1 - anchor) * attention(tensor(numbers["equilibrium"]), 5 * ROOT), end, atol=1e-9)
+    points = tensor(numbers["stationary_points"]["value"])
     close(anchor * x + (1 - anchor) * attention(points, 5 * ROOT), points)
 
 
-def test_self_attention_and_its_full_gradient_are_those_that_were_measured(plane):
-    moving = landscape_steps.self_moving(plane).numbers
+@pytest.mark.slow
+def test_self_attention_and_its_full_gradient_are_those_that_were_measured(scene):
+    moving = scene("self-moving")
     close(moving["attention"][0], (0.56161198, 0.00872358))
     close(moving["full_gradient"][0], (0.06972114, 0.24059527))
     tokens = X
     for states in moving["path"]:
         close(states, tokens, atol=1e-13)
         tokens = attention(tokens, 1 / ROOT, tokens)
-    frozen = landscape_steps.self_frozen(plane).numbers
+    frozen = scene("self-frozen")
     close(frozen["path"][1], moving["attention"], atol=1e-14)
     assert moving["largest_distance_between_ends"] < 0.01 < moving["frozen"]["largest_distance_between_ends"]
 
 
-def test_values_are_read_at_the_end_with_the_weights_of_the_keys(plane):
-    numbers = landscape_steps.with_maps(plane).numbers
-    by = numbers["maps"]
+@pytest.mark.slow
+def test_values_are_read_at_the_end_with_the_weights_of_the_keys(scene, queries):
+    numbers = scene("maps")
+    by = {name: tensor(each) for name, each in numbers["maps"].items()}
     keys, beta = X @ by["key"].mT, ROOT
-    end = attention(plane.queries @ by["query"].mT, beta, keys)
+    end = attention(queries @ by["query"].mT, beta, keys)
     close(numbers["path"][-1], end, atol=1e-13)
     read = (beta * end @ keys.mT).softmax(-1) @ (X @ by["value"].mT)
     close(numbers["read_out"], read, atol=1e-13)
     close(numbers["energy_read_out"], energy(read, beta, keys), atol=1e-13)
 
 
-def test_step_norms_lie_between_the_quartiles_that_were_measured(plane):
-    numbers = landscape_steps.norms(plane).numbers
-    median = {
-        (dim, scale): float(numbers["median"][i, j])
-        for i, scale in enumerate(numbers["beta_scales"])
-        for j, dim in enumerate(numbers["dims"])
-    }
-    # The quartiles have one digit after the point.
-    assert 2.75 < median[2, 1.0] < 3.25
-    assert 7.45 < median[8, 1.0] < 7.85
-    assert 1.65 < median[64, 1.0] < 2.25
-    assert 17.05 < median[64, 0.5] < 18.35
-    assert 3e-6 < median[512, 1.0] < 6e-6
-    assert 0.076 < median[512, 0.5] < 0.097
-
-
 # ------------------------------------------------------------------ patterns of users
 
 
-def test_beta_and_picture_follow_the_size_of_the_patterns(tmp_path, plane):
-    np.save(tmp_path / "p.npy", 100 * np.array(PATTERNS))
-    large = Landscape(patterns=tmp_path / "p.npy").plane
-    close(large.queries, 100 * plane.queries, atol=1e-10)
-    assert large.reach == pytest.approx(200)
-    assert large.beta == pytest.approx(plane.beta / 1e4)
-    a, b = landscape_steps.critical(plane).numbers, landscape_steps.critical(large).numbers
-    close(b["path"] / 100, a["path"])
-    assert b["stationary_points"]["kind"].count("saddle") == 3
-    given = Landscape(patterns=tmp_path / "p.npy", beta=3.0).plane
-    assert given.beta == 3
+def of_patterns(folder, patterns, *options):
+    np.save(folder / "p.npy", patterns)
+    done("landscape", "--patterns", folder / "p.npy", "--out", folder, *options)
+    return strict(folder / "landscape.json")
 
 
-@pytest.mark.parametrize("patterns", [np.zeros((1, 2)), np.array([[5.0, 0.0]]), np.tile([1.0, 2.0], (7, 1))])
-def test_patterns_that_are_all_alike_are_no_error(tmp_path, patterns):
-    np.save(tmp_path / "p.npy", patterns)
-    plane = Landscape(patterns=tmp_path / "p.npy").plane
-    for make in SCENES[:-1]:
-        scene = make(plane)
-        assert scene.sentence.endswith(".")
-        assert "nan" not in scene.sentence + scene.description + str(scene.facts)
-    own = landscape_steps.lower_temperature(plane).numbers["patterns_with_an_attractor"]
-    assert own.tolist() == [len(patterns) == 1] * len(patterns)
+def test_beta_and_picture_follow_the_size_of_the_patterns(tmp_path, quick, queries):
+    large, small = of_patterns(tmp_path, 100 * X.numpy(), "--quick"), quick[1]
+    close(large["queries"], 100 * queries, atol=1e-10)
+    assert large["reach"] == pytest.approx(200)
+    assert large["settings"]["beta"] == pytest.approx(small["settings"]["beta"] / 1e4)
+    a, b = (content["scenes"]["lower-temperature"] for content in (small, large))
+    close(tensor(b["path"]) / 100, a["path"])
+    assert b["stationary_points"]["kind"].count("saddle") == 5
 
 
-def test_the_seed_draws_queries_and_maps_and_leaves_those_that_are_given():
-    one, two = (Landscape(seed=seed).plane for seed in (1, 2))
-    close(one.queries[:3], two.queries[:3])
-    assert not torch.equal(one.queries[3:], two.queries[3:])
-    assert not torch.equal(one.maps, two.maps)
-    again = Landscape(seed=1).plane
-    assert torch.equal(one.queries, again.queries)
-    assert torch.equal(one.maps, again.maps)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patterns", "options"),
+    [(np.zeros((1, 2)), ()), (np.array([[5.0, 0.0]]), ("--quick",)), (np.tile([1.0, 2.0], (7, 1)), ("--quick",))],
+)
+def test_patterns_that_are_all_alike_are_no_error(tmp_path, patterns, options):
+    found = of_patterns(tmp_path, patterns, *options)["scenes"]
+    for scene in found.values():
+        assert scene["sentence"].endswith(".")
+        assert "nan" not in scene["sentence"] + scene["description"]
+    own = found["lower-temperature"]["patterns_with_an_attractor"]
+    assert own == [len(patterns) == 1] * len(patterns)
 
 
 # ------------------------------------------------------------------ the command
 
 
+@pytest.fixture(scope="module")
+def animated(tmp_path_factory):
+    """A quick run with options: its folder, what it printed and its numbers."""
+    out = tmp_path_factory.mktemp("animated") / "made" / "here"
+    result = done("landscape", "--quick", "--animate", "--beta", "0.5", "--seed", "3", "--out", out)
+    return out, result, strict(out / "landscape.json")
+
+
 @pytest.mark.slow
-def test_a_quick_run_writes_four_scenes_and_what_is_asked_for(tmp_path):
-    out = tmp_path / "made" / "here"
-    result = invoke("--quick", "--animate", "--beta", "0.5", "--seed", "3", "--out", out)
-    assert result.exit_code == 0, result.output
-    content = strict(out / "landscape.json")
-    assert list(content["scenes"]) == ["one-step", "many-steps", "lower-temperature", "anchor-0.3"]
+def test_a_quick_run_writes_four_scenes_and_what_is_asked_for(animated, quick):
+    out, result, content = animated
+    assert tuple(content["scenes"]) == QUICK
     pictures = {scene["picture"] for scene in content["scenes"].values()}
     assert {path.name for path in out.iterdir()} == {"landscape.json", "descent.gif"} | pictures
     for name in pictures:
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
-    assert content["settings"]["beta"] == 0.5
-    assert content["settings"]["seed"] == 3
-    close(
-        content["scenes"]["one-step"]["path"][1], attention(torch.tensor(content["queries"], dtype=torch.float64), 0.5)
-    )
+    assert (content["settings"]["beta"], content["settings"]["seed"]) == (0.5, 3)
+    queries = tensor(content["queries"])
+    close(content["scenes"]["one-step"]["path"][1], attention(queries, 0.5))
+    # The seed draws queries, and leaves those that are given.
+    close(queries[:3], QUERIES)
+    assert content["queries"][3:] != quick[1]["queries"][3:]
     assert "landscape.json, descent.gif written to" in " ".join(result.stdout.split())
-    assert str(tmp_path) not in json.dumps(content)
+    assert str(out.parent) not in (out / "landscape.json").read_text()
     for name in content["scenes"]:
         assert name in result.stdout
         assert f"{name} " in result.stderr  # progress, where nobody watches a terminal
 
 
-def test_the_animation_follows_the_descent_to_its_end(tmp_path, plane, monkeypatch):
-    from PIL import Image
-
-    from implicit_attention.studies.landscape import animation as landscape_animation
-
-    monkeypatch.setattr(landscape_animation, "STEPS", 6)
-    landscape_animation.write_gif(tmp_path / "d.gif", plane)
-    with Image.open(tmp_path / "d.gif") as film:
+@pytest.mark.slow
+def test_the_animation_follows_the_descent_to_its_end(animated):
+    with Image.open(animated[0] / "descent.gif") as film:
         shown = []
         for index in range(film.n_frames):
             film.seek(index)
             shown += [(film.convert("RGB").tobytes(), film.info["duration"])]
     # Frames that are alike may be kept as one that stays longer.
-    assert sum(time for _, time in shown) == 6 * 100 + 2000
-    assert len({picture for picture, _ in shown}) == 7
+    assert sum(time for _, time in shown) == 40 * 100 + 2000
     # The ways, which are orange, grow.
     frames = [np.frombuffer(picture, np.uint8).reshape(-1, 3).astype(int) for picture, _ in shown]
     orange = [int((np.abs(frame - (0xD5, 0x5E, 0x00)).max(-1) < 20).sum()) for frame in frames]
@@ -330,44 +316,18 @@ def bad_files(folder):
 def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, arguments, expected):
     bad_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    result = invoke("--quick", *arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("error: `--")
-    assert "; " in result.stderr
-    for part in expected:
-        assert part in result.stderr
+    refused("landscape", "--quick", *arguments, parts=expected)
     assert not (tmp_path / "landscape").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_folder_without_permission_is_one_line(tmp_path):
-    tmp_path.chmod(0o500)
-    result = invoke("--quick", "--out", tmp_path / "new")
-    assert result.exit_code == 2
-    assert "`--out` must be a writable folder" in result.stderr
-
-
-def test_without_matplotlib_the_line_that_installs_it(monkeypatch):
-    found = errors.importlib.util.find_spec
-    monkeypatch.setattr(errors.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    result = invoke("--quick")
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == [f"error: {errors.missing('matplotlib')}"]
-    assert "pip install" in result.stderr
-
-
-def test_without_pillow_the_line_that_installs_it(monkeypatch, tmp_path):
-    found = landscape.importlib.util.find_spec
-    monkeypatch.setattr(landscape.importlib.util, "find_spec", lambda name: None if name == "PIL" else found(name))
-    result = invoke("--quick", "--animate", "--out", tmp_path / "new")
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == ["error: `--animate` needs pillow, not installed here; pip install pillow"]
+@pytest.mark.parametrize(
+    ("absent", "options", "expected"),
+    [
+        ("matplotlib", (), "this command needs matplotlib, not installed here; in the checkout: pip install"),
+        ("PIL", ("--animate",), "`--animate` needs pillow, not installed here; pip install pillow"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_remedy(tmp_path, monkeypatch, absent, options, expected):
+    monkeypatch.setitem(sys.modules, absent, None)
+    refused("landscape", "--quick", *options, "--out", tmp_path / "new", parts=expected)
     assert not (tmp_path / "new").exists()
-
-
-def test_input_errors_name_the_option(tmp_path):
-    np.save(tmp_path / "p.npy", np.zeros((4, 7)))
-    with pytest.raises(InputError, match=r"`--patterns` p.npy must have shape \(M, 2\), got \(4, 7\)"):
-        Landscape(patterns=tmp_path / "p.npy").check()

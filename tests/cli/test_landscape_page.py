@@ -1,24 +1,14 @@
 import base64
 import io
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from commands import done
 from PIL import Image
-from typer.testing import CliRunner
 
-from implicit_attention.cli import main
-from implicit_attention.cli.landscape import Landscape
-from implicit_attention.studies.landscape import SCENES
-from implicit_attention.studies.landscape import page as landscape_page
-from implicit_attention.studies.landscape.plane import PlaneScene
-
-#: The beginning of a picture of 640 x 480.
-PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\x02\x80\0\0\x01\xe0"
 #: Elements without an end.
 VOID = {"meta", "img", "input", "link", "br", "hr"}
 COMMITTED = Path(__file__).parents[2] / "docs" / "landscape" / "index.html"
@@ -53,15 +43,8 @@ class Page(HTMLParser):
         return [attrs for tag, attrs in self.tags if tag == name]
 
 
-def made(out, *options):
-    result = CliRunner().invoke(main.app, ["landscape", "--html", "--out", str(out), *map(str, options)])
-    assert result.exit_code == 0, result.output
-    return (out / "index.html").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("page"), "--quick")
+def text_of(run):
+    return (run[0] / "index.html").read_text(encoding="utf-8")
 
 
 def check(text, scenes):
@@ -92,68 +75,48 @@ def check(text, scenes):
 
 
 @pytest.mark.slow
-def test_the_page_of_all_scenes_is_one_file_with_every_picture_and_number(tmp_path):
-    page = check(made(tmp_path), len(SCENES))
-    assert len(SCENES) >= 12
-    content = json.loads((tmp_path / "landscape.json").read_text())
+def test_the_page_of_all_scenes_is_one_file_with_every_picture_and_number(whole):
+    out, content = whole
+    assert len(content["scenes"]) >= 12
+    page = check(text_of(whole), len(content["scenes"]))
     shown = "".join(page.text)
     assert len(page.all("section")) == len(content["scenes"])
     for name, scene in content["scenes"].items():
         assert scene["sentence"] in shown
         assert scene["description"] in {picture["alt"] for picture in page.all("img")}
         assert {"href": f"#{name}"} in page.all("a")
-        assert (tmp_path / scene["picture"]).is_file()
-    assert (tmp_path / "index.html").stat().st_size < 2**21
+        assert (out / scene["picture"]).is_file()
+    assert (out / "index.html").stat().st_size < 2**21
 
 
-@pytest.mark.slow
-def test_a_quick_page_has_four_scenes(quick):
-    check(quick, 4)
+def code_of(text):
+    """The scripts and the style of a page, but for its numbers."""
+    parts = re.findall(r"<(?:script(?! type)|style)[^>]*>(.*?)</", text, flags=re.DOTALL)
+    assert len(parts) == 2
+    return parts
 
 
-def test_the_committed_page_has_the_scripts_and_the_style_of_today():
-    text = COMMITTED.read_text(encoding="utf-8")
-    folder = Path(landscape_page.__file__).parent
-    for file in (*landscape_page.SCRIPTS, landscape_page.STYLE, folder / "page.css"):
-        assert file.read_text(encoding="utf-8") in text, f"{file.name}: run implicit-attention landscape --html"
-
-
-def test_the_page_reads_on_a_phone_and_in_the_dark(quick):
-    page = Page(quick)
+def test_the_page_is_whole_reads_on_a_phone_and_in_the_dark_and_needs_no_script(quick):
+    text = text_of(quick)
+    page = check(text, 4)
+    assert code_of(text) == code_of(COMMITTED.read_text(encoding="utf-8")), "run implicit-attention landscape --html"
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
     assert page.all("html") == [{"lang": "en"}]
-    assert "@media (prefers-color-scheme: dark)" in quick
-    assert "color-scheme: light dark" in quick
-
-
-def test_without_a_script_nothing_is_missing_but_the_scene_to_touch(quick):
-    page = Page(quick)
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert "color-scheme: light dark" in text
     hidden = [attributes for _, attributes in page.tags if "hidden" in attributes]
     assert [attributes["id"] for attributes in hidden] == ["touch"]
-    shown = Page(re.sub(r"<script.*?</script>", "", quick, flags=re.DOTALL))
+    shown = Page(re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
     assert shown.all("img") == page.all("img")
     assert "".join(shown.text).split() == "".join(page.text).split()
 
 
-def test_names_of_files_and_texts_are_no_markup(tmp_path):
-    # Nothing of the page comes from the user but numbers; a scene with such words would show them.
-    plane = Landscape().plane
-    scene = PlaneScene("a", "<b>", "1 < 2 & 3", 'a "quoted" <i>', {"<u>": "&amp;"}, {}, lambda: None)
-    page = Page(landscape_page.page(plane, [scene], {"a": PNG}))
-    assert page.all("img")[0]["alt"] == 'a "quoted" <i>'
-    assert {"b", "i", "u"}.isdisjoint(tag for tag, _ in page.tags)
-    assert "1 < 2 & 3" in page.text
-    assert "&amp;" in page.text
-
-
-def test_many_patterns_are_drawn_and_not_touched(tmp_path):
-    numbers = {"query": torch.zeros(2), "beta": 1.0, "anchor": 0.3}
-    scene = PlaneScene(landscape_page.TOUCHED, "title", "sentence.", "description", {}, numbers, lambda: None)
-    for count in (landscape_page.MOST_TOUCHED, landscape_page.MOST_TOUCHED + 1):
-        np.save(tmp_path / "many.npy", np.random.default_rng(0).standard_normal((count, 2)))
-        plane = Landscape(patterns=tmp_path / "many.npy").plane
-        page = Page(landscape_page.page(plane, [scene], {scene.name: PNG}))
-        touched = count == landscape_page.MOST_TOUCHED
-        assert len(page.all("script")) == 2 * touched
-        assert ("touch" in {attributes.get("id") for _, attributes in page.tags}) == touched
-        assert f"{count} stored patterns" in "".join(page.text)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "touched"), [(40, True), (41, False)])
+def test_many_patterns_are_drawn_and_not_touched(tmp_path, count, touched):
+    np.save(tmp_path / "many.npy", np.random.default_rng(0).standard_normal((count, 2)))
+    done("landscape", "--quick", "--html", "--patterns", tmp_path / "many.npy", "--out", tmp_path)
+    page = Page((tmp_path / "index.html").read_text(encoding="utf-8"))
+    assert len(page.all("script")) == 2 * touched
+    assert ("touch" in {attributes.get("id") for _, attributes in page.tags}) == touched
+    assert f"{count} stored patterns" in "".join(page.text)

@@ -10,16 +10,11 @@ import torch
 from browser import BROWSER, MISSING, SHIFT, browser
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
-from implicit_attention.cli.landscape import Landscape
-from implicit_attention.studies.landscape import page as landscape_page
-from implicit_attention.studies.landscape import points
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=MISSING)
 COMMITTED = Path(__file__).parents[2] / "docs" / "landscape" / "index.html"
 #: Width, height, and whether it is a phone.
 WINDOWS = {"desk": (1280, 900, False), "phone": (390, 844, True)}
-#: The beginning of a picture of 640 x 480.
-PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\x02\x80\0\0\x01\xe0"
 BOXES = """
   [...document.querySelectorAll("h1, .plane, #touch input, [data-part=said], #touch-how")].map((part) => {
     const { left, top, right, bottom } = part.getBoundingClientRect();
@@ -83,14 +78,9 @@ def tab(started):
     assert started.faults() == []
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    """The page with one scene, whose picture is missing."""
-    plane = Landscape().plane
-    scene = points.anchored(plane, 0.3)
-    file = tmp_path_factory.mktemp("touch") / "index.html"
-    file.write_text(landscape_page.page(plane, [scene], {scene.name: PNG}), encoding="utf-8")
-    return file.as_uri()
+@pytest.fixture(scope="session")
+def address(quick):
+    return (quick[0] / "index.html").as_uri()
 
 
 def opened(tab, address, window="desk", **options):
@@ -305,13 +295,13 @@ def draw(count, seed):
     return torch.randn(count, 2, generator=generator, dtype=torch.float64)
 
 
-def in_browser(tab, program, **values):
-    """What `program` returns, beside the script and with the values as `given`."""
-    code = landscape_page.SCRIPTS[0].read_text()
-    return tab.run(f"(() => {{ {code}\nconst given = {json.dumps(values)}; {program} }})()")
+def in_browser(tab, address, program, **values):
+    """What `program` returns, beside the script of the page and with the values as `given`."""
+    opened(tab, address)
+    return tab.run(f"(() => {{ const given = {json.dumps(values)}; {program} }})()")
 
 
-def test_the_script_finds_the_equilibria_of_the_library(tab):
+def test_the_script_finds_the_equilibria_of_the_library(tab, address):
     problems = []
     for seed, (count, beta, anchor) in enumerate(
         [(6, 7.0, 0.3), (6, 0.7, 0.0), (3, 2.0, 0.7), (1, 5.0, 0.5), (9, 30.0, 0.05), (6, 2.8, 1.0), (5, 1e-2, 0.0)]
@@ -327,7 +317,7 @@ def test_the_script_finds_the_equilibria_of_the_library(tab):
         return { value, converged, attracts, energy: energyOf(problem, value), start: path[0] };
       });
     """
-    for problem, found in zip(problems, in_browser(tab, program, problems=problems), strict=True):
+    for problem, found in zip(problems, in_browser(tab, address, program, problems=problems), strict=True):
         end, energy = end_of(problem["keys"], problem["query"], problem["beta"], problem["anchor"])
         # Of several minima both take the one that plain steps lead to.
         assert found["converged"]
@@ -340,18 +330,18 @@ def test_the_script_finds_the_equilibria_of_the_library(tab):
 @pytest.mark.parametrize(
     ("beta", "anchor", "attractors"), [(7.07, 0.3, 2), (7.07, 0.0, 5), (2.0, 0.05, None), (0.7, 0.0, 1)]
 )
-def test_basins_are_where_plain_steps_of_the_library_end(tab, beta, anchor, attractors):
-    plane, side = Landscape().plane, 50
-    query = plane.queries[0]
-    problem = {"keys": plane.patterns.tolist(), "query": query.tolist(), "beta": beta, "anchor": anchor}
+def test_basins_are_where_plain_steps_of_the_library_end(tab, address, quick, beta, anchor, attractors):
+    (patterns, (query, *_)), reach, side = (quick[1][name] for name in ("patterns", "queries")), quick[1]["reach"], 50
+    problem = {"keys": patterns, "query": query, "beta": beta, "anchor": anchor}
     program = """
       const { ends, attractors, energies } = basins(given.problem, given.reach, given.side);
       return { ends: [...ends], attractors, energies: [...energies] };
     """
-    found = in_browser(tab, program, problem=problem, reach=plane.reach, side=side)
-    centres = plane.reach * ((2 * torch.arange(side, dtype=torch.float64) + 1) / side - 1)
+    found = in_browser(tab, address, program, problem=problem, reach=reach, side=side)
+    centres = reach * ((2 * torch.arange(side, dtype=torch.float64) + 1) / side - 1)
     starts = torch.cartesian_prod(-centres, centres).flip(-1)
-    energy = AnchoredEnergy(LogSumExp(plane.patterns, beta), query.expand(starts.shape), anchor)
+    keys, field = (torch.tensor(numbers, dtype=torch.float64) for numbers in (patterns, query))
+    energy = AnchoredEnergy(LogSumExp(keys, beta), field.expand(starts.shape), anchor)
     torch.testing.assert_close(torch.tensor(found["energies"], dtype=torch.float64), energy.energy(starts))
     ends = solve(energy, starts, solver=Picard(max_steps=5000, atol=1e-9, rtol=1e-9)).value
     assert min(found["ends"]) >= 0

@@ -4,16 +4,8 @@ import struct
 import zlib
 
 import pytest
-import torch
+from commands import done, invoke, refused
 from PIL import Image
-from typer.testing import CliRunner
-
-from implicit_attention.cli import main, watching
-from implicit_attention.studies.errors import InputError
-from implicit_attention.studies.thinking.grids import every_grid
-from implicit_attention.studies.thinking.puzzles import PUZZLES
-
-MAZE, SUDOKU = PUZZLES["maze"], PUZZLES["sudoku"]
 
 #: A maze with a frame; its path has 9 squares.
 DRAWN = """
@@ -25,39 +17,27 @@ DRAWN = """
 """
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(main.app, ["think", *map(str, arguments)], env={"COLUMNS": "120"})
-
-
-@pytest.fixture(autouse=True)
-def few_problems(monkeypatch):
-    """Tables of few problems, which are made as those of many are."""
-    for puzzle in PUZZLES.values():
-        monkeypatch.setattr(type(puzzle), "count", 4)
+def told(tmp_path, puzzle, text):
+    """What is printed of a problem in a file: notes, the title, and all lines."""
+    file = tmp_path / "own.txt"
+    file.write_text(text)
+    lines = done("think", puzzle, "--file", file).stdout.splitlines()
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    return notes, lines[len(notes)], lines
 
 
 def test_a_maze_as_text_is_the_one_that_was_drawn_and_its_answer_is_checked(tmp_path):
-    file = tmp_path / "own.txt"
-    file.write_text(DRAWN)
-    asked = MAZE.read(file)
-    assert (asked.title, asked.notes) == ("3 x 5, own.txt", ())
-    free, start, goal = asked.problem.inputs[0]
-    assert free.tolist() == [[1, 0, 1, 1, 1], [1, 0, 1, 0, 1], [1, 1, 1, 0, 1]]
-    assert start.nonzero().tolist() == [[0, 0]]
-    assert goal.nonzero().tolist() == [[2, 4]]
-    assert asked.problem.target[0].tolist() == free.tolist()
-    result = invoke("maze", "--file", file)
-    assert result.exit_code == 0, result.output
-    shown = [line for line in result.stdout.splitlines() if line.startswith("#") and line.endswith("#")]
-    assert shown[1][1] == "S"
+    notes, title, lines = told(tmp_path, "maze", DRAWN)
+    assert (notes, title) == ([], "maze of pixels, 3 x 5, own.txt (trained on ones of 9 x 9)")
+    shown = [line for line in lines if line.startswith("#") and line.endswith("#")]
+    assert [line.replace(".", " ") for line in shown] == DRAWN.split("\n")[1:-1]
+    assert any(line.startswith("settled after") and line.endswith(" are right") for line in lines)
     # The answer is a maze that can be read.
-    file.write_text("\n".join(shown))
-    assert torch.equal(MAZE.read(file).problem.inputs, asked.problem.inputs)
+    assert told(tmp_path, "maze", "\n".join(shown))[1] == title
 
 
 def test_a_maze_as_an_image_is_that_of_the_text(tmp_path):
-    text, drawing, unmarked = (tmp_path / name for name in ("a.txt", "a.png", "b.png"))
-    text.write_text(DRAWN)
+    drawing, unmarked = (tmp_path / name for name in ("a.png", "b.png"))
     colours = {"#": (20, 20, 30), " ": (250, 250, 250), "S": (40, 200, 60), "G": (220, 50, 40)}
     rows = DRAWN.strip("\n").splitlines()
     image = Image.new("RGB", (len(rows[0]), len(rows)))
@@ -65,60 +45,40 @@ def test_a_maze_as_an_image_is_that_of_the_text(tmp_path):
     image.save(drawing)
     image.putdata([colours[letter if letter in "# " else " "] for row in rows for letter in row])
     image.save(unmarked)
-    wanted = MAZE.read(text).problem
-    for file, places in ((drawing, {}), (unmarked, {"start": (1, 1), "goal": (3, 5)})):
-        found = MAZE.read(file, **places).problem
-        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-    result = invoke("maze", "--file", unmarked, "--start", "1,1", "--goal", "3,5")
-    assert result.exit_code == 0, result.output
+    wanted = told(tmp_path, "maze", DRAWN)[2]
+    for file, places in ((drawing, ()), (unmarked, ("--start", "1,1", "--goal", "3,5"))):
+        found = done("think", "maze", "--file", file, *places).stdout
+        assert found.replace(file.name, "own.txt").splitlines() == wanted
 
 
-def test_loops_and_wide_ways_are_told_and_every_shortest_path_is_right(tmp_path):
-    file = tmp_path / "loop.txt"
-    file.write_text("S  \n # \n  G\n")
-    asked = MAZE.read(file)
-    assert len(asked.notes) == 1
-    assert "it has loops, the model was trained on mazes without" in asked.notes[0]
-    over, under, both, cut = (
-        torch.tensor(rows)
-        for rows in (
-            [[1, 1, 1], [0, 0, 1], [0, 0, 1]],
-            [[1, 0, 0], [1, 0, 0], [1, 1, 1]],
-            [[1, 1, 1], [1, 0, 1], [1, 1, 1]],
-            [[1, 0, 1], [1, 0, 0], [1, 1, 1]],
-        )
-    )
-    assert [MAZE.wrong(asked.problem, answer) for answer in (over, under)] == [0, 0]
-    assert all(MAZE.wrong(asked.problem, answer) > 0 for answer in (both, cut))
-    for text in ("S G \n    \n", "S  \n# G\n   \n", "##\nS \n G\n"):
-        file.write_text(text)
-        assert "one square wide" in MAZE.read(file).notes[-1]
-    file.write_text("#S###\n#   #\n###G#\n")
-    assert MAZE.read(file).notes == ()
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("S  \n # \n  G\n", "it has loops, the model was trained on mazes without"),
+        ("S G \n    \n", "one square wide"),
+        ("S  \n# G\n   \n", "one square wide"),
+        ("##\nS \n G\n", "one square wide"),
+        ("#S###\n#   #\n###G#\n", None),
+    ],
+)
+def test_loops_and_wide_ways_are_told(tmp_path, text, note):
+    notes = told(tmp_path, "maze", text)[0]
+    assert (notes == []) if note is None else (note in notes[-1])
 
 
 def test_bits_and_digits_of_ones_own(tmp_path):
-    file = tmp_path / "own.txt"
-    file.write_text("0110 1\n01\n")
-    result = invoke("prefix", "--file", file)
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[0] == "bits above their prefix parities, 7 bits, own.txt (trained on strings of 32 bits)"
+    _, title, lines = told(tmp_path, "prefix", "0110 1\n01\n")
+    assert title == "bits above their prefix parities, 7 bits, own.txt (trained on strings of 32 bits)"
     assert lines[lines.index("0110101") + 1] == "0100110"
-    file.write_text("1...\n..2.\n.3..\n0004\n")
-    asked = SUDOKU.read(file)
-    grids = [g for g in every_grid().tolist() if (g[0], g[6], g[9], g[15]) == (0, 1, 2, 3)]
-    assert asked.title == "4 givens, own.txt"
-    assert (f"{len(grids)} grids fit" in "".join(asked.notes)) == (len(grids) > 1)
-    for grid in grids:
-        assert SUDOKU.wrong(asked.problem, torch.tensor(grid)) == 0
-    file.write_text(16 * ".")
-    asked = SUDOKU.read(file)
-    assert all(SUDOKU.wrong(asked.problem, grid) == 0 for grid in every_grid())
-    assert SUDOKU.wrong(asked.problem, torch.zeros(16)) == 12
-    result = invoke("sudoku", "--file", file)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("note: 288 grids fit these givens (the model was trained on puzzles with one)")
+    # Long strings are cut; below each part stand its parities.
+    lines = told(tmp_path, "prefix", 150 * "1")[2]
+    first = lines.index(64 * "1")
+    assert lines[first + 1] == 32 * "10"
+    assert [line.strip() for line in lines[first + 6 : first + 8]] == [22 * "1", 11 * "10"]
+    _, title, _ = told(tmp_path, "sudoku", "1...\n..2.\n.3..\n0004\n")
+    assert title == "Sudoku of 4 x 4, 4 givens, own.txt (trained on ones with 6 to 8 givens)"
+    (note,) = told(tmp_path, "sudoku", 16 * ".")[0]
+    assert note.startswith("288 grids fit these givens (the model was trained on puzzles with one)")
 
 
 # ------------------------------------------------------------------ errors
@@ -154,7 +114,7 @@ def written(tmp_path, text, name="own.txt"):
     ],
 )
 def test_wrong_files_are_refused(tmp_path, puzzle, text, message):
-    refused([puzzle, "--file", written(tmp_path, text)], message)
+    refused("think", puzzle, "--file", written(tmp_path, text), parts=message)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +124,8 @@ def test_images_that_are_too_large_are_refused_unread(tmp_path, side, message):
     """A header that promises more pixels than Pillow reads; the rest is left out."""
     header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-    refused(["maze", "--file", written(tmp_path, content + b"\0\0\0\0IDAT", "own.png")], message)
-
-
-def refused(arguments, message):
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    assert len(result.stderr.splitlines()) == 1
-    assert message in result.stderr
+    file = written(tmp_path, content + b"\0\0\0\0IDAT", "own.png")
+    refused("think", "maze", "--file", file, parts=message)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +133,6 @@ def refused(arguments, message):
     [
         (["maze", "--size", "8"], "`--size` must be an odd number of squares from 5 to 65, got 8; try --size 17"),
         (["maze", "--size", "67"], "got 67"),
-        (["prefix", "--size", "1"], "`--size` must be a number of bits from 2 to 512, got 1"),
         (["sudoku", "--size", "3"], "`--size` must be a number of givens from 4 to 15, got 3"),
         (["maze", "--size", "9", "--file", "a"], "`--size` must be left out beside --file"),
         (["maze", "--start", "1,1"], "`--start` must stand beside --file with a maze, got '1,1' alone"),
@@ -195,7 +148,7 @@ def refused(arguments, message):
     ],
 )
 def test_wrong_options_are_refused(arguments, message):
-    refused(arguments, message)
+    refused("think", *arguments, parts=message)
 
 
 @pytest.mark.parametrize(
@@ -208,26 +161,28 @@ def test_wrong_options_are_refused(arguments, message):
     ],
 )
 def test_wrong_places_are_refused(tmp_path, places, message):
-    refused(["maze", "--file", written(tmp_path, DRAWN), *places], message)
+    refused("think", "maze", "--file", written(tmp_path, DRAWN), *places, parts=message)
 
 
 def test_start_and_goal_have_to_differ(tmp_path):
-    file = written(tmp_path, "   \n # \n   ")
-    refused(
-        ["maze", "--file", file, "--start", "0,0", "--goal", "0,0"], "must have a start and a goal apart, got (0, 0)"
-    )
+    places = ("--file", written(tmp_path, "   \n # \n   "), "--start", "0,0", "--goal", "0,0")
+    refused("think", "maze", *places, parts="must have a start and a goal apart, got (0, 0)")
 
 
 def test_wrong_images_are_refused(tmp_path):
     large, other = tmp_path / "large.png", written(tmp_path, b"no image", "other.png")
     Image.new("RGB", (200, 9), "white").save(large)
-    refused(["maze", "--file", large], "must have one pixel for each square, and at most 67 a side, got 200 x 9")
-    refused(["maze", "--file", other], "must be an image that can be read, got 'other.png' (not a PNG image)")
+    for file, message in (
+        (large, "must have one pixel for each square, and at most 67 a side, got 200 x 9"),
+        (other, "must be an image that can be read, got 'other.png' (not a PNG image)"),
+    ):
+        refused("think", "maze", "--file", file, parts=message)
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "a.gif").mkdir()
-    refused(["sudoku", "--gif", tmp_path / "a.gif"], "`--gif` must be a file, got the folder ")
-    message = r"`--gif` must be a writable file, got 'b.gif' \(full\); choose another"
-    with pytest.raises(InputError, match=message), watching.writable_file("--gif", tmp_path / "b.gif"):
-        raise OSError(28, "full")
+    refused("think", "sudoku", "--gif", tmp_path / "a.gif", parts="`--gif` must be a file, got the folder ")
+    (tmp_path / "b.gif").symlink_to("/dev/full")
+    result = invoke("think", "sudoku", "--gif", tmp_path / "b.gif")
+    assert result.exit_code == 2
+    assert "`--gif` must be a writable file, got 'b.gif' (No space left on device); choose another" in result.stderr

@@ -44,18 +44,3 @@ def test_squares_have_shades_walls_marks_and_words(tmp_path):
     assert {on, wall, start, goal} <= colours(pictures[1])
     assert goal not in colours(pictures[0])
     assert pictures[2].tobytes() != pictures[0].tobytes()
-
-
-@pytest.mark.parametrize(
-    ("frames", "others", "message"),
-    [
-        ([], {}, "`frames` must hold at least one frame"),
-        ([torch.zeros(3)], {}, r"`frames\[0\]` must have the shape \(H, W\), got shape \(3,\)"),
-        ([torch.zeros(2, 2), torch.zeros(2, 3)], {"residuals": [1, 1]}, r"`frames\[1\]` must have the shape \(2, 2\)"),
-        ([torch.zeros(2, 2)], {"residuals": [1, 1]}, "`residuals` must hold 1 numbers, one for each frame, got 2"),
-        ([torch.zeros(2, 2)], {"texts": []}, "`texts` must hold 1 pictures in words, one for each frame, got 0"),
-    ],
-)
-def test_wrong_arguments_are_told(tmp_path, frames, others, message):
-    with pytest.raises(ValueError, match=message):
-        save_course_gif(tmp_path / "a.gif", frames, **{"residuals": [1.0], "tolerance": 1e-3} | others)

@@ -41,24 +41,6 @@ def test_every_number_is_drawn_against_the_evaluations_that_it_took():
     assert png(figure)[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("published", "equilibrium", "error"),
-    [
-        ({}, {}, "`published` must hold at least one course, got none"),
-        ({"a": (STEPS, FALLING)}, {"b": (SPENT, LINE, LINE)}, r"`equilibrium` must have the names \['a'\]"),
-        ({"a": (STEPS, LINE)}, {"a": (SPENT, LINE, LINE)}, r"`published\['a'\]` must hold 2 tensors of one shape"),
-        ({"a": (STEPS, FALLING)}, {"a": (SPENT, LINE)}, r"`equilibrium\['a'\]` must hold 3 tensors of one shape"),
-        ({"a": (STEPS[:1], FALLING[:1])}, {"a": (SPENT, LINE, LINE)}, "T at least 2"),
-        ({"a": (STEPS, FALLING * torch.nan)}, {"a": (SPENT, LINE, LINE)}, "must hold finite numbers"),
-        ({"a": (STEPS, FALLING)}, {"a": (SPENT - 1, LINE, LINE)}, r"`equilibrium\['a'\]` must count from 1 on, got 0"),
-    ],
-    ids=["nothing", "names", "shapes", "parts", "one point", "nan", "evaluations"],
-)
-def test_what_cannot_be_drawn_is_refused(published, equilibrium, error):
-    with pytest.raises(ValueError, match=error):
-        descent_figure(published, equilibrium)
-
-
 # The page of the Energy Transformer.
 
 

@@ -7,8 +7,10 @@ from figure_files import png
 
 from implicit_attention import AnchoredEnergy, ImplicitAttention, LogSumExp, Picard, Status, solve
 from implicit_attention.plotting import evaluations_figure
-from implicit_attention.plotting.style import BAD, GOOD
 from implicit_attention.solution import Record, SolveReport
+
+#: The colours of problems with and without an answer.
+GOOD, BAD = ((0.0, 114 / 255, 178 / 255), (213 / 255, 94 / 255, 0.0))
 
 
 def report(evaluations, failed=()):
@@ -29,14 +31,10 @@ def bars(figure):
     ]
 
 
-def rgb(color):
-    return tuple(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-
-
 def test_a_bar_for_every_number_of_evaluations_as_high_as_its_share():
     figure = evaluations_figure({"a": report([[3, 3], [5, 3]]), "b": report([7, 9])})
     found = bars(figure)
-    assert [(at, tone) for at, _, tone in found] == [(at, rgb(GOOD)) for at in (3.0, 5.0, 7.0, 9.0)]
+    assert [(at, tone) for at, _, tone in found] == [(at, GOOD) for at in (3.0, 5.0, 7.0, 9.0)]
     heights = [height for _, height, _ in found]
     assert heights == pytest.approx([0.8, 0.8 / 3, 0.8, 0.8], abs=1e-5)
     assert [bar.get_y() for bar in figure.axes[0].patches] == [1, 1, 0, 0]
@@ -49,7 +47,7 @@ def test_a_bar_for_every_number_of_evaluations_as_high_as_its_share():
 def test_problems_without_an_answer_have_their_own_bars_and_crosses():
     figure = evaluations_figure({"a": report([4, 4, 4, 9], failed=[0, 3])})
     found = bars(figure)
-    assert [(at, tone) for at, _, tone in found] == [(4.0, rgb(GOOD)), (4.0, rgb(BAD)), (9.0, rgb(BAD))]
+    assert [(at, tone) for at, _, tone in found] == [(4.0, GOOD), (4.0, BAD), (9.0, BAD)]
     # The three at 4 stand on each other.
     assert [bar.get_y() for bar in figure.axes[0].patches] == pytest.approx([0, 1.6 / 3, 0])
     assert [

@@ -12,12 +12,10 @@ from implicit_attention import (
     EnergyFunction,
     LogSumExp,
     Picard,
-    RepeatedSelfAttention,
-    SelfAttentionEnergy,
     SquaredScores,
     solve,
 )
-from implicit_attention.diagnostics import StationaryPoints, stationary_points
+from implicit_attention.diagnostics import StationaryPoints
 from implicit_attention.plotting import landscape_figure, principal_figure
 from implicit_attention.testing.numerics import random
 
@@ -42,50 +40,6 @@ def energy_of(beta=2 * ROOT, states=STARTS, anchor=0.0):
 
 def by_hand(beta, z):
     return z.square().sum(-1) / 2 - (beta * z @ KEYS.T).logsumexp(-1) / beta
-
-
-def test_one_step_moves_states_and_lowers_their_energy():
-    beta = 1 / ROOT
-    energy = energy_of(beta)
-    after = solve(energy, STARTS, solver=Picard(max_steps=1, atol=0, rtol=0)).value
-    expected = [
-        (0.579122830801, 0.324605411318),
-        (-0.742177723355, 0.263801833434),
-        (-0.021027850679, -0.148847504199),
-    ]
-    torch.testing.assert_close(after, torch.tensor(expected).double(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(after, (beta * STARTS @ KEYS.T).softmax(-1) @ KEYS)
-    for z, energies in (
-        (STARTS, (-1.007868596, -1.982948429, -2.533789964)),
-        (after, (-2.383450778, -2.416352482, -2.536154540)),
-    ):
-        torch.testing.assert_close(energy.energy(z), torch.tensor(energies).double(), atol=1e-6, rtol=0)
-        torch.testing.assert_close(energy.energy(z), by_hand(beta, z))
-
-
-@pytest.mark.parametrize(("anchor", "end"), [(0.3, (1.2896382296, 0.6598920799)), (0.7, (1.4098412421, 1.1400464875))])
-def test_anchored_queries_end_between_themselves_and_their_pattern(anchor, end):
-    query, beta = STARTS[:1], 5 * ROOT
-    energy = energy_of(beta, query, anchor)
-    z = solve(energy, query, solver=Picard(atol=1e-12, rtol=1e-12)).value
-    torch.testing.assert_close(z[0], torch.tensor(end).double(), atol=1e-6, rtol=0)
-    rest = z - anchor * query - (1 - anchor) * (beta * z @ KEYS.T).softmax(-1) @ KEYS
-    assert rest.abs().max() < 1e-10
-    # The same as one of all stationary points.
-    starts = query.expand(400, 2) + random(400, 2)
-    found = stationary_points(energy_of(beta, query.expand(400, 2), anchor), starts)
-    assert torch.cdist(z, found.of_kind("minimum")).min() < 1e-9
-
-
-def test_patterns_that_attend_to_themselves():
-    frozen = RepeatedSelfAttention(KEYS, 1 / ROOT)
-    moved = frozen.fixed_point_map(KEYS)[0]
-    torch.testing.assert_close(moved, torch.tensor([0.56161198, 0.00872358]).double(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(frozen.frozen_energy(KEYS).fixed_point_map(KEYS)[0], moved)
-    gradient = SelfAttentionEnergy(KEYS, 1 / ROOT).gradient(KEYS)[0]
-    torch.testing.assert_close(gradient, torch.tensor([0.06972114, 0.24059527]).double(), atol=1e-6, rtol=0)
-    p = (KEYS @ KEYS.T / ROOT).softmax(-1)
-    torch.testing.assert_close(gradient, (KEYS - p @ KEYS - p.T @ KEYS)[0])
 
 
 def test_everything_is_drawn_where_it_is():
@@ -204,47 +158,6 @@ NAN = torch.full((6, 2), torch.nan).double()
 TRACE = solve(energy_of(), STARTS, trace=True).trace
 
 
-@pytest.mark.parametrize(
-    ("energy", "states", "options", "error"),
-    [
-        (AnchoredEnergy(LogSumExp(random(6, 3), 1.0), random(4, 3)), random(4, 3), {}, "states.*principal_figure"),
-        (energy_of(), STARTS[None], {}, r"states.*shape \(1, 3, 2\)"),
-        (energy_of(), STARTS[:0], {}, r"states.*shape \(0, 2\)"),
-        (energy_of(), NAN[:3], {}, "`states` must hold finite numbers"),
-        (SelfAttentionEnergy(STARTS, 1.0), STARTS, {}, "`energy` must have one problem per row.*frozen_energy"),
-        (RepeatedSelfAttention(STARTS, 1.0), STARTS, {}, "`energy` must have one problem per row.*frozen_energy"),
-        (AnchoredEnergy(LogSumExp(NAN, 1.0), STARTS), STARTS, {}, "`energy.potential.keys` must hold finite"),
-        (energy_of(), STARTS, {"patterns": NAN}, "`patterns` must hold finite numbers.*leave out"),
-        (energy_of(), STARTS, {"patterns": random(4, 3)}, r"`patterns` must be points of the plane.*\(4, 3\)"),
-        (energy_of(), STARTS, {"patterns": [[1.0, 2.0]]}, "`patterns` must be a torch.Tensor"),
-        (energy_of(), STARTS, {"values": random(4, 2)}, r"`values` must be one per key, shape \(6, 2\)"),
-        (energy_of(), STARTS, {"values": random(6, 3)}, "`values` must be points of the plane"),
-        (
-            AnchoredEnergy(SquaredScores(0.1 * KEYS, 1.0), STARTS),
-            STARTS,
-            {"values": KEYS},
-            "`values` must be given for an energy whose potential reads out values, got SquaredScores",
-        ),
-        (energy_of(states=STARTS[:2]), STARTS[:2], {"trace": TRACE}, r"`trace` must be of states of shape \(2, 2\)"),
-        (energy_of(), STARTS, {"grid": 0}, "`grid` must be >= 2, got 0"),
-        (energy_of(), STARTS, {"reach": 0.0}, "`reach` must be > 0"),
-        (energy_of(), STARTS, {"kind": "map"}, "`kind` must be one of 'contour', 'surface'"),
-        (energy_of(), STARTS, {"query": 3}, "`query` must number one of the 3 rows, got 3"),
-        (energy_of(), STARTS[:2], {}, "must have the field's shape"),
-    ],
-    ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
-)
-def test_what_cannot_be_drawn_is_refused(energy, states, options, error):
-    with pytest.raises((TypeError, ValueError), match=error):
-        landscape_figure(energy, states, **options)
-
-
-def test_an_energy_that_is_nowhere_finite_is_refused():
-    nowhere = EnergyFunction(lambda z: z.sum(-1) * torch.nan, event_ndim=1)
-    with pytest.raises(ValueError, match="`energy` must be finite somewhere in the picture"):
-        landscape_figure(nowhere, STARTS)
-
-
 @pytest.mark.slow
 def test_without_matplotlib_the_line_that_installs_it_is_told():
     code = """
@@ -291,20 +204,3 @@ def test_principal_axes_in_the_plane_keep_distances():
     # A single point has no axis of its own.
     (axes,) = principal_figure(KEYS[:1], KEYS[:1]).axes
     assert axes.get_xlabel() == "principal axis 1 (0% of the variance)"
-
-
-@pytest.mark.parametrize(
-    ("keys", "path", "error"),
-    [
-        (random(4), random(3, 4), "`keys` must have the shape"),
-        (random(0, 4), random(3, 4), "`keys` must have the shape"),
-        (random(4, 4), random(4), "`path` must have the shape"),
-        (random(4, 4), random(3, 5), "`path` must have the width 4 of `keys`, got 5"),
-        (random(4, 1), random(3, 1), "`keys` must have at least two dimensions"),
-        (NAN, random(3, 2), "`keys` must hold finite numbers"),
-        (random(3, 2), NAN, "`path` must hold finite numbers"),
-    ],
-)
-def test_what_has_no_principal_axes_is_refused(keys, path, error):
-    with pytest.raises(ValueError, match=error):
-        principal_figure(keys, path)

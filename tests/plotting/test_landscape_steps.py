@@ -70,31 +70,3 @@ def test_the_figure_computes_what_it_is_not_given():
     own = step_norm_figure(dims, scales)
     for a, b in zip(own.axes[0].collections, given.axes[0].collections, strict=True):
         assert [path.vertices.tolist() for path in a.get_paths()] == [path.vertices.tolist() for path in b.get_paths()]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (([], [1.0]), "`dims` must hold at least one dimension"),
-        (([2], []), "`beta_scales` must hold at least one scale"),
-        (([0], [1.0]), "`dims` must be >= 1, got 0"),
-        (([2], [0.0]), "`beta_scales` must be > 0, got 0.0"),
-    ],
-)
-def test_norms_out_of_range_are_refused(arguments, error):
-    with pytest.raises(ValueError, match=error):
-        step_norms(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("dims", "scales", "norms", "error"),
-    [
-        ([2], [0.5, 1.0], None, "`dims` must hold at least two numbers, ascending"),
-        ([2, 4], [1.0, 0.5], None, "`beta_scales` must hold at least two numbers, ascending"),
-        ([2, 4], [0.5, 1.0], torch.zeros(3, 2, 4), r"`norms` must have the shape \(2, 2, 'draws'\)"),
-        ([2, 4], [0.5, 1.0], torch.full((2, 2, 4), torch.nan), "`norms` must hold finite numbers"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(dims, scales, norms, error):
-    with pytest.raises(ValueError, match=error):
-        step_norm_figure(dims, scales, norms=norms)

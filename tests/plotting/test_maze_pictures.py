@@ -3,10 +3,11 @@ import torch
 from PIL import Image
 
 from implicit_attention.plotting import maze_figure, save_maze_gif, sizes_figure
-from implicit_attention.plotting.mazes import BETWEEN, CELL
 
 # Two by two cells: down from the first, and right from it and from the third.
 WAYS = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 1], [0, 0, 1, 0]]).bool()
+#: Pixels of a cell, and between two.
+CELL, BETWEEN = 7, 2
 STEP = CELL + BETWEEN
 
 
@@ -65,30 +66,3 @@ def test_sizes_figure_draws_a_curve_with_errors_for_every_way():
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"solved", "loop", "trained on"}
     assert [label.get_text() for label in axes.get_xticklabels()] == ["5 x 5", "9 x 9"]
     assert len(axes.containers) == 2
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: maze_figure([], WAYS, start=0, goal=3), "`panels` must hold at least one"),
-        (lambda: maze_figure([("a", torch.zeros(3))], WAYS, start=0, goal=3), r"`values` must have shape \(4,\)"),
-        (
-            lambda: maze_figure([("a", torch.zeros(5))], torch.zeros(5, 4), start=0, goal=3),
-            r"`ways` must .*size \* size",
-        ),
-        (
-            lambda: save_maze_gif("x.gif", [], WAYS, start=0, goal=3, residuals=[], tolerance=1e-3),
-            "`frames` must hold at least one",
-        ),
-        (
-            lambda: save_maze_gif(
-                "x.gif", [torch.zeros(4)], WAYS, start=0, goal=3, residuals=[1.0, 0.1], tolerance=1e-3
-            ),
-            "`residuals` must hold 1 numbers",
-        ),
-        (lambda: sizes_figure({}), "`curves` must hold at least one"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -100,12 +100,3 @@ def test_problems_that_are_not_finite_are_left_out_and_counted():
     figure = spectrum_figure(linear(matrices), torch.zeros(3, 2))
     assert len(points(figure)["modulus below 1"]) == 4
     assert figure.get_suptitle().splitlines()[-1] == "1 of 3 problems are not finite"
-
-
-def test_what_is_too_large_or_no_problem_is_refused():
-    with pytest.raises(
-        ValueError, match=r"`states` must have 1 to 512 entries.*got 513; use diagnostics.spectral_radius"
-    ):
-        spectrum_figure(linear(torch.eye(513)[None]), torch.zeros(1, 513))
-    with pytest.raises(TypeError, match="`problem` must be a Problem, such as an energy, got Tensor"):
-        spectrum_figure(torch.eye(3), torch.zeros(1, 3))

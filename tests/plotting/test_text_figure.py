@@ -1,6 +1,5 @@
 """Text whose characters have the colour of their evaluations."""
 
-import pytest
 import torch
 from figure_files import png
 
@@ -46,15 +45,3 @@ def test_many_numbers_share_colours():
     figure = text_figure("a" * 100, torch.arange(100))
     assert len(figure.axes[1].get_yticks()) == 15
     assert png(figure)[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers", "told"),
-    [
-        ("", torch.ones(0), "`text` must hold at least one"),
-        ("ab", torch.ones(3), r"`evaluations` must have shape \(2,\)"),
-    ],
-)
-def test_what_does_not_fit_is_told(text, numbers, told):
-    with pytest.raises(ValueError, match=told):
-        text_figure(text, numbers)

@@ -1,6 +1,3 @@
-import csv
-import re
-
 import pytest
 import torch
 from figure_files import png
@@ -81,6 +78,8 @@ def test_looks_rows_and_files_give_the_same_picture(tmp_path):
     expected = drawn(training_figure(looks))
     given = (rows_of(looks), iter(looks), table.path, str(table.path), lines.path)
     assert [drawn(training_figure(rows)) == expected for rows in given] == [True] * 5
+    with pytest.raises(FileNotFoundError):
+        training_figure(tmp_path / "none.csv")
     # One look is a picture, too.
     assert drawn(training_figure(looks[0])) == drawn(training_figure(looks[0].rows()))
 
@@ -181,41 +180,3 @@ def test_an_axis_is_wide_where_nothing_moves():
         row["anchor"] = 0.5 + 1e-9 * row["step"]
     axes = {axes.get_title(loc="left"): axes for axes in training_figure(rows).axes}["Anchor"]
     assert axes.get_ylim() == pytest.approx((0.49, 0.51), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "`rows` must hold at least one row, got none; pass the file of a CSVFile"),
-        ([{"step": 1, "layer": "0"}], "row 0 without forward_problems, backward_problems, forward_mean"),
-        ({"loss": 1.0}, "`rows` must have the columns that watch counts, got row 0 without step, layer"),
-    ],
-)
-def test_what_no_watch_wrote_is_refused(rows, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        training_figure(rows)
-
-
-def test_cells_and_files_that_do_not_fit_are_named(tmp_path):
-    rows = rows_of(observe(steps=1))
-    with pytest.raises(ValueError, match="`rows` must hold numbers, got 'many' in forward_mean of row 1"):
-        training_figure([rows[0], rows[1] | {"forward_mean": "many"}])
-    with pytest.raises(TypeError, match=r"`rows` must hold what Watch.take\(\) returned.*got int at 0"):
-        training_figure([3])
-    with pytest.raises(FileNotFoundError):
-        training_figure(tmp_path / "none.csv")
-    for text in ("", "a,b\n1,2\n"):
-        (tmp_path / "other.csv").write_text(text)
-        with pytest.raises(ValueError, match="`rows` must"):
-            training_figure(tmp_path / "other.csv")
-
-
-def test_the_columns_are_those_of_the_writer(tmp_path):
-    # A column that is renamed there is noticed here.
-    file = CSVFile(tmp_path / "seen.csv")
-    file.write(observe(steps=1)[0])
-    with file.path.open(newline="") as opened:
-        head = next(csv.reader(opened))
-    from implicit_attention.plotting.training import KEYS, _columns
-
-    assert set(_columns()) | set(KEYS) <= set(head)

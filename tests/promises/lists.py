@@ -281,7 +281,7 @@ def operations() -> dict[str, str]:
 
 def options() -> dict[str, list[str]]:
     """The options and arguments of every command, with their defaults."""
-    from implicit_attention.cli.main import app
+    from commands import app
 
     found: dict[str, list[str]] = {}
 

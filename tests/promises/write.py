@@ -8,11 +8,15 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import lists
 import refusals
 import saved
+
+#: Of the helpers of all tests.
+sys.path.append(str(Path(__file__).parents[1]))
 
 MOST = 3
 
