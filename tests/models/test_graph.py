@@ -289,35 +289,3 @@ def test_it_learns_labels_that_need_the_neighbours():
         losses.append(loss.item())
     assert losses[0] > 0.6
     assert sum(losses[-10:]) / 10 < 0.45
-
-
-def test_inputs_that_do_not_fit_are_refused():
-    made = model()
-    features, edges = graph(2)
-    for given, told in (
-        ((features[..., :2], edges), r"`features` must have 3 entries on its last axis, got shape \(2, 6, 2\)"),
-        ((features, edges[..., :5]), r"`adjacency` must have shape \(\*batch, N, N\), got shape \(2, 6, 5\); make one"),
-        ((features, edges[:, :5, :5]), r"`adjacency` must broadcast to \(\*batch, N, N\) = \(2, 6, 6\)"),
-        ((features, torch.zeros(2, 30, dtype=torch.long)), "`adjacency` must have shape"),
-        ((features, edges.double() * torch.nan), "`adjacency` must hold numbers, got NaN; write 0"),
-        ((features, edges, torch.ones(2, 5, dtype=torch.bool)), "`node_mask` must have one entry for each of the 6"),
-        ((features, edges, torch.ones(3, 6, dtype=torch.bool)), r"`node_mask` must broadcast to \(\*batch, N\)"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            made(*given)
-    with pytest.raises(TypeError, match="`node_mask` must be boolean, True = the node exists, got"):
-        made(features, edges, torch.ones(2, 6))
-    with pytest.raises(TypeError, match="`adjacency` must be dense"):
-        made(features[0], edges[0].to_sparse())
-    with pytest.raises(TypeError, match=r"`adjacency` must be a torch\.Tensor, got ndarray"):
-        made(features, edges.numpy())
-    with pytest.raises(ValueError, match="`positions` must be None for a model without"):
-        made(features, edges, positions=torch.zeros(6, 2))
-    with pytest.raises(ValueError, match=r"`positions` must end in \(6, 2\), got shape \(6, 1\)"):
-        model(positions=2)(features, edges, positions=torch.zeros(6, 1))
-    with pytest.raises(ValueError, match="`k` must be >= 0"):
-        laplacian_positions(edges, -1)
-    for size in ("features", "classes"):
-        given = {"features": 3, "classes": 4, size: 0}
-        with pytest.raises(ValueError, match=f"`{size}` must be >= 1"):
-            NodeClassifier(**given, dim=5, heads=1, head_dim=3, memories=2)

@@ -8,7 +8,7 @@ import torch
 from image_cases import MODES, cut, images, model
 from torch.nn import functional as F
 
-from implicit_attention import GradientDescent, Picard
+from implicit_attention import Picard
 from implicit_attention.models import ImageClassifier, scatter_mask
 
 LAYOUTS = {
@@ -275,55 +275,6 @@ def test_scatter_masks_are_exact_random_and_repeatable():
     assert [int(m.sum()) for m in published] == [90, 100]
     assert scatter_mask(0, 4, 1, 0)[0].shape == (0, 4)
     assert scatter_mask(1, 4, 4, 0)[0].all()
-
-
-@pytest.mark.parametrize(("replaced", "kept"), [(0, 0), (5, 0), (3, 2)])
-def test_masks_that_do_not_fit_are_refused(replaced, kept):
-    with pytest.raises(ValueError, match="`replaced` must be 1 to 4 together with `kept`"):
-        scatter_mask(1, 4, replaced, kept)
-
-
-@pytest.mark.parametrize(
-    ("size", "patch", "told"),
-    [
-        ((4, 6), 4, r"`patch_size` must divide the image size \(4, 6\), got 4; crop or pad"),
-        ((2, 2), 4, r"`patch_size` must divide the image size \(2, 2\), got 4"),
-        ((4, 6), 0, "`patch_size` must be >= 1, got 0"),
-        ((0, 6), 1, "`image_size` must be >= 1, got 0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(size, patch, told):
-    with pytest.raises(ValueError, match=told):
-        model(size, patch)
-
-
-def test_inputs_that_do_not_fit_are_refused():
-    made, pictures, masked = model(), images(2), torch.zeros(2, 6, dtype=torch.bool)
-    for given, told in (
-        (images(2, size=(6, 4)), r"`images` must have shape \(\*batch, 3, 4, 6\), got shape \(2, 3, 6, 4\)"),
-        (images(2, size=(1, 1)), r"`images` must have shape"),
-        (images(2, channels=1), r"`images` must have shape"),
-        (pictures[0, 0], "`images` must have at least 3 axes"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            made(given, masked)
-    with pytest.raises(TypeError, match=r"`images` must have a floating-point dtype, got torch\.uint8"):
-        made(pictures.to(torch.uint8), masked)
-    for wrong in (masked.float(), masked.int(), [True] * 6, None):
-        with pytest.raises(TypeError, match=r"`masked` must be a boolean tensor, \(\*batch, P\)"):
-            made(pictures, wrong)
-    with pytest.raises(ValueError, match=r"`masked` must broadcast to \(\*batch, P\) = \(2, 6\), got shape \(2, 5\)"):
-        made(pictures, masked[:, :5])
-    with pytest.raises(ValueError, match="`scored` must hold at least one patch, got none"):
-        made.loss(pictures, masked)
-    with pytest.raises(TypeError, match="`scored` must be a boolean tensor"):
-        made.loss(pictures, ~masked, masked.float())
-    with pytest.raises(ValueError, match=r"`patches` must have shape \(\*batch, 6, 12\)"):
-        made.images(pictures)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sovler'"):
-        model(sovler=GradientDescent())
-    with pytest.raises(TypeError, match="`image_size` must be an integer"):
-        model((4.0, 6))
 
 
 def test_half_precision_autocast_and_copies():
