@@ -8,7 +8,7 @@ import torch
 from implicit_attention import ConvergenceError, ConvergenceWarning, FixedPointMap, PerSample, Status, solve
 from implicit_attention.layers import MeanFieldAttention, SpinAttention
 from implicit_attention.problem import TokenOrder
-from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard
+from implicit_attention.solvers import Anderson, Picard
 from implicit_attention.spins import GaussianClosure, KineticPlefka
 from implicit_attention.testing.numerics import random
 
@@ -141,13 +141,6 @@ def test_a_missing_token_is_zero_behind_one_that_is_no_number(kind):
     assert bool((found[:, 5] == 0).all())
     assert bool(found[:, :3].isfinite().all())
     assert bool(found[:, 6:].isnan().all())
-
-
-@pytest.mark.parametrize("solver", [NewtonKrylov(), Broyden()], ids=repr)
-@pytest.mark.parametrize("kind", ["spin", "mean field"])
-def test_a_solver_that_cannot_stop_tokens_apart_is_refused(kind, solver):
-    with pytest.raises(ValueError, match=r"`solver` must stop every token of a causal layer on its own.*use Anderson"):
-        made(kind, solver=solver)(torch.randn(2, N, WIDTH))
 
 
 # The loop itself.

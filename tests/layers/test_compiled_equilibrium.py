@@ -482,20 +482,6 @@ def test_many_shapes_are_told_of(monkeypatch):
         called()
 
 
-def test_other_solvers_and_adjoints_are_refused():
-    for given, text in (
-        ({"solver": ia.Anderson()}, r"`solver` must be Picard\(\).*Anderson.*leave `compiled` out"),
-        ({"solver": ia.Picard(rtol=0, atol=0)}, r"`solver` must have a tolerance.*steps=k.*leave `compiled` out"),
-        ({"adjoint": ia.Unrolled()}, r"`adjoint` must not be Unrolled\(\).*leave `compiled` out"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            Equilibrium(Block(), compiled=True, **given)
-        with pytest.raises(ValueError, match=text):
-            Equilibrium(Block(), compiled=True)(inputs(dtype=torch.float32), **given)
-    with pytest.raises(TypeError, match="`compiled` must be True or False"):
-        Equilibrium(Block(), compiled="yes")
-
-
 @pytest.mark.parametrize("engine", ["inductor"], indirect=True)
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
     class InvalidCxxCompiler(RuntimeError):

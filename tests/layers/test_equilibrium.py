@@ -407,51 +407,6 @@ def test_a_solve_that_nobody_differentiates_copies_no_module():
     assert all(seen is layer.block for seen in layer.block.notes)
 
 
-class Changes(nn.Module):
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, z, x):
-        return self.change(z)
-
-
-@pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda z: z[..., :3], ValueError, "return the shape of its state"),
-        (lambda z: z.float(), ValueError, "return the dtype of its state"),
-        (lambda z: z.to("meta"), ValueError, "return the device of its state"),
-        (lambda z: (z, z), TypeError, "structure of its state, one tensor, got a tuple"),
-        (lambda z: None, TypeError, "NoneType in the place of a tensor"),
-    ],
-)
-def test_a_block_that_changes_its_state_is_refused(change, error, words, steps):
-    layer, x = made(Changes(change))
-    with pytest.raises(error, match=words):
-        layer(x, steps=steps)
-
-
-@pytest.mark.parametrize(
-    ("start", "error", "words"),
-    [
-        ("ones", ValueError, "one of 'zeros', 'input', 'random'"),
-        (torch.zeros(3, 4, 6, dtype=torch.long), TypeError, "floating-point"),
-        ((), ValueError, "at least one tensor"),
-        ((1.0,), TypeError, "tensors"),
-        ((torch.zeros(3, 4, 6), torch.zeros(3, 6, dtype=torch.float64)), ValueError, "one dtype"),
-        ((torch.zeros(3, 4, 6), torch.zeros(2, 6)), ValueError, "first axes"),
-        (torch.zeros(6), ValueError, "at least 2 axes, samples first"),
-        ((torch.zeros(3, 4, 6).double(),), Exception, "shape|structure|tuple"),
-    ],
-)
-def test_a_start_that_does_not_fit_is_refused(start, error, words):
-    layer, x = made()
-    with pytest.raises(error, match=words):
-        layer(x, start=start)
-
-
 @pytest.mark.parametrize("steps", [-1, 1.5, range(-1, 3), range(3, 3), True, "many"])
 def test_steps_that_are_no_number_are_refused(steps):
     layer, x = made()
@@ -459,12 +414,6 @@ def test_steps_that_are_no_number_are_refused(steps):
         layer(x, steps=steps)
     with pytest.raises((ValueError, TypeError), match="steps"):
         made(steps=steps)
-
-
-def test_a_block_that_takes_no_input_is_refused_with_an_example():
-    words = r"`block` must take a state and an input, block\(z, x\), got Linear, which takes \(input.*torch.tanh"
-    with pytest.raises(TypeError, match=words):
-        Equilibrium(nn.Linear(4, 4))
 
 
 def test_a_block_must_be_a_module_and_x_say_what_a_state_is():
@@ -502,20 +451,6 @@ def test_a_sample_without_an_answer_is_told_with_the_remedy():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(x, on_failure="ignore")
-
-
-def test_a_tensor_that_is_read_in_secret_is_named():
-    class Secret(Block):
-        def __init__(self):
-            super().__init__()
-            self.hidden = [torch.ones(6, dtype=torch.float64, requires_grad=True)]
-
-        def forward(self, z, x):
-            return super().forward(z, x) * self.hidden[0]
-
-    layer, x = made(Secret())
-    with pytest.raises(ValueError, match="requires grad but is not declared"):
-        layer(x)
 
 
 # A module among modules.

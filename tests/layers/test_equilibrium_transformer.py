@@ -241,45 +241,6 @@ def test_a_module_among_modules():
     torch.testing.assert_close(states[1], model(x, EVERY.tril(), steps=6))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dim": 0},
-        {"heads": 3},
-        {"depth": 0},
-        {"attention": "flash"},
-        {"attention": nn.Linear(8, 8), "rotary": Rotary()},
-        {"norm": "none"},
-        {"injection": "gate"},
-        {"rotary": True},
-        {"mlp_ratio": 0},
-        {"dropout": 1.5},
-        {"start": "ones"},
-        {"steps": -1},
-    ],
-)
-def test_options_that_do_not_fit_are_named(options):
-    with pytest.raises((ValueError, TypeError), match=next(iter(reversed(options)))):
-        EquilibriumTransformer(**{"dim": 8, "heads": 2, **options})
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ({"x": torch.zeros(2, 5, 7)}, "width 8"),
-        ({"x": torch.zeros(8)}, "at least 2 axes"),
-        ({"mask": torch.ones(4, 5, dtype=torch.bool)}, "mask"),
-        ({"mask": torch.ones(5, 5, dtype=torch.long)}, "mask"),
-        ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "key_mask"),
-        ({"key_mask": torch.ones(2, 5)}, "key_mask"),
-    ],
-)
-def test_calls_that_do_not_fit_are_named(call, words):
-    model = EquilibriumTransformer(8, 2)
-    with pytest.raises((ValueError, TypeError), match=words):
-        model(**{"x": torch.zeros(2, 5, 8), **call})
-
-
 def test_the_reference_attends_as_torch_does():
     model, x = made()
     module = model.block.layers[0].attention

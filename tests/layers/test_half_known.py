@@ -4,7 +4,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from implicit_attention import Anderson, LogSumExp, MemoryLookup, Status
+from implicit_attention import Anderson, MemoryLookup, Status
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(3)
@@ -199,16 +199,3 @@ def test_explicit_steps_keep_what_is_known():
 
 def test_empty_batches_are_answered():
     assert filled_memory().retrieve(torch.zeros(0, D).double(), known=torch.ones(D) > 0).shape == (0, D)
-
-
-def test_bad_masks_are_refused_at_the_door():
-    memory, queries = filled_memory(), random(2, 3, D, seed=2)
-    with pytest.raises(TypeError, match=r"`known` must be a boolean tensor, got torch\.float32; True says"):
-        memory.retrieve(queries, known=torch.ones(D))
-    with pytest.raises(TypeError, match="`known` must be a boolean tensor, got list"):
-        memory.retrieve(queries, known=[True] * D)
-    with pytest.raises(ValueError, match=r"`known` must broadcast to the shape of `queries` = \(2, 3, 6\)"):
-        memory.retrieve(queries, known=torch.ones(4, dtype=torch.bool))
-    other = filled_memory(potential=LogSumExp)
-    with pytest.raises(ValueError, match="`known` must be None with potential="):
-        other.retrieve(queries, known=KNOWN)

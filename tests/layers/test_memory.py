@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Rotary, Status
+from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Status
 from implicit_attention.testing.numerics import equilibrium_reference, random
 
 M, D, T = 9, 6, 4
@@ -391,37 +391,3 @@ def test_pooling_has_the_evidence_of_its_attention():
     pool(random(2, 7, 8))
     assert pool.last_solve.status.shape == (2, 2, 3)
     assert bool(pool.last_solve.converged.all())
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: MemoryLookup(D).retrieve(torch.zeros(2, D)), "`store` must be called before a memory is asked"),
-        (lambda: MemoryLookup(D, learned=True), "`size` must be given with learned=True"),
-        (lambda: MemoryLookup(D, size=3), r"`size` must be None .*store\(patterns, targets\)"),
-        (lambda: MemoryLookup(D, size=3, learned=True, beta="auto"), "`beta` must be 'learned' or a number"),
-        (lambda: MemoryLookup(D, similarity="cosine"), "`similarity` must be one of 'distance', 'dot'"),
-        (lambda: MemoryLookup(D).store(torch.zeros(3, D + 1)), r"`patterns` must have shape \(M, 6\) with M > 0"),
-        (lambda: MemoryLookup(D).store(torch.zeros(3, D), torch.zeros(4, 2)), "`targets` must have one row for each"),
-        (lambda: filled().store(torch.zeros(3, D)), "`targets` must be given for all patterns or for none"),
-        (lambda: filled()(torch.zeros(3, D + 1).double()), "`queries` must have width 6"),
-        (
-            lambda: MemoryLookup(D, size=3, learned=True).store(torch.zeros(4, D)),
-            r"`patterns` must have shape \(3, 6\)",
-        ),
-        (lambda: MemoryLookup(D, size=3, learned=True).clear(), "`learned` must be False"),
-        (lambda: pooling(anchor=0.0), "`anchor` must be > 0 or 'learned' with learned queries"),
-        (lambda: pooling(queries=0), "`queries` must be >= 1"),
-        (lambda: pooling(causal=True), "`causal` must be False in pooling: a set has no order"),
-        (lambda: pooling()(torch.zeros(2, 8).double(), causal=True), "`causal` must be False in pooling"),
-        (lambda: pooling(rotary=Rotary()), "`rotary` must be None in pooling: a set has no positions"),
-        (
-            lambda: filled().store(torch.zeros(3, D), torch.zeros(3, T + 1)),
-            r"`targets` must have the width 4 of those held, got shape \(3, 5\); call clear",
-        ),
-        (lambda: MemoryLookup(D).store(torch.zeros(3, D), torch.zeros(3, 2, 2)), "`targets` must have one row for"),
-    ],
-)
-def test_wrong_arguments_are_named(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()

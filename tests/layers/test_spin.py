@@ -413,38 +413,6 @@ def test_a_sample_that_is_not_finite_changes_no_other():
     assert layer.last_solve.status.flatten().tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"causal": True, "method": MeanField()}, ValueError, "`method` must answer asymmetric .* got MeanField"),
-        ({"couplings": "free", "sites": 4, "method": AdaTAP()}, ValueError, "got AdaTAP, which needs"),
-        ({"couplings": "free"}, ValueError, "`sites` must be the number of tokens"),
-        ({"sites": 4}, ValueError, "`sites` must be None unless"),
-        ({"couplings": "symmetric", "causal": True}, ValueError, "`causal` must be False"),
-        ({"couplings": "dense"}, TypeError, "`couplings` must be 'softmax', 'symmetric'"),
-        ({"couplings": "free", "sites": 4, "rotary": Rotary()}, ValueError, "`rotary` must be None"),
-        ({"rotary": True}, TypeError, "`rotary` must be None or a Rotary"),
-        ({"derivative": "total", "causal": True}, ValueError, "`derivative` must be 'explicit' for KineticPlefka"),
-        ({"derivative": "both"}, ValueError, "`derivative` must be one of"),
-        ({"steps": 0}, ValueError, "`steps` must be"),
-        ({"steps": 2, "method": AdaTAP()}, ValueError, "`steps` must be None for AdaTAP"),
-        ({"steps": 2, "method": KineticPlefka(order=2)}, ValueError, "`steps` must be None for KineticPlefka"),
-        ({"steps": 2, "derivative": "total"}, ValueError, "`steps` must be None for derivative='total'"),
-        ({"steps": 2, "solver": Picard()}, ValueError, "`solver` must be None beside steps"),
-        ({"method": SaddlePoint(), "solver": Picard()}, ValueError, "`solver` must be None for SaddlePoint"),
-        ({"method": MeanField}, TypeError, "`method` must be None or an Approximation, got the class MeanField"),
-        ({"beta": 0.0}, ValueError, "`beta` must be"),
-        ({"heads": 3}, ValueError, "`heads` must divide dim = 8"),
-        ({"bare": True}, ValueError, "`heads` must be 1 with bare=True"),
-        ({"field_norm": "layer"}, ValueError, "`field_norm` must be one of"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(options, error, match):
-    with pytest.raises(error, match=match):
-        SpinAttention(8, **{"heads": 2, **options})
-
-
 def test_wrong_calls_are_refused():
     layer, x = SpinAttention(8, 2), torch.randn(2, 4, 8)
     lower = torch.ones(4, 4, dtype=torch.bool).tril()

@@ -124,17 +124,3 @@ def test_low_rank_couplings_are_those_of_the_tensor(derivative):
     assert (norms <= 1).all()
     alike = layer.couplings(torch.ones(1, 2, 8, 6).double()).dense()
     torch.testing.assert_close(alike[0, 0, 0, 1:], torch.full((7,), 1 / 8).double())
-
-
-@pytest.mark.parametrize(
-    ("options", "call", "match"),
-    [
-        ({"causal": True}, {}, "causal"),
-        ({"rotary": Rotary()}, {}, "rotary"),
-        ({"sites": 4}, {}, "sites"),
-        ({}, {"mask": torch.ones(4, 4, dtype=torch.bool)}, "mask"),
-    ],
-)
-def test_what_low_rank_couplings_cannot_do_is_refused(options, call, match):
-    with pytest.raises(ValueError, match=match):
-        SpinAttention(12, 2, couplings="low_rank", **options)(torch.randn(2, 4, 12), **call)

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, Implicit, Picard
 from implicit_attention.layers import Rotary, SpinAttention, SpinTransformer, SpinTransformerBlock
 from implicit_attention.linear import Neumann
-from implicit_attention.potentials import AmosResponse, LargeDResponse, SaddlePointResponse
+from implicit_attention.potentials import AmosResponse, SaddlePointResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Enumeration,
     GaussianClosure,
-    GaussianUnits,
     KineticPlefka,
     MeanField,
     SaddlePoint,
@@ -451,59 +450,6 @@ def test_the_other_options_do_what_they_say():
     assert "input='magnetization', clip=0.9" in shown
     solver = Anderson(rtol=1e-3)
     assert SpinTransformer(8, 2, blocks=2, solver=solver).blocks[1].spins.method.solver == solver
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"input": "both"}, ValueError, "`input` must be one of"),
-        ({"feed_forward": 0}, ValueError, "`feed_forward` must be .*got 0; use None for no such part"),
-        ({"feed_forward": 2.5}, TypeError, "`feed_forward` must be"),
-        ({"clip": 0.9}, ValueError, "`clip` must be None for input='field'"),
-        ({"clip": 1.0, "input": "magnetization"}, ValueError, r"`clip` must be in \(0, 1\)"),
-        ({"clip": 0, "input": "magnetization"}, ValueError, r"`clip` must be in \(0, 1\)"),
-        ({"bare": True, "input": "magnetization"}, ValueError, "`bare` must be left out"),
-        ({"head_dim": 8, "input": "magnetization"}, ValueError, "`head_dim` must be dim / heads"),
-        ({"heads": 3}, ValueError, "`heads` must divide dim = 8"),
-        ({"couplings": "symmetric", "causal": True}, ValueError, "`causal` must be False"),
-        ({"method": SaddlePoint(shared=True), "input": "magnetization"}, ValueError, "`method` must have spins that"),
-        ({"method": SaddlePoint(one_loop=True), "input": "magnetization"}, ValueError, "`method` must have spins that"),
-        ({"method": AdaTAP(prior=GaussianUnits()), "input": "magnetization"}, ValueError, "`prior` must have spins of"),
-        ({"couplngs": "softmax"}, TypeError, "unexpected keyword argument 'couplngs'"),
-    ],
-)
-def test_wrong_options_are_refused(options, error, match):
-    with pytest.raises(error, match=match):
-        SpinTransformerBlock(8, **{"heads": 2, **options})
-
-
-def test_wrong_calls_are_refused():
-    x = torch.randn(2, 4, 8)
-    stack = SpinTransformer(8, 2, blocks=2)
-    for made in (stack, *stack.blocks, SpinTransformerBlock(8, 2, input="magnetization")):
-        with pytest.raises(ValueError, match="`x` must have width 8"):
-            made(x[..., :6])
-        with pytest.raises(ValueError, match="`key_mask` must have one entry for each"):
-            made(x, key_mask=torch.ones(3, dtype=torch.bool))
-        with pytest.raises(TypeError, match=r"`x` must be a torch\.Tensor"):
-            made([x])
-    _, states = stack(x, return_state=True)
-    for wrong, received in ((states[0], "Tensor"), (states[:1], "1 of them")):
-        with pytest.raises(
-            ValueError, match=f"`initial` must be a list of 2 states, one for each block, got {received}"
-        ):
-            stack(x, initial=wrong)
-    with pytest.raises(ValueError, match="`blocks` must be"):
-        SpinTransformer(8, 2, blocks=0)
-    for method in (KineticPlefka(), GaussianClosure()):
-        name = type(method).__name__
-        match = f"`method` must have a free energy to be decomposed, got {name}, .* use MeanField, TAP, AdaTAP"
-        with pytest.raises(TypeError, match=match):
-            SpinTransformer(8, 2, blocks=2, method=method).decompose(x)
-    with pytest.raises(ValueError, match="`steps` must be None to decompose"):
-        SpinTransformerBlock(8, 2, steps=3).decompose(x)
-    with pytest.raises(ValueError, match="D = 2"):
-        SpinTransformerBlock(4, 2, input="magnetization", method=MeanField(response=LargeDResponse()))(x[..., :4] / 9)
 
 
 def test_the_system_of_a_layer_gives_its_answers():

@@ -272,9 +272,3 @@ def test_a_contractive_map_in_a_block_is_solved_and_differentiated():
     want = torch.autograd.grad(layer(x, steps=400).square().sum(), [*layer.parameters()])
     for left, right in zip(found, want, strict=True):
         torch.testing.assert_close(left, right, atol=1e-8, rtol=0)
-
-
-@pytest.mark.parametrize(("module", "bound"), [(nn.Linear(2, 2), 0.0), (nn.Conv1d(2, 2, 1), 0.9), (nn.ReLU(), 0.9)])
-def test_what_has_no_bounded_norm_is_refused(module, bound):
-    with pytest.raises((ValueError, TypeError), match=r"bound|matrix"):
-        contractive(module, bound)

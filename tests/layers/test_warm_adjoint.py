@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -87,10 +86,3 @@ def test_second_derivatives_are_those_of_a_cold_solve():
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     assert_close(gradient(True), gradient(False), rtol=1e-8, atol=1e-10)
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(TypeError, match="`warm_adjoint` must be True or False, got"):
-        Equilibrium(Block(), warm_adjoint=1)
-    with pytest.raises(ValueError, match="`warm_adjoint` must be False with compiled=True"):
-        Equilibrium(Block(), compiled=True, warm_adjoint=True)
