@@ -27,7 +27,6 @@ from implicit_attention import (
     Status,
     UnsupportedImplementation,
 )
-from implicit_attention.options import SolveKeywords
 from implicit_attention.testing.numerics import equilibrium_reference, random
 
 B, N, M, DIM, HEADS = 2, 5, 7, 16, 4
@@ -230,7 +229,7 @@ CHANGES = {
 
 def test_every_option_is_listed():
     named = set(inspect.signature(ImplicitAttention).parameters) - {"options"}
-    assert named | set(SolveKeywords.__annotations__) == set(CHANGES)
+    assert named | {"solver", "adjoint", "impl", "max_steps", "on_failure"} == set(CHANGES)
 
 
 @pytest.mark.parametrize("option", [name for name, value in CHANGES.items() if value is not None])
@@ -538,23 +537,6 @@ def test_nothing_to_attend_to_gives_zeros(options):
     assert made(x[:, :0]).shape == (B, 0, DIM)
 
 
-def test_the_graph_holds_tensors_only_where_hooks_see_them():
-    made, x = layer(), tokens(60).requires_grad_()
-    output = made(x).sum()
-    seen = set()
-    stack = [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-        request = getattr(node, "request", None)
-        if request is not None:
-            assert all(t.numel() == 0 for t in (*request.problem.tensors(), request.initial))
-            break
-    else:
-        raise AssertionError("no implicit gradient in the graph")
 
 
 def test_batch_entries_do_not_see_each_other():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import EnergyTransformer, Picard
-from implicit_attention.layers.reference_weights import IMAGE_ARRAYS, read_reference
+from implicit_attention.layers.reference_weights import read_reference
 from implicit_attention.testing.numerics import random
 
 H, Y, D, M = 2, 3, 5, 7
@@ -119,7 +119,7 @@ def test_files_are_read(layout, kind, tmp_path):
     found, expected = read_reference(str(path), layout), read_reference(given)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert set(IMAGE_ARRAYS) < set(found)
+    assert set(image_arrays()) < set(found)
     assert found["POS_embed"].shape == (10, D)
     made = EnergyTransformer.from_reference(path)
     assert torch.equal(made.w_query.detach(), expected["w_query"])
