@@ -537,8 +537,6 @@ def test_nothing_to_attend_to_gives_zeros(options):
     assert made(x[:, :0]).shape == (B, 0, DIM)
 
 
-
-
 def test_batch_entries_do_not_see_each_other():
     made, x = layer(), tokens()
     output = made(x)

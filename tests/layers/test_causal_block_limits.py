@@ -216,52 +216,27 @@ def reversible(**options):
     return model(tokens(1, 3, 8), **{"cache": model.new_cache(), **options})
 
 
-def cached():
-    model = made()
-    cache = model.new_cache()
-    decoded(model, tokens(2, 3, 8), cache)
-    return cache
-
-
 REFUSED = {
-    "reversible steps": (lambda: reversible(steps=3), ValueError, "`adjoint` must not be Reversible"),
+    "reversible steps": (lambda: reversible(steps=3), "`adjoint` must not be Reversible"),
     "vmap": (
         lambda: torch.vmap(functools.partial(made(), exit=0.1))(tokens(2, 3, 8)),
-        ValueError,
         "`exit` must be None inside",
-    ),
-    "reads": (
-        lambda: Equilibrium(Gated(), causal=True)(tokens(1, 2, 6), reads="all"),
-        TypeError,
-        "`reads` must be None",
     ),
     "start of all tokens": (
         lambda: decoded(made(start=tokens(6, 8)), tokens(2, 6, 8)),
-        ValueError,
         r"`start` must have as many tokens as x beside a cache, got 6 for x \[\(2, 1, 8\)\]",
     ),
     "segments": (
         lambda: next(made().segments(tokens(2, 6, 8), count=2, cache=made().new_cache())),
-        ValueError,
         "`cache` must be None for segments",
-    ),
-    "beams of beams": (
-        lambda: cached().select_batch(torch.tensor([[0, 1]])),
-        ValueError,
-        r"`index` must have one axis, got shape \(1, 2\)",
-    ),
-    "readout": (
-        lambda: made()(tokens(1, 2, 8), exit=Exit(readout=torch.sum)),
-        ValueError,
-        "`readout` must return logits",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_limits_are_told(name):
-    call, error, text = REFUSED[name]
-    with pytest.raises(error, match=text):
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
         call()
 
 

@@ -146,27 +146,11 @@ def test_arrays_of_any_kind_are_copied():
         assert np.array_equal(source["Wq"], random(H, Y, D).numpy().astype(np.float32))
 
 
-def changed(layout="npz", **changes):
-    found = {**arrays(layout), **changes}
-    return {name: array for name, array in found.items() if array is not None}
-
-
 def test_what_holds_no_numbers_is_refused(tmp_path):
-    for array, match in ((np.array(["a"]), "`Wq` must hold real numbers that numpy knows, got <U1"),
-                         (np.ones((H, Y, D), dtype=complex), "`Wq` must hold real numbers"),
-                         (np.ones((H, Y, D), dtype=int), "`Wq` must have a floating-point dtype")):  # fmt: skip
-        with pytest.raises(TypeError, match=match):
-            read_reference(changed(Wq=array))
     path = tmp_path / "pickled.npz"
-    np.savez(path, **changed(Wq=np.array([{"a": 1}], dtype=object)))
+    np.savez(path, **{**arrays("npz"), "Wq": np.array([{"a": 1}], dtype=object)})
     with pytest.raises(ValueError, match=r"hold arrays of numbers, got pickled.npz with pickles"):
         read_reference(path)
-    with pytest.raises(ValueError, match=r"path of a .npz or .safetensors file, got weights.pt"):
-        read_reference(tmp_path / "weights.pt")
-    with pytest.raises(TypeError, match=r"`weights` must be a mapping or a path, got list"):
-        read_reference([1.0])
-    with pytest.raises(FileNotFoundError):
-        read_reference(tmp_path / "none.npz")
 
 
 @pytest.mark.parametrize("layout", ["npz", "tutorial"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, Implicit, Picard
-from implicit_attention.layers import Rotary, SpinAttention, SpinTransformer, SpinTransformerBlock
+from implicit_attention.layers import SpinAttention, SpinTransformer, SpinTransformerBlock
 from implicit_attention.linear import Neumann
 from implicit_attention.potentials import AmosResponse, SaddlePointResponse
 from implicit_attention.spins import (
@@ -404,38 +404,6 @@ def test_half_precision_autocast_compile_and_vmap(input):
 
 # Options.
 
-OPTIONS = {
-    "feed_forward": 8,
-    "couplings": "softmax",
-    "method": SaddlePoint(),
-    "derivative": "total",
-    "beta": 2.0,
-    "field_norm": None,
-    "causal": True,
-    "rotary": Rotary(),
-    "steps": 1,
-    "solver": Picard(rtol=0.3),
-}
-
-
-@pytest.mark.parametrize("name", [*OPTIONS, "head_dim", "bare", "clip"])
-@pytest.mark.parametrize("input", INPUTS)
-def test_every_option_changes_the_output(name, input):
-    options = {**OPTIONS, "head_dim": 8, "bare": True, "clip": 0.3}
-    if (name, input) in {("head_dim", "magnetization"), ("bare", "magnetization"), ("clip", "field")}:
-        return  # refused, below
-    heads = 1 if name == "bare" else 2
-    x = tokens(2, 5, 8, heads=heads, longest=0.6).float()
-
-    def output(**options):
-        torch.manual_seed(0)
-        made = SpinTransformerBlock(8, heads, input=input, **options)
-        if made.feed_forward is not None:
-            torch.nn.init.normal_(made.feed_forward[-1].weight)
-        return made(x)
-
-    assert not torch.allclose(output(**{name: options[name]}), output(), atol=1e-5)
-
 
 def test_the_other_options_do_what_they_say():
     made = SpinTransformerBlock(8, 2, adjoint=Implicit(Neumann()), dtype=torch.float64, feed_forward=4)
@@ -460,20 +428,3 @@ def test_the_system_of_a_layer_gives_its_answers():
     torch.testing.assert_close(layer(x, key_mask=exists), layer.out_proj(joined(direct)), rtol=0, atol=1e-9)
     layer.derivative = "total"
     torch.testing.assert_close(layer(x, key_mask=exists), layer.out_proj(joined(direct + through)), rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_a_gradient_of_a_stack_reaches_every_weight():
-    torch.manual_seed(0)
-    stack = SpinTransformer(8, 2, blocks=2, input="magnetization", feed_forward=16, clip=0.9)
-    optimizer = torch.optim.Adam(stack.parameters(), lr=1e-2)
-    x, target = tokens(4, 5, 8).float(), tokens(4, 5, 8, seed=3).float()
-    losses = []
-    for _ in range(30):
-        loss = F.mse_loss(stack(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.6 * losses[0]
-    assert all(bool((p.grad != 0).any()) for p in stack.parameters())

@@ -53,12 +53,6 @@ def test_repeated_samples_need_fewer_products_for_the_same_gradient():
     assert needed[1] < needed[2]
 
 
-
-
-
-
-
-
 def test_of_other_samples_second_derivatives_are_those_of_a_cold_solve():
     _, _, layer = trained(True)
     x = 0.3 * torch.randn(2, 8, dtype=torch.float64, requires_grad=True)

@@ -107,16 +107,6 @@ def test_a_deep_thinking_network_is_its_own_loop(seeded):
     same((z, net.head(z)), net(x, 7), list(net.parameters()))
 
 
-def test_its_progressive_loss_starts_from_a_loop_without_a_graph(seeded):
-    net, x = DeepThinking(), torch.randn(3, 3, 6, 5)
-    layer = Equilibrium(Recurrence(net))
-    with torch.no_grad():
-        theirs, _ = net(x, 4)
-        ours = layer(x, start=F.relu(net.projection(x)), steps=4)
-    z = layer(x, start=ours, steps=3)
-    same((z, net.head(z)), net(x, 3, theirs.detach()), [p for p in net.parameters() if p is not net.projection.weight])
-
-
 def arguments(net):
     tokens, padding = torch.randint(7, (5, 5)), torch.zeros(5, 5, dtype=torch.bool)
     padding[0, 3:] = True
@@ -155,19 +145,6 @@ def test_detached_carries_are_segments(seeded):
         carry = tuple(z.detach() for z in carry)
     for found, parameter in zip(ours, read, strict=True):
         assert torch.equal(found, parameter.grad)
-
-
-def test_steps_without_a_graph_and_one_with(seeded):
-    net = Recursive()
-    tokens, padding, tables, zero = arguments(net)
-    layer, read = Equilibrium(Level(net), event_ndim=2), [*net.low.parameters(), *net.high.parameters()]
-    given = tokens, Shared(tables), PerSample(padding), 2
-    with torch.no_grad():
-        start = layer(*given, start=(zero, zero), steps=4)
-        carry = zero, zero
-        for _ in range(4):
-            carry = net.cycle(carry, tokens, tables, padding, 2)
-    same(layer(*given, start=start, steps=1), net.cycle(carry, tokens, tables, padding, 2), read)
 
 
 def test_a_halting_head_stops_each_sample_where_it_says_so(seeded):
