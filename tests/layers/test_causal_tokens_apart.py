@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status, Unrolled
+from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status, Unrolled, solve
 from implicit_attention.layers import MeanFieldAttention, SpinAttention
 from implicit_attention.solvers import Anderson, Picard
 from implicit_attention.spins import GaussianClosure, KineticPlefka
@@ -156,6 +156,24 @@ def test_the_residual_is_that_of_the_state(solver):
         residual = (step(x, initial=state, return_state=True)[1] - state).flatten(1).norm(dim=-1)
         torch.testing.assert_close(layer.last_solve.residual, residual, rtol=1e-6, atol=1e-12)
         assert layer.last_solve.status.tolist() == [Status.CONVERGED if steps == 600 else Status.MAX_STEPS] * 3
+
+
+def test_the_course_is_that_of_the_samples():
+    seen, solutions = [], []
+
+    class Watched(KineticPlefka):
+        def solution(self, system, start, **options):
+            problem = self.problem(system)
+            problem.token_order = system.token_order
+            solutions.append(solve(problem, start, trace=True, callback=lambda *of: seen.append(of)))
+            return solutions[0]
+
+    SpinAttention(WIDTH, 2, causal=True, method=Watched())(torch.randn(3, N, WIDTH))
+    (found,) = solutions
+    assert found.trace.residual.shape == found.trace.num_evals.shape == (len(seen), 3, 2)
+    assert all(residual.shape == active.shape == (3, 2) for _, residual, active in seen)
+    assert not bool(seen[-1][2].any())
+    assert bool((found.trace.residual[-1] <= found.record.tolerance).all())
 
 
 def test_gradients_through_all_steps_are_those_of_the_fixed_point():
