@@ -5,7 +5,6 @@ import inspect
 import io
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -508,12 +507,6 @@ def test_a_nan_token_that_the_loss_leaves_out_reaches_no_gradient_of_others(rows
         torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-9, atol=1e-11)
 
 
-def test_no_parameter_is_without_gradient_where_nothing_is_solved():
-    for made in (layer(max_steps=0), layer(max_steps=0, readout="state")):
-        made(tokens()).square().sum().backward()
-        assert all(p.grad is not None for p in made.parameters())
-
-
 @pytest.mark.parametrize("options", [{}, {"max_steps": 0}])
 def test_autocast_meets_inputs_of_two_precisions(options):
     lower = nn.Linear(DIM, DIM)
@@ -542,16 +535,8 @@ def test_batch_entries_do_not_see_each_other():
     output = made(x)
     spoiled = x.clone()
     spoiled[0, 1] = math.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        assert torch.equal(made(spoiled)[1], output[1])
-
-
-def test_a_nan_token_is_reported():
-    made, x = layer(), tokens()
-    x[0, 1] = math.nan
     with pytest.warns(ConvergenceWarning, match="failed for 20 of 40 problems"):
-        made(x)
+        assert torch.equal(made(spoiled)[1], output[1])
 
 
 # Wrong arguments.

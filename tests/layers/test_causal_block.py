@@ -179,8 +179,7 @@ def test_the_gradient_is_that_of_many_steps(chunk):
     inputs, cotangent = [x, *model.parameters()], tokens(2, 5, 8, seed=3)
     found = torch.autograd.grad(model(x), inputs, cotangent)
     expected = torch.autograd.grad(model(x, steps=80), inputs, cotangent)
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class Gated(nn.Module):
@@ -409,14 +408,6 @@ def test_states_beside_a_cache_have_no_gradient_and_say_so():
         z.sum().backward()
     with torch.no_grad():
         assert not model(x, cache=model.new_cache()).requires_grad
-
-
-def test_a_cache_of_inference_mode_serves_outside_of_it():
-    model, x = made(), tokens(2, 4, 8)
-    cache = model.new_cache()
-    with torch.inference_mode():
-        model(x[:, :2], cache=cache)
-    torch.testing.assert_close(decoded(model, x[:, 2:], cache), model(x).detach()[:, 2:], rtol=0, atol=1e-6)
 
 
 def test_dropout_is_one_function_within_a_call():

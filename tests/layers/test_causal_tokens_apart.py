@@ -182,8 +182,7 @@ def test_gradients_through_all_steps_are_those_of_the_fixed_point():
     for adjoint in (Implicit(), Unrolled()):
         layer = made("mean field", solver=solver, adjoint=adjoint).double()
         found.append(torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()]))
-    for implicit, unrolled in zip(*found, strict=True):
-        torch.testing.assert_close(implicit, unrolled, rtol=0, atol=1e-9)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
 
 
 def test_tokens_stop_apart_inside_of_vmap():

@@ -488,21 +488,9 @@ def test_checkpointing_gives_the_same_gradients_and_saves_less():
         gradients.append([given.grad, *(p.grad for p in made.parameters())])
         sizes.append(size)
     assert torch.equal(plain(x), spare(x))
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
     assert sizes[1] < 0.2 * sizes[0]
     assert torch.equal(torch.func.grad(lambda x: spare(x).square().sum())(x), gradients[0][0])
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_around_the_layer_changes_nothing(mode, reentrant):
-    made, x = layer(mode, scale=0.25), tokens().requires_grad_()
-    wanted = [x, *made.parameters()]
-    plain = torch.autograd.grad(made(x).square().sum(), wanted)
-    checkpoint(made, x, use_reentrant=reentrant).square().sum().backward()
-    for t, expected in zip(wanted, plain, strict=True):
-        assert torch.equal(t.grad, expected)
 
 
 # Options.

@@ -74,8 +74,7 @@ def gradients(loss, layer, *inputs):
 
 
 def assert_close(left, right, atol=1e-8):
-    for a, b in zip(left, right, strict=True):
-        torch.testing.assert_close(a, b, atol=atol, rtol=0)
+    torch.testing.assert_close(left, right, atol=atol, rtol=0)
 
 
 # What is returned.
@@ -90,14 +89,6 @@ def test_value_and_gradients_are_those_of_400_steps():
     assert_close([z], [want], atol=1e-11)
     assert_close(gradients(z.square().sum(), layer, x), gradients(want.square().sum(), layer, x))
     assert bool(layer.last_solve.converged.all())
-
-
-def test_a_tensor_among_the_arguments_gets_its_gradient():
-    layer, x = made()
-    scale = torch.full((3, 1, 1), 0.7, dtype=torch.float64, requires_grad=True)
-    found = torch.autograd.grad(layer(x, None, scale).sum(), scale)
-    want = torch.autograd.grad(unrolled(layer.block, torch.zeros_like(x), x, None, scale).sum(), scale)
-    assert_close(found, want)
 
 
 def test_two_streams_are_solved_as_one_state():
@@ -276,20 +267,6 @@ def test_dropout_holds_its_mask_through_a_solve_and_its_gradient(known):
     want = layer(x, steps=400)
     assert_close([z], [want], atol=1e-10)
     assert_close(found, gradients(want.square().sum(), layer, x))
-
-
-def test_a_held_mask_is_one_function_of_the_reference():
-    layer, x = made(Block(dropout=0.3))
-    torch.manual_seed(4)
-    z = layer(x)
-    torch.manual_seed(4)
-    keep = layer.block.drop(torch.ones_like(x))
-
-    def reference(z):
-        pooled = z.mean(-2, keepdim=True)
-        return torch.tanh(0.4 * layer.block.mix(keep * z) + 0.3 * pooled + layer.block.read(x))
-
-    assert_close([z], [unrolled(reference, torch.zeros_like(x))], atol=1e-10)
 
 
 def test_evaluation_mode_holds_nothing_and_leaves_the_generator_alone():

@@ -226,11 +226,6 @@ def test_evidence_comes_along():
     assert bool((memory.last_solve.status == Status.EXPLICIT).all())
 
 
-def test_half_precision_memories_work():
-    memory = filled().bfloat16()
-    assert memory(random(3, D).bfloat16()).dtype == torch.bfloat16
-
-
 def pixels():
     return torch.randint(0, 256, (100, 784), generator=torch.Generator().manual_seed(0)).float()
 
@@ -383,11 +378,3 @@ def test_pooling_trains_its_queries():
     assert not torch.equal(pool(random(2, 7, 8), max_steps=0), pool(random(2, 7, 8)))
     assert pooling(queries=2)(random(2, 7, 8)).shape == (2, 2, 8)
     assert pooling(heads=1, bare=True)(random(2, 7, 8)).shape == (2, 1, 8)
-
-
-def test_pooling_has_the_evidence_of_its_attention():
-    pool = pooling(queries=3)
-    assert pool.last_solve is None
-    pool(random(2, 7, 8))
-    assert pool.last_solve.status.shape == (2, 2, 3)
-    assert bool(pool.last_solve.converged.all())

@@ -119,8 +119,7 @@ def test_a_tied_encoder_is_solved_and_its_gradients_are_those_of_steps():
     found = torch.autograd.grad(z.square().sum(), [*model.parameters()])
     equilibrium.steps = 400
     want = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
-    for left, right in zip(found, want, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-8, rtol=0)
+    torch.testing.assert_close(found, want, atol=1e-8, rtol=0)
 
 
 def test_state_dicts_and_copies():
@@ -282,5 +281,4 @@ def test_a_contractive_map_in_a_block_is_solved_and_differentiated():
     x = torch.randn(3, 6, dtype=torch.float64)
     found = torch.autograd.grad(layer(x).square().sum(), [*layer.parameters()])
     want = torch.autograd.grad(layer(x, steps=400).square().sum(), [*layer.parameters()])
-    for left, right in zip(found, want, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-8, rtol=0)
+    torch.testing.assert_close(found, want, atol=1e-8, rtol=0)

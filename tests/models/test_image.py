@@ -208,18 +208,6 @@ def test_gradients_are_those_of_differences(mode):
         assert torch.autograd.gradgradcheck(lambda p: loss(p, *values).sum(0), (pictures,), atol=1e-5)
 
 
-def test_the_layer_norm_is_one_module_of_the_block_and_is_applied_once():
-    made = model(scale=0.3, mode="published")
-    assert [n for n, _ in made.named_parameters() if "gamma" in n or "delta" in n] == [
-        "block.norm.raw_gamma",
-        "block.norm.delta",
-    ]
-    calls = []
-    made.block.norm.register_forward_hook(lambda *_: calls.append(1))
-    made(images(1), torch.tensor([True] + [False] * 5))
-    assert len(calls) == 1
-
-
 def test_evidence_is_returned_beside_the_patches():
     pictures, masked = images(2), torch.tensor([True] + [False] * 5)
     made = model(mode="published", scale=0.3)
