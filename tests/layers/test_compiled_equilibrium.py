@@ -338,6 +338,12 @@ def test_a_block_whose_gradient_is_lost_raises_as_in_eager_calls():
             layer(inputs().requires_grad_()).sum().backward()
 
 
+def test_other_adjoints_take_the_states_of_graphs():
+    for adjoint in (ia.OneStep(), ia.Phantom(3), ia.Implicit(ia.linear.Neumann(rtol=1e-10))):
+        eager, compiled = pair(adjoint=adjoint)
+        alike(trained(compiled, inputs()), trained(eager, inputs()))
+
+
 # Where no graph can stand for the block.
 
 

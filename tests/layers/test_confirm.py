@@ -294,12 +294,6 @@ def test_autocast_is_not_asked_for_more_than_it_rounds_to():
     assert (found.confirm_evals <= found.num_evals).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions(dtype):
-    found = settled(X.to(dtype), block=Wells().to(dtype), confirm=Confirm(count=20, around="start", noise=0.8))
-    assert found.confirmed.tolist() == [True, True, False, False]
-
-
 def test_inside_transforms_no_further_solve_is_made():
     layer = Equilibrium(Wells(), solver=SOLVER, confirm=2).eval()
     z = torch.vmap(lambda x: layer(x))(X[:, None])

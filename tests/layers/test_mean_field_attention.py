@@ -354,12 +354,6 @@ def test_masked_pairs_are_not_coupled(mixing, correction):
     torch.testing.assert_close(layer(x[1], mask=mask[1]), found[1], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("correction", [None, "exact", "learned"])
-def test_the_order_of_tokens_does_not_matter_to_softmax_couplings(correction):
-    layer, x, order = made("softmax", correction), random(2, 7, 6), torch.randperm(7)
-    torch.testing.assert_close(layer(x[:, order]), layer(x)[:, order], rtol=0, atol=1e-10)
-
-
 # Options.
 
 OPTIONS = {

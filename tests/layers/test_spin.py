@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from implicit_attention import Anderson, Implicit, Picard, Status
 from implicit_attention.layers import Rotary, SpinAttention
@@ -16,7 +15,6 @@ from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
-    Enumeration,
     GaussianClosure,
     GaussianUnits,
     KineticPlefka,
@@ -220,26 +218,14 @@ def test_what_stands_at_padded_sites_changes_no_bit(couplings, method):
     options = {"sites": 5} if couplings == "free" else {}
     layer = SpinAttention(4, 2, couplings=couplings, method=method, **options)
     x, key_mask = torch.randn(3, 5, 4), torch.arange(5) < 3
-    other = torch.where(key_mask[:, None], x, 1e4 * torch.randn(3, 5, 4))
-    found = layer(x, key_mask=key_mask)
-    assert torch.equal(layer(other, key_mask=key_mask), found)
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(layer(x, key_mask=key_mask).square().sum(), x)
-    assert bool((grad[:, 3:] == 0).all() and (grad[:, :3] != 0).any())
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"couplings": "symmetric"}, {"causal": True}, {"derivative": "total"}], ids=str
-)
-def test_a_nan_at_a_padded_site_reaches_nobody(options):
-    layer, x = SpinAttention(4, 2, **options), torch.randn(3, 5, 4)
-    key_mask = torch.arange(5) < 3
     truth = layer(x, key_mask=key_mask)
-    x[:, 3:] = math.nan
-    found = layer(x.requires_grad_(), key_mask=key_mask)
-    assert torch.equal(found, truth)
-    found.square().sum().backward()
-    assert all(bool(t.grad.isfinite().all()) for t in (x, *layer.parameters()))
+    for value in (1e4, math.nan):
+        other = torch.where(key_mask[:, None], x, value).requires_grad_()
+        found = layer(other, key_mask=key_mask)
+        assert torch.equal(found, truth)
+        grads = torch.autograd.grad(found.square().sum(), [other, *layer.parameters()])
+        assert bool((grads[0][:, 3:] == 0).all() and (grads[0][:, :3] != 0).any())
+        assert all(bool(grad.isfinite().all()) for grad in grads)
 
 
 @pytest.mark.parametrize(
@@ -407,26 +393,6 @@ def test_wrong_calls_are_refused():
     # Masks of one direction are for the dynamics.
     lower = torch.ones(4, 4, dtype=torch.bool).tril()
     assert SpinAttention(8, 2, method=KineticPlefka())(torch.randn(2, 4, 8), mask=lower).shape == (2, 4, 8)
-
-
-def test_a_module_of_ones_own_is_trained_and_saved():
-    class Mixer(nn.Module):
-        symmetric = True
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(0.1 * torch.randn(4, 4))
-
-        def forward(self, field):
-            return (self.weight + self.weight.mT).expand(*field.shape[:-1], 4)
-
-    layer = SpinAttention(8, 2, couplings=Mixer())
-    assert isinstance(layer.method, MeanField)
-    layer(torch.randn(2, 4, 8)).sum().backward()
-    assert layer.couplings.function.weight.grad is not None
-    assert "couplings.function.weight" in layer.state_dict()
-    ising = SpinAttention(2, 2, couplings=Mixer(), method=Enumeration())
-    assert bool(torch.isfinite(ising(torch.randn(1, 4, 2))).all())
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, Implicit, Picard
+from implicit_attention import ConvergenceError, ConvergenceWarning, Picard
 from implicit_attention.layers import SpinAttention, SpinTransformer, SpinTransformerBlock
-from implicit_attention.linear import Neumann
 from implicit_attention.potentials import AmosResponse, SaddlePointResponse
 from implicit_attention.spins import (
     TAP,
@@ -389,21 +388,6 @@ def test_half_precision_autocast_compile_and_vmap(input):
 
 
 # Options.
-
-
-def test_the_other_options_do_what_they_say():
-    made = SpinTransformerBlock(8, 2, adjoint=Implicit(Neumann()), dtype=torch.float64, feed_forward=4)
-    assert made.spins.method.adjoint == Implicit(Neumann())
-    assert {p.dtype for p in made.parameters()} == {torch.float64}
-    assert isinstance(made.spins.method, MeanField)
-    assert made.spins.couplings.symmetric
-    assert isinstance(SpinTransformerBlock(8, 2, causal=True).spins.method, KineticPlefka)
-    with pytest.warns(UserWarning, match="failed for"):
-        SpinTransformerBlock(8, 2, solver=Picard(rtol=1e-9, max_steps=1))(torch.randn(1, 4, 8))
-    shown = repr(SpinTransformer(8, 2, blocks=2, input="magnetization", clip=0.9))
-    assert "input='magnetization', clip=0.9" in shown
-    solver = Anderson(rtol=1e-3)
-    assert SpinTransformer(8, 2, blocks=2, solver=solver).blocks[1].spins.method.solver == solver
 
 
 def test_the_system_of_a_layer_gives_its_answers():

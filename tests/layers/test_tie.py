@@ -264,21 +264,3 @@ def test_a_contractive_map_keeps_its_bound_while_it_trains():
     with torch.no_grad():
         linear.weight = 0.1 * small
     torch.testing.assert_close(linear.weight.detach(), 0.1 * small, atol=0, rtol=0)
-
-
-def test_a_contractive_map_in_a_block_is_solved_and_differentiated():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix = contractive(nn.Linear(6, 6), bound=0.8)
-            nn.init.normal_(self.mix.parametrizations.weight.original)
-
-        def forward(self, z, x):
-            return torch.tanh(self.mix(z) + x)
-
-    torch.manual_seed(0)
-    layer = ia.Equilibrium(Block(), event_ndim=1, solver=ia.Anderson(rtol=1e-12, atol=1e-12)).double()
-    x = torch.randn(3, 6, dtype=torch.float64)
-    found = torch.autograd.grad(layer(x).square().sum(), [*layer.parameters()])
-    want = torch.autograd.grad(layer(x, steps=400).square().sum(), [*layer.parameters()])
-    torch.testing.assert_close(found, want, atol=1e-8, rtol=0)

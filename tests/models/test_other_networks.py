@@ -2,40 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from implicit_attention import Equilibrium, PerSample, Shared
-
-
-class DeepThinking(nn.Module):
-    """Recall and residual convolutions with a progressive loss (Bansal et al., 2022)."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.projection = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.recall = nn.Conv2d(width + 3, width, 3, padding=1, bias=False)
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.head = nn.Conv2d(width, 2, 3, padding=1, bias=False)
-
-    def recur(self, thought, x):
-        thought = self.recall(torch.cat([thought, x], 1))
-        return F.relu(thought + self.second(F.relu(self.first(thought))))
-
-    def forward(self, x, iters, thought=None):
-        thought = F.relu(self.projection(x)) if thought is None else thought
-        for _ in range(iters):
-            thought = self.recur(thought, x)
-        return thought, self.head(thought)
-
-
-class Recurrence(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, thought, x):
-        return self.net.recur(thought, x)
 
 
 class Recursive(nn.Module):
@@ -71,20 +40,6 @@ class Level(nn.Module):
         return self.net.cycle(carry, tokens, tables, padding, cycles)
 
 
-class Refinement(nn.Module):
-    """A gated cell that refines an estimate by what it finds there (Teed and Deng, 2020)."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.cell, self.delta = nn.GRUCell(2 * width + 2, width), nn.Linear(width, 2)
-
-    def forward(self, state, x):
-        hidden, flow = state["hidden"], state["flow"]
-        near = x["features"] * torch.exp(-flow.square().sum(-1, keepdim=True))
-        hidden = self.cell(torch.cat([x["context"], near, flow], -1), hidden)
-        return {"hidden": hidden, "flow": flow + 0.1 * self.delta(hidden)}
-
-
 def same(found, expected, parameters):
     """The same bits, and the same bits of the gradients."""
     assert len(found) == len(expected)
@@ -96,13 +51,6 @@ def same(found, expected, parameters):
 @pytest.fixture
 def seeded():
     torch.manual_seed(0)
-
-
-def test_a_deep_thinking_network_is_its_own_loop(seeded):
-    net, x = DeepThinking(), torch.randn(3, 3, 6, 5)
-    layer = Equilibrium(Recurrence(net))
-    z = layer(x, start=F.relu(net.projection(x)), steps=7)
-    same((z, net.head(z)), net(x, 7), list(net.parameters()))
 
 
 def arguments(net):
@@ -172,12 +120,3 @@ def test_a_halting_head_stops_each_sample_where_it_says_so(seeded):
     assert len(set(steps.values())) > 1
     for i in range(5):
         assert all(torch.equal(ours[i], theirs) for ours, theirs in zip(carry, ended[i], strict=True))
-
-
-def test_a_refinement_head_with_several_inputs(seeded):
-    head, x = Refinement(), {"context": torch.randn(4, 6), "features": torch.randn(4, 6)}
-    start = {"hidden": torch.zeros(4, 6), "flow": torch.zeros(4, 2)}
-    found, state = Equilibrium(head)(x, start=start, steps=5), start
-    for _ in range(5):
-        state = head(state, x)
-    same(list(found.values()), list(state.values()), list(head.parameters()))
