@@ -301,12 +301,6 @@ def test_anchor_and_beta_stay_in_range():
         assert layer(anchor=exact)(x).shape == x.shape
 
 
-def test_grouped_heads_report_their_backward_solves_by_head():
-    made, x = layer(kv_heads=2), tokens()
-    made(x).sum().backward()
-    assert made.last_solve.adjoint.status.shape == made.last_solve.status.shape == (B, HEADS, N)
-
-
 # SolveReport.
 
 

@@ -201,16 +201,6 @@ def test_a_call_without_tokens_beside_a_padded_cache():
     torch.testing.assert_close(torch.cat(found, 1), model(x, key_mask=exists), rtol=0, atol=1e-6)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_lost_tokens_have_a_part_in_a_mean_budget(chunk):
-    model, x = made(solver=Picard(rtol=1e-8, max_steps=300), on_failure="ignore"), tokens(3, 9, 8)
-    x[0, 1] = torch.nan
-    for mean in (2.0, 3.0, 5.0):
-        model(x, exit=Exit(mean=mean), chunk=chunk)
-        assert mean - 0.3 < float(model.last_solve.num_evals.double().mean()) <= mean
-
-
 def reversible(**options):
     model = made(adjoint=ia.Reversible(damping=0.5))
     return model(tokens(1, 3, 8), **{"cache": model.new_cache(), **options})
@@ -238,13 +228,3 @@ def test_limits_are_told(name):
     call, text = REFUSED[name]
     with pytest.raises(ValueError, match=text):
         call()
-
-
-@torch.no_grad()
-def test_a_block_with_additive_masks_in_half_precision():
-    layer = Equilibrium(Gated(), causal=True, solver=Picard(rtol=1e-2)).bfloat16()
-    x = tokens(2, 6, 6).bfloat16()
-    whole = layer(x)
-    assert whole.dtype == torch.bfloat16
-    for found in (layer(x, chunk=2), decoded(layer, x)):
-        torch.testing.assert_close(found, whole, rtol=0.1, atol=0.1)

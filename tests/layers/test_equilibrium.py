@@ -624,17 +624,6 @@ def test_computed_weights_are_solved_and_differentiated(wrap):
     assert_close(found, gradients(layer(x, steps=400).square().sum(), layer))
 
 
-def test_a_compiled_block_is_solved_and_differentiated():
-    layer, x = made()
-    x.requires_grad_()
-    want = layer(x)
-    wanted = gradients(want.square().sum(), layer, x)
-    layer.block = torch.compile(layer.block, backend="aot_eager")
-    z = layer(x)
-    assert_close([z], [want], atol=1e-11)
-    assert_close(gradients(z.square().sum(), layer, x), wanted, atol=1e-9)
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("steps", [None, 3, range(4, 5)])
 def test_a_compiled_layer_gives_the_same_values(steps, training):

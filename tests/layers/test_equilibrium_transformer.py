@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import implicit_attention as ia
@@ -239,11 +238,3 @@ def test_a_module_among_modules():
     torch.testing.assert_close(other(x), want, atol=0, rtol=0)
     states = list(model.segments(x, EVERY.tril(), count=2, steps=3))
     torch.testing.assert_close(states[1], model(x, EVERY.tril(), steps=6))
-
-
-def test_the_reference_attends_as_torch_does():
-    model, x = made()
-    module = model.block.layers[0].attention
-    query, key, value = (p.unflatten(-1, (2, 4)).transpose(1, 2) for p in module.qkv_proj(x).chunk(3, -1))
-    want = module.out_proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(attention(module, x, EVERY), want)

@@ -172,14 +172,6 @@ def test_copies_and_files_have_numbers_of_their_own(layer):
 
 
 @native
-def test_another_initial_temperature_reaches_the_next_call(layer):
-    x = random(2, 5, 12, seed=1, dtype=torch.float32)
-    layer(x)
-    layer.beta.initial = 2.0
-    assert torch.equal(layer(x), written(layer, x))
-
-
-@native
 @pytest.mark.parametrize("way", ["kernels", "again differentiable", "autocast"])
 def test_the_gradient_is_that_of_the_numbers_of_the_forward_pass(layer, way):
     x = random(2, 5, 12, seed=1, dtype=torch.float32)

@@ -159,21 +159,6 @@ def test_one_pattern_and_equal_patterns():
         torch.testing.assert_close(memory.retrieve(torch.randn(2, D)), pattern.expand(2, D), rtol=1e-4, atol=1e-4)
 
 
-def test_learned_memories_learn():
-    torch.manual_seed(0)
-    memory = MemoryLookup(D, size=M, target_dim=2, learned=True)
-    queries = torch.randn(64, D)
-    labels = (queries[:, 0] > 0).long()
-    optimizer = torch.optim.Adam(memory.parameters(), lr=0.03)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(memory(queries), labels)
-        loss.backward()
-        optimizer.step()
-    assert {n for n, p in memory.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
-    assert float((memory(queries).argmax(-1) == labels).float().mean()) > 0.9
-
-
 @pytest.mark.parametrize("options", [{}, {"anchor": 0.3}, {"similarity": "dot", "beta": 0.7}])
 def test_gradients_are_the_derivatives(options):
     memory = MemoryLookup(D, size=5, target_dim=2, learned=True, solver=TIGHT, dtype=torch.float64, **options)

@@ -91,32 +91,3 @@ def test_detached_carries_are_segments(seeded):
         carry = tuple(z.detach() for z in carry)
     for found, parameter in zip(ours, read, strict=True):
         assert torch.equal(found, parameter.grad)
-
-
-def test_a_halting_head_stops_each_sample_where_it_says_so(seeded):
-    net = Recursive()
-    tokens, padding, tables, zero = arguments(net)
-    layer, most = Equilibrium(Level(net), event_ndim=2), 6
-
-    def halts(high):
-        # Where heads of random weights draw their line, samples stop at different steps.
-        return net.halt(high[:, :1])[..., 1:] > line
-
-    with torch.no_grad():
-        first = net.cycle((zero, zero), tokens, tables, padding, 2)[0]
-        line = net.halt(first[:, :1])[..., 1:].median()
-        carry, going = (zero, zero), torch.ones(5, 1, 1, dtype=torch.bool)
-        given = tokens, Shared(tables), PerSample(padding), 2
-        for new in layer.segments(*given, count=most, steps=1, start=carry):
-            carry = tuple(after.where(going, before) for after, before in zip(new, carry, strict=True))
-            going = going & ~halts(carry[0])
-        # Theirs: all samples go on together, and each keeps the state at which it halted.
-        state, ended, steps = (zero, zero), {}, {}
-        for step in range(most):
-            state = net.cycle(state, tokens, tables, padding, 2)
-            for i in range(5):
-                if i not in ended and (bool(halts(state[0])[i]) or step == most - 1):
-                    ended[i], steps[i] = tuple(z[i] for z in state), step
-    assert len(set(steps.values())) > 1
-    for i in range(5):
-        assert all(torch.equal(ours[i], theirs) for ours, theirs in zip(carry, ended[i], strict=True))
