@@ -84,7 +84,7 @@ def inputs(batch=5, dtype=torch.float64):
 
 
 def alike(left, right):
-    torch.testing.assert_close(left, right, **EXACT)
+    torch.testing.assert_close([*left], [*right], **EXACT)
 
 
 def trained(layer, *given):

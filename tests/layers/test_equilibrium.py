@@ -74,7 +74,7 @@ def gradients(loss, layer, *inputs):
 
 
 def assert_close(left, right, atol=1e-8):
-    torch.testing.assert_close(left, right, atol=atol, rtol=0)
+    torch.testing.assert_close([*left], [*right], atol=atol, rtol=0)
 
 
 # What is returned.
