@@ -190,17 +190,6 @@ def test_the_tensor_that_needs_a_gradient_is_told_of_too(needed):
             z.sum().backward()
 
 
-@torch.no_grad()
-def test_a_call_without_tokens_beside_a_padded_cache():
-    model, x, exists = made(), tokens(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
-    exists[0, 0] = False
-    cache, found = model.new_cache(), []
-    for part in (slice(0, 2), slice(2, 2), slice(2, 6)):
-        found.append(model(x[:, part], key_mask=exists[:, part], cache=cache))
-    assert cache.length == 6
-    torch.testing.assert_close(torch.cat(found, 1), model(x, key_mask=exists), rtol=0, atol=1e-6)
-
-
 def reversible(**options):
     model = made(adjoint=ia.Reversible(damping=0.5))
     return model(tokens(1, 3, 8), **{"cache": model.new_cache(), **options})

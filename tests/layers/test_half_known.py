@@ -182,7 +182,3 @@ def test_transforms_and_compilers_take_known_entries():
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k: memory.retrieve(q, known=k), backend="eager")
     torch.testing.assert_close(compiled(queries, KNOWN), expected, rtol=1e-9, atol=1e-10)
-
-
-def test_empty_batches_are_answered():
-    assert filled_memory().retrieve(torch.zeros(0, D).double(), known=torch.ones(D) > 0).shape == (0, D)
