@@ -5,7 +5,6 @@ import inspect
 import io
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from implicit_attention import (
     Status,
     UnsupportedImplementation,
 )
-from implicit_attention.options import SolveKeywords
 from implicit_attention.testing.numerics import equilibrium_reference, random
 
 B, N, M, DIM, HEADS = 2, 5, 7, 16, 4
@@ -230,7 +228,7 @@ CHANGES = {
 
 def test_every_option_is_listed():
     named = set(inspect.signature(ImplicitAttention).parameters) - {"options"}
-    assert named | set(SolveKeywords.__annotations__) == set(CHANGES)
+    assert named | {"solver", "adjoint", "impl", "max_steps", "on_failure"} == set(CHANGES)
 
 
 @pytest.mark.parametrize("option", [name for name, value in CHANGES.items() if value is not None])
@@ -301,12 +299,6 @@ def test_anchor_and_beta_stay_in_range():
         with pytest.raises(ValueError, match=f"to be learned, got {exact}; pass anchor={exact:g}"):
             made.anchor.set(exact)
         assert layer(anchor=exact)(x).shape == x.shape
-
-
-def test_grouped_heads_report_their_backward_solves_by_head():
-    made, x = layer(kv_heads=2), tokens()
-    made(x).sum().backward()
-    assert made.last_solve.adjoint.status.shape == made.last_solve.status.shape == (B, HEADS, N)
 
 
 # SolveReport.
@@ -509,12 +501,6 @@ def test_a_nan_token_that_the_loss_leaves_out_reaches_no_gradient_of_others(rows
         torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-9, atol=1e-11)
 
 
-def test_no_parameter_is_without_gradient_where_nothing_is_solved():
-    for made in (layer(max_steps=0), layer(max_steps=0, readout="state")):
-        made(tokens()).square().sum().backward()
-        assert all(p.grad is not None for p in made.parameters())
-
-
 @pytest.mark.parametrize("options", [{}, {"max_steps": 0}])
 def test_autocast_meets_inputs_of_two_precisions(options):
     lower = nn.Linear(DIM, DIM)
@@ -538,108 +524,16 @@ def test_nothing_to_attend_to_gives_zeros(options):
     assert made(x[:, :0]).shape == (B, 0, DIM)
 
 
-def test_the_graph_holds_tensors_only_where_hooks_see_them():
-    made, x = layer(), tokens(60).requires_grad_()
-    output = made(x).sum()
-    seen = set()
-    stack = [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-        request = getattr(node, "request", None)
-        if request is not None:
-            assert all(t.numel() == 0 for t in (*request.problem.tensors(), request.initial))
-            break
-    else:
-        raise AssertionError("no implicit gradient in the graph")
-
-
 def test_batch_entries_do_not_see_each_other():
     made, x = layer(), tokens()
     output = made(x)
     spoiled = x.clone()
     spoiled[0, 1] = math.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with pytest.warns(ConvergenceWarning, match="failed for 20 of 40 problems"):
         assert torch.equal(made(spoiled)[1], output[1])
 
 
-def test_a_nan_token_is_reported():
-    made, x = layer(), tokens()
-    x[0, 1] = math.nan
-    with pytest.warns(ConvergenceWarning, match="failed for 20 of 40 problems"):
-        made(x)
-
-
 # Wrong arguments.
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"heads": 3}, "`heads` must divide dim = 16, got 3; use a divisor of 16, or pass head_dim"),
-        ({"kv_heads": 3}, "`kv_heads` must divide heads = 4, got 3"),
-        ({"kv_heads": 0}, "`kv_heads` must be >= 1"),
-        ({"readout": "keys"}, "`readout` must be one of 'values', 'state'"),
-        ({"readout": "state", "values_inside": True}, "`readout` must be 'values' with values_inside=True"),
-        ({"readout": "state", "dropout": 0.1}, "`dropout` must be 0 with readout='state'"),
-        ({"potential": SquaredScores}, "`readout` must be 'state' with SquaredScores"),
-        ({"anchor": 2.0}, "`anchor` must be in"),
-        ({"anchor": "auto"}, "`anchor` must be 'learned' or a number"),
-        ({"beta": 0.0}, "`beta` must be > 0"),
-        ({"dropout": 1.5}, "`dropout` must be in"),
-        ({"qk_norm": "l2"}, "`qk_norm` must be one of None, 'rms', 'layer'"),
-        ({"bare": True}, "`heads` must be 1 with bare=True, got 4"),
-        ({"bare": True, "heads": 1, "context_dim": 8}, "`context_dim` must be dim = 16 with bare=True"),
-        ({"max_steps": -1}, "`max_steps` must be >= 0"),
-    ],
-)
-def test_wrong_options_are_named(options, match):
-    with pytest.raises(ValueError, match=match):
-        layer(**options)
-
-
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        ({"mask": torch.ones(N, N + 1).bool()}, r"`mask` must broadcast to .* got shape \(5, 6\)"),
-        ({"mask": torch.ones(3, N, N).bool()}, "`mask` must broadcast to"),
-        ({"key_mask": torch.ones(B, N + 1).bool()}, "`key_mask` must have one entry for each of the 5 keys"),
-        ({"mask": torch.ones(N, N).bool(), "causal": True}, "causal=True, which it may contradict"),
-        ({"context": torch.zeros(B, M, DIM + 1).double()}, "`context` must have width 16"),
-        ({"values": torch.zeros(B, N + 1, DIM).double()}, "`values` must have one row for each of the 5 tokens"),
-        ({"positions": torch.arange(N + 1)}, r"`positions` must be a tensor of shape \(N,\)"),
-        ({"positions": [0, 1]}, "`positions` must be a tensor"),
-        ({"positions": torch.arange(N)}, "`positions` must be None without rotary"),
-        ({"key_mask": torch.tensor(True)}, "`key_mask` must have one entry for each of the 5 keys"),
-        ({"context": torch.zeros(3, M, DIM).double()}, "`context` must broadcast to the leading axes of `x`"),
-    ],
-)
-def test_wrong_calls_are_named(call, match):
-    with pytest.raises(ValueError, match=match):
-        layer()(tokens(), **call)
-
-
-def test_wrong_kinds_are_named():
-    with pytest.raises(ValueError, match="`x` must have at least 2 axes"):
-        layer()(torch.zeros(DIM).double())
-    with pytest.raises(ValueError, match="`projection_bias` must be False with bare=True"):
-        ImplicitAttention(DIM, 1, bare=True, projection_bias=True)
-    with pytest.raises(TypeError, match=r"`mask` must be boolean .* or additive"):
-        layer()(tokens(), mask=torch.ones(N, N, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"`key_mask` must be boolean, True = the token exists, got torch\.float32"):
-        layer()(tokens(), key_mask=torch.ones(B, N))
-    with pytest.raises(TypeError, match="`rotary` must be None or a Rotary"):
-        layer(rotary=True)
-    with pytest.raises(ValueError, match=r"`x` must have width 16 on its last axis, got shape \(2, 5, 3\)"):
-        layer()(torch.zeros(B, N, 3).double())
-    with pytest.raises(ValueError, match="`values` must be None with readout='state'"):
-        layer(readout="state")(tokens(), values=tokens())
-    with pytest.raises(ValueError, match="`head_dim` must be even"):
-        layer(head_dim=3, rotary=Rotary())(tokens())
 
 
 def test_an_explicit_step_measures_the_residual_of_its_own_anchor():

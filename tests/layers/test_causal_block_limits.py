@@ -190,86 +190,30 @@ def test_the_tensor_that_needs_a_gradient_is_told_of_too(needed):
             z.sum().backward()
 
 
-@torch.no_grad()
-def test_a_call_without_tokens_beside_a_padded_cache():
-    model, x, exists = made(), tokens(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
-    exists[0, 0] = False
-    cache, found = model.new_cache(), []
-    for part in (slice(0, 2), slice(2, 2), slice(2, 6)):
-        found.append(model(x[:, part], key_mask=exists[:, part], cache=cache))
-    assert cache.length == 6
-    torch.testing.assert_close(torch.cat(found, 1), model(x, key_mask=exists), rtol=0, atol=1e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_lost_tokens_have_a_part_in_a_mean_budget(chunk):
-    model, x = made(solver=Picard(rtol=1e-8, max_steps=300), on_failure="ignore"), tokens(3, 9, 8)
-    x[0, 1] = torch.nan
-    for mean in (2.0, 3.0, 5.0):
-        model(x, exit=Exit(mean=mean), chunk=chunk)
-        assert mean - 0.3 < float(model.last_solve.num_evals.double().mean()) <= mean
-
-
 def reversible(**options):
     model = made(adjoint=ia.Reversible(damping=0.5))
     return model(tokens(1, 3, 8), **{"cache": model.new_cache(), **options})
 
 
-def cached():
-    model = made()
-    cache = model.new_cache()
-    decoded(model, tokens(2, 3, 8), cache)
-    return cache
-
-
 REFUSED = {
-    "reversible steps": (lambda: reversible(steps=3), ValueError, "`adjoint` must not be Reversible"),
+    "reversible steps": (lambda: reversible(steps=3), "`adjoint` must not be Reversible"),
     "vmap": (
         lambda: torch.vmap(functools.partial(made(), exit=0.1))(tokens(2, 3, 8)),
-        ValueError,
         "`exit` must be None inside",
-    ),
-    "reads": (
-        lambda: Equilibrium(Gated(), causal=True)(tokens(1, 2, 6), reads="all"),
-        TypeError,
-        "`reads` must be None",
     ),
     "start of all tokens": (
         lambda: decoded(made(start=tokens(6, 8)), tokens(2, 6, 8)),
-        ValueError,
         r"`start` must have as many tokens as x beside a cache, got 6 for x \[\(2, 1, 8\)\]",
     ),
     "segments": (
         lambda: next(made().segments(tokens(2, 6, 8), count=2, cache=made().new_cache())),
-        ValueError,
         "`cache` must be None for segments",
-    ),
-    "beams of beams": (
-        lambda: cached().select_batch(torch.tensor([[0, 1]])),
-        ValueError,
-        r"`index` must have one axis, got shape \(1, 2\)",
-    ),
-    "readout": (
-        lambda: made()(tokens(1, 2, 8), exit=Exit(readout=torch.sum)),
-        ValueError,
-        "`readout` must return logits",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_limits_are_told(name):
-    call, error, text = REFUSED[name]
-    with pytest.raises(error, match=text):
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
         call()
-
-
-@torch.no_grad()
-def test_a_block_with_additive_masks_in_half_precision():
-    layer = Equilibrium(Gated(), causal=True, solver=Picard(rtol=1e-2)).bfloat16()
-    x = tokens(2, 6, 6).bfloat16()
-    whole = layer(x)
-    assert whole.dtype == torch.bfloat16
-    for found in (layer(x, chunk=2), decoded(layer, x)):
-        torch.testing.assert_close(found, whole, rtol=0.1, atol=0.1)

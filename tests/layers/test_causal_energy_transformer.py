@@ -181,34 +181,12 @@ def test_half_precision_copies_and_pickles():
 
 
 def test_bad_calls_are_refused():
-    made, published, x = layer(), layer("published"), random(2, 4, 6, seed=5)
-    plain = EnergyTransformer(6, 2, 3, 7, dtype=torch.float64)
-    wrong = [
-        (made, {"return_energies": True}, r"`return_energies` must be False for causal=True.*no energy"),
-        (published, {"return_energies": True}, "`return_energies` must be False for causal=True"),
-        (made, {"order": "backwards"}, "`order` must be one of 'together', 'tokens'"),
-        (plain, {"order": "tokens"}, r"`order` must be 'together' for tokens that read each other.*causal=True"),
-        (published, {"order": "tokens"}, "`order` must be 'together' in mode='published'"),
-        (made, {"cache": layer().new_cache()}, "`cache` must be one that this layer made"),
-        (published, {"cache": made.new_cache()}, "`mode` must be 'equilibrium' for a cache"),
-        (plain, {"cache": made.new_cache()}, "`causal` must be True for a cache"),
-        (made, {"cache": made.new_cache(), "mask": torch.ones(4, 4) > 0}, "`mask` must be None beside a cache"),
-    ]
-    for who, options, text in wrong:
-        with pytest.raises(ValueError, match=text):
-            who(x, **options)
+    made, x = layer(), random(2, 4, 6, seed=5)
+    with pytest.raises(ValueError, match="`mask` must be None beside a cache"):
+        made(x, cache=made.new_cache(), mask=torch.ones(4, 4) > 0)
+    # A call that raises leaves the cache as it is.
     cache = made.new_cache()
     made(x, cache=cache)
     with pytest.raises(ValueError, match="`cache` must be used with the batch that it holds"):
         made(x[:1], cache=cache)
     assert cache.length == 4
-    with pytest.raises(TypeError, match="`cache` must be None or a KeyValueCache"):
-        made(x, cache=3)
-    with pytest.raises(ValueError, match="`causal` must be True for a cache"):
-        plain.new_cache()
-    with pytest.raises(ValueError, match="`mode` must be 'equilibrium' for a cache"):
-        published.new_cache()
-    with pytest.raises(ValueError, match="`causal` must be False for a potential"):
-        made.potential()
-    with pytest.raises(ValueError, match="`step_size` must be <= 1 for causal steps"):
-        layer("published", step_size=1.5)

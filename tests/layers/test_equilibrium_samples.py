@@ -186,26 +186,3 @@ def test_numbers_of_numpy_or_of_an_own_generator_are_named(kind, adjoint, shape)
     layer, x = made(lambda: Noisy(kind), *shape, solver=ia.Picard(rtol=1e-6, max_steps=20), adjoint=adjoint)
     with pytest.warns(ia.ConvergenceWarning, match="is random.*numpy or a Generator of its own.*default generators"):
         layer(x.requires_grad_())
-
-
-def test_dropout_under_an_implicit_gradient_is_2000_plain_steps():
-    class Dropped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix, self.drop = nn.Linear(16, 16), nn.Dropout(0.3)
-
-        def forward(self, z, x):
-            return torch.tanh(self.mix(self.drop(z)) + x)
-
-    found = []
-    for steps in (None, 2000):
-        torch.manual_seed(0)
-        layer = Equilibrium(Dropped(), solver=ia.Picard(rtol=1e-6, max_steps=5000))
-        with torch.no_grad():
-            layer.block.mix.weight.mul_(0.6)
-        x = torch.randn(8, 16, requires_grad=True)
-        torch.manual_seed(7)
-        z = layer(x, steps=steps)
-        found.append((z.detach(), *torch.autograd.grad(z.square().sum(), [x, layer.block.mix.weight])))
-    for solved, plain in zip(*found, strict=True):
-        torch.testing.assert_close(solved, plain, atol=1e-4, rtol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from implicit_attention import Anderson, LogSumExp, MemoryLookup, Status
+from implicit_attention import Anderson, MemoryLookup, Status
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(3)
@@ -163,12 +163,6 @@ def test_gradients_are_the_derivatives(options, clamp, lookup):
     assert gradient[known].abs().min() > 0
 
 
-def test_every_parameter_gets_a_gradient():
-    memory = MemoryLookup(D, size=5, target_dim=2, learned=True)
-    memory(random(3, D, dtype=torch.float32), known=KNOWN[0]).sum().backward()
-    assert all(p.grad is not None for p in memory.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_dtypes(dtype):
     memory, queries = filled_memory(solver=Anderson(), beta="auto"), random(2, 3, D, seed=2)
@@ -188,27 +182,3 @@ def test_transforms_and_compilers_take_known_entries():
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k: memory.retrieve(q, known=k), backend="eager")
     torch.testing.assert_close(compiled(queries, KNOWN), expected, rtol=1e-9, atol=1e-10)
-
-
-def test_explicit_steps_keep_what_is_known():
-    memory, queries = filled_memory(anchor=0.3), random(2, 3, D, seed=2)
-    found = memory.retrieve(queries, known=KNOWN, max_steps=0)
-    assert torch.equal(found[KNOWN], queries[KNOWN])
-    assert not torch.allclose(found, memory.retrieve(queries, known=KNOWN))
-
-
-def test_empty_batches_are_answered():
-    assert filled_memory().retrieve(torch.zeros(0, D).double(), known=torch.ones(D) > 0).shape == (0, D)
-
-
-def test_bad_masks_are_refused_at_the_door():
-    memory, queries = filled_memory(), random(2, 3, D, seed=2)
-    with pytest.raises(TypeError, match=r"`known` must be a boolean tensor, got torch\.float32; True says"):
-        memory.retrieve(queries, known=torch.ones(D))
-    with pytest.raises(TypeError, match="`known` must be a boolean tensor, got list"):
-        memory.retrieve(queries, known=[True] * D)
-    with pytest.raises(ValueError, match=r"`known` must broadcast to the shape of `queries` = \(2, 3, 6\)"):
-        memory.retrieve(queries, known=torch.ones(4, dtype=torch.bool))
-    other = filled_memory(potential=LogSumExp)
-    with pytest.raises(ValueError, match="`known` must be None with potential="):
-        other.retrieve(queries, known=KNOWN)

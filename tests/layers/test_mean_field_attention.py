@@ -11,8 +11,6 @@ from torch import nn
 
 from implicit_attention import Anderson, Implicit, Picard, Status
 from implicit_attention.layers import MeanFieldAttention, distill_correction
-from implicit_attention.layers.contractive import bounded
-from implicit_attention.layers.mean_field_map import Perceptron, as_matrix, next_state
 from implicit_attention.linear import Neumann
 from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import (
@@ -47,7 +45,7 @@ def made(mixing, correction=None, *, dim=6, heads=2, sites=4, scale=1.0, **optio
     )
     layer.double()
     with torch.no_grad():
-        if isinstance(layer.correction, Perceptron):
+        if correction == "learned":
             layer.correction.second.copy_(0.02 * torch.randn_like(layer.correction.second))
             layer.correction.bias.copy_(torch.randn_like(layer.correction.bias))
         for module in (layer.mixing, layer.correction):
@@ -131,8 +129,8 @@ def gelu_net(net, v):
 
 
 def _norm(matrix):
-    # Of the bound that the layer uses, which is up to 3 % above the norm.
-    return torch.linalg.matrix_norm(bounded(matrix, 1e-3), 2).reciprocal() * 1e-3 * torch.linalg.matrix_norm(matrix, 2)
+    # The bound that the layer uses, which is up to 3 % above the norm.
+    return torch.linalg.matrix_norm(torch.linalg.matrix_power(matrix @ matrix.mT, 32)) ** (1 / 64)
 
 
 @pytest.mark.parametrize(("mixing", "correction"), KINDS, ids=str)
@@ -198,19 +196,18 @@ def test_the_answer_is_that_of_the_iteration_written_out(mixing, correction, sca
 @pytest.mark.parametrize(("mixing", "correction"), KINDS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 50.0])
 def test_no_pair_of_states_comes_apart_by_more_than_the_bound(mixing, correction, scale):
-    layer = made(mixing, correction, scale=scale, dim=10, heads=2, sites=5)
+    layer = made(mixing, correction, scale=scale, dim=10, heads=2, sites=5, steps=1, solver=None)
     bound = layer.contraction_bound()
     assert bool((bound <= 0.9 * (1 + 1e-9)).all())
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     size = torch.logspace(-2, 1.5, 1000).double()[:, None, None, None]
-    field, mask = draw(1000, 2, 5, 5) * size.flip(0), draw(5, 5) > -0.5
+    x, mask = draw(1000, 5, 10) * size.flip(0)[..., 0], draw(5, 5) > -0.5
     mask = None if mixing == "mixer" else mask | mask.T
     for pairs in (None, mask):
-        weights = [getattr(given, "value", given) for given in layer._weights(field, pairs, None)]
 
-        def step(z, weights=weights):
-            return next_state(z, field, None, *weights)
+        def step(z, pairs=pairs):
+            return layer(x, initial=z, mask=pairs, return_state=True)[1]
 
         a = draw(1000, 2, 5, 5) * size
         near, far = a + 1e-4 * draw(1000, 2, 5, 5), draw(1000, 2, 5, 5) * size
@@ -229,7 +226,7 @@ def test_the_bound_is_not_far_from_the_slope():
     for mixing in ("free", "blocks"):
         layer = made(mixing, scale=0.5)
         couplings = layer.couplings(random(4, 6))
-        matrix = as_matrix(couplings) if mixing == "blocks" else couplings
+        matrix = couplings.transpose(-3, -2).reshape(2, 12, 12) if mixing == "blocks" else couplings
         torch.testing.assert_close(layer.contraction_bound(), torch.linalg.matrix_norm(matrix, 2), rtol=0.03, atol=0)
     # Symmetric softmax couplings add up to at most 0.9 in a row; others to just that.
     x = random(7, 4, 6)
@@ -357,25 +354,6 @@ def test_masked_pairs_are_not_coupled(mixing, correction):
     torch.testing.assert_close(layer(x[1], mask=mask[1]), found[1], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("mixing", "correction"), list(itertools.product(MIXINGS[:3], (None, "learned"))), ids=str)
-def test_a_later_token_changes_no_earlier_output(mixing, correction):
-    x = torch.randn(2, 5, 8)
-    changed = torch.cat([x[:, :3], torch.randn(2, 2, 8)], -2)
-    options = {"dim": 8, "sites": 5, "causal": True}
-    fixed = made(mixing, correction, steps=4, solver=None, **options).float()
-    assert torch.equal(fixed(x)[:, :3], fixed(changed)[:, :3])
-    assert not torch.equal(fixed(x)[:, 3:], fixed(changed)[:, 3:])
-    assert fixed.last_solve.status.tolist() == [Status.BUDGET] * 2
-    solved = made(mixing, correction, **options)
-    torch.testing.assert_close(solved(x.double())[:, :3], solved(changed.double())[:, :3], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("correction", [None, "exact", "learned"])
-def test_the_order_of_tokens_does_not_matter_to_softmax_couplings(correction):
-    layer, x, order = made("softmax", correction), random(2, 7, 6), torch.randperm(7)
-    torch.testing.assert_close(layer(x[:, order]), layer(x)[:, order], rtol=0, atol=1e-10)
-
-
 # Options.
 
 OPTIONS = {
@@ -433,15 +411,6 @@ def test_a_state_starts_the_next_call():
     again = layer(x, initial=state)
     assert bool((layer.last_solve.num_evals <= 2).all() and (spent > 2).all())
     torch.testing.assert_close(again, first, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(("mixing", "correction"), KINDS, ids=str)
-def test_layers_are_saved_and_copied(mixing, correction):
-    layer, x = made(mixing, correction), random(2, 4, 6)
-    other = made(mixing, correction, scale=0.1)
-    other.load_state_dict(layer.state_dict())
-    for twin in (other, copy.deepcopy(layer)):
-        assert torch.equal(twin(x), layer(x))
 
 
 @pytest.mark.parametrize(("mixing", "correction"), KINDS, ids=str)
@@ -531,25 +500,6 @@ def test_a_net_learns_the_reaction_of_spherical_spins():
     assert float(found.error) == pytest.approx(((z - m).norm() / m.norm()).item(), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_where_the_reaction_is_steeper_than_a_contraction_the_report_says_so():
-    torch.manual_seed(0)
-    layer = MeanFieldAttention(
-        8, 1, mixing="free", sites=8, symmetric=True, correction="learned", bare=True, dtype=torch.float64
-    )
-    found = distill_correction(layer, TAP(), random(64, 8, 8).split(16), steps=200)
-    # A linear map whose slope nothing limits does better, and the net is at its limit.
-    assert float(found.r2_linear) > float(found.r2) > 0.5
-    assert layer.correction.lipschitz().item() == pytest.approx(0.45, rel=1e-3)
-
-
-def test_gaussian_spins_need_no_correction():
-    layer = MeanFieldAttention(4, 1, symmetric=True, correction="learned", bare=True, dtype=torch.float64, solver=EXACT)
-    fields = random(8, 5, 4).split(4)
-    found = distill_correction(layer, AdaTAP(prior=GaussianUnits()), fields, steps=1, learning_rate=1e-12)
-    assert float(found.error_before) < 1e-9
-
-
 @pytest.mark.parametrize(
     ("options", "method"),
     [
@@ -568,26 +518,9 @@ def test_other_methods_couplings_and_heads_are_distilled(options, method):
 
 
 def test_what_cannot_be_distilled_is_said():
-    fields = [torch.randn(2, 4, 8) for _ in range(3)]
-    learned = MeanFieldAttention(8, 2, correction="learned", symmetric=True)
-    for layer, method, batches, error, match in (
-        (MeanFieldAttention(8, 2), TAP(), fields, ValueError, "`layer` must have a correction with weights"),
-        (MeanFieldAttention(8, 2, correction="exact"), TAP(), fields, ValueError, "got correction='exact'"),
-        (learned, TAP, fields, TypeError, "`method` must be an Approximation, got the class TAP"),
-        (learned, TAP(), fields[:1], ValueError, "`batches` must be at least two"),
-        (nn.Linear(8, 8), TAP(), fields, TypeError, "`layer` must be a MeanFieldAttention"),
-        (MeanFieldAttention(8, 2, correction="learned"), TAP(), fields, ValueError, "must be symmetric"),
-        (
-            MeanFieldAttention(8, 2, mixing="mixer", sites=4, correction="learned"),
-            TAP(),
-            fields,
-            ValueError,
-            "`mixing` must be 'softmax', 'free' or 'blocks' to have couplings",
-        ),
-        (learned, TAP(), [math.nan * x for x in fields], ValueError, "`method` must answer the spins"),
-    ):
-        with pytest.raises(error, match=match):
-            distill_correction(layer, method, batches)
+    layer, fields = MeanFieldAttention(8, 2, correction="learned"), [torch.randn(2, 4, 8) for _ in range(3)]
+    with pytest.raises(ValueError, match="must be symmetric"):
+        distill_correction(layer, TAP(), fields)
 
 
 # Bad input.
@@ -604,61 +537,7 @@ def test_a_sample_that_is_not_finite_changes_no_other(mixing, correction):
     assert bool(found[1].isnan().any())
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"mixing": "free"}, ValueError, "`sites` must be the number of tokens for mixing='free'"),
-        ({"mixing": "mixer"}, ValueError, "`sites` must be the number of tokens for mixing='mixer'"),
-        ({"sites": 4}, ValueError, "`sites` must be None unless"),
-        ({"mixing": "free", "sites": 0}, ValueError, "`sites` must be >= 1"),
-        ({"mixing": "dense"}, TypeError, "`mixing` must be 'softmax', 'free'"),
-        ({"mixing": None}, TypeError, "`mixing` must be 'softmax', 'free'"),
-        ({"correction": "tap"}, TypeError, "`correction` must be None, 'exact', 'learned' or a function"),
-        ({"contraction": 1.0}, ValueError, "`contraction` must be < 1"),
-        ({"contraction": 0.0}, ValueError, "`contraction` must be in"),
-        ({"contraction": 1.5}, ValueError, "`contraction` must be in"),
-        ({"causal": True, "symmetric": True}, ValueError, "`causal` must be False for symmetric couplings"),
-        ({"causal": True, "correction": "exact"}, ValueError, "`causal` must be False for symmetric couplings"),
-        ({"correction": "exact", "symmetric": False}, ValueError, "`symmetric` must be True or None"),
-        ({"mixing": "mixer", "sites": 4, "causal": True}, ValueError, "`causal` must be False for mixing='mixer'"),
-        ({"mixing": "mixer", "sites": 4, "symmetric": True}, ValueError, "`symmetric` must be False for mixing"),
-        ({"mixing": "mixer", "sites": 4, "correction": "exact"}, ValueError, "`correction` must be no 'exact' one"),
-        ({"mixing": torch.sin, "correction": "exact"}, ValueError, "for a function of one's own"),
-        ({"expansion": 2}, ValueError, "`expansion` must be None unless"),
-        ({"correction": "learned", "expansion": 0}, ValueError, "`expansion` must be >= 1"),
-        ({"steps": 0}, ValueError, "`steps` must be"),
-        ({"steps": 2, "solver": Picard()}, ValueError, "`solver` must be None beside steps"),
-        ({"heads": 3}, ValueError, "`heads` must divide dim = 8"),
-        ({"bare": True}, ValueError, "`heads` must be 1 with bare=True"),
-        ({"solver": Picard}, TypeError, "`solver` must be None or a Solver"),
-        ({"on_failure": "stop"}, ValueError, "`on_failure` must be"),
-    ],
-)
-def test_wrong_options_are_refused(options, error, match):
-    with pytest.raises(error, match=match):
-        MeanFieldAttention(8, **{"heads": 2, **options})
-
-
-def test_wrong_calls_are_refused():
-    layer, x = MeanFieldAttention(8, 2), torch.randn(2, 4, 8)
-    lower = torch.ones(4, 4, dtype=torch.bool).tril()
-    layer(x, mask=lower)
-    for given, options, error, match in (
-        ({"symmetric": True}, {"mask": lower}, ValueError, "`mask` must be symmetric for symmetric couplings"),
-        ({}, {"mask": lower.float()}, TypeError, "`mask` must be boolean"),
-        ({}, {"mask": lower[:3, :3]}, ValueError, "`mask` must broadcast"),
-        ({"mixing": "mixer", "sites": 4}, {"mask": lower}, ValueError, "`mask` must be None for mixing='mixer'"),
-        ({"mixing": lambda z: z / 2}, {"mask": lower}, ValueError, "`mask` must be None for a function"),
-        ({}, {"key_mask": lower[0, :3]}, ValueError, "`key_mask` must have one entry for each"),
-        ({}, {"initial": torch.zeros(2, 4, 8)}, ValueError, "`initial` must have the shape"),
-        ({"mixing": "free", "sites": 5}, {}, ValueError, "`x` must have as many tokens as sites=5"),
-        ({"mixing": lambda z: z[..., :1]}, {}, ValueError, "`mixing` must return the shape of z"),
-        ({"mixing": lambda z: 3.0}, {}, TypeError, "`mixing` must return the shape of z"),
-        ({"correction": lambda z: z.sum(-2)}, {}, ValueError, "`correction` must return the shape of z"),
-    ):
-        with pytest.raises(error, match=match):
-            MeanFieldAttention(8, 2, **given)(x, **options)
-    with pytest.raises(ValueError, match="`x` must have width 8"):
-        layer(torch.randn(2, 4, 6))
-    with pytest.raises(ValueError, match="`mixing` must be 'softmax', 'free' or 'blocks' to have couplings"):
-        MeanFieldAttention(8, 2, mixing="mixer", sites=4).couplings(x)
+def test_wrong_options_are_refused():
+    for mixing in ("free", "mixer"):
+        with pytest.raises(ValueError, match="`sites` must be >= 1, got 0"):
+            MeanFieldAttention(8, 2, mixing=mixing, sites=0)

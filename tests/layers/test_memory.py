@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Rotary, Status
+from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Status
 from implicit_attention.testing.numerics import equilibrium_reference, random
 
 M, D, T = 9, 6, 4
@@ -99,19 +99,16 @@ def test_storing_adds_and_clearing_forgets():
 
 
 @pytest.mark.parametrize("similarity", ["distance", "dot"])
-def test_the_temperature_comes_from_the_nearest_rivals(similarity, monkeypatch):
-    patterns = random(60, D)
+def test_the_temperature_comes_from_the_nearest_rivals(similarity):
+    # More of them than are compared at once.
+    patterns = random(600, D)
     memory = MemoryLookup(D, similarity=similarity, dtype=torch.float64)
     memory.store(patterns)
     scores = patterns @ patterns.mT if similarity == "dot" else -torch.cdist(patterns, patterns).square() / 2
-    gaps = torch.stack([(scores[i, i] - scores[i, [j for j in range(60) if j != i]]).amin() for i in range(60)])
+    gaps = scores.diagonal() - scores.masked_fill(torch.eye(600).bool(), -torch.inf).amax(-1)
     close = gaps[gaps > 0].sort().values
-    expected = torch.log(torch.tensor(6000.0)).double() / close[int(0.1 * (len(close) - 1))]
+    expected = torch.log(torch.tensor(60000.0)).double() / close[int(0.1 * (len(close) - 1))]
     torch.testing.assert_close(memory.found_beta, expected, rtol=1e-6, atol=1e-9)
-    monkeypatch.setattr("implicit_attention.layers.temperature.BLOCK", 7)
-    blocked = MemoryLookup(D, similarity=similarity, dtype=torch.float64)
-    blocked.store(patterns)
-    torch.testing.assert_close(blocked.found_beta, memory.found_beta, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("similarity", ["distance", "dot"])
@@ -162,21 +159,6 @@ def test_one_pattern_and_equal_patterns():
         torch.testing.assert_close(memory.retrieve(torch.randn(2, D)), pattern.expand(2, D), rtol=1e-4, atol=1e-4)
 
 
-def test_learned_memories_learn():
-    torch.manual_seed(0)
-    memory = MemoryLookup(D, size=M, target_dim=2, learned=True)
-    queries = torch.randn(64, D)
-    labels = (queries[:, 0] > 0).long()
-    optimizer = torch.optim.Adam(memory.parameters(), lr=0.03)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(memory(queries), labels)
-        loss.backward()
-        optimizer.step()
-    assert {n for n, p in memory.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
-    assert float((memory(queries).argmax(-1) == labels).float().mean()) > 0.9
-
-
 @pytest.mark.parametrize("options", [{}, {"anchor": 0.3}, {"similarity": "dot", "beta": 0.7}])
 def test_gradients_are_the_derivatives(options):
     memory = MemoryLookup(D, size=5, target_dim=2, learned=True, solver=TIGHT, dtype=torch.float64, **options)
@@ -224,11 +206,6 @@ def test_evidence_comes_along():
     assert torch.equal(memory.last_solve.residual, solution.residual)
     memory.retrieve(queries, max_steps=0)
     assert bool((memory.last_solve.status == Status.EXPLICIT).all())
-
-
-def test_half_precision_memories_work():
-    memory = filled().bfloat16()
-    assert memory(random(3, D).bfloat16()).dtype == torch.bfloat16
 
 
 def pixels():
@@ -368,6 +345,7 @@ def test_pooling_sees_neither_padding_nor_order():
     exists = torch.arange(7) < torch.tensor([[4], [7]])
     pooled = pool(bag, key_mask=exists)
     assert pooled.shape == (2, 3, 8)
+    assert pool.last_solve.status.shape == (2, 2, 3)
     spoiled = bag.clone()
     spoiled[0, 4:] = 100.0
     assert torch.equal(pool(spoiled, key_mask=exists), pooled)
@@ -383,45 +361,3 @@ def test_pooling_trains_its_queries():
     assert not torch.equal(pool(random(2, 7, 8), max_steps=0), pool(random(2, 7, 8)))
     assert pooling(queries=2)(random(2, 7, 8)).shape == (2, 2, 8)
     assert pooling(heads=1, bare=True)(random(2, 7, 8)).shape == (2, 1, 8)
-
-
-def test_pooling_has_the_evidence_of_its_attention():
-    pool = pooling(queries=3)
-    assert pool.last_solve is None
-    pool(random(2, 7, 8))
-    assert pool.last_solve.status.shape == (2, 2, 3)
-    assert bool(pool.last_solve.converged.all())
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: MemoryLookup(D).retrieve(torch.zeros(2, D)), "`store` must be called before a memory is asked"),
-        (lambda: MemoryLookup(D, learned=True), "`size` must be given with learned=True"),
-        (lambda: MemoryLookup(D, size=3), r"`size` must be None .*store\(patterns, targets\)"),
-        (lambda: MemoryLookup(D, size=3, learned=True, beta="auto"), "`beta` must be 'learned' or a number"),
-        (lambda: MemoryLookup(D, similarity="cosine"), "`similarity` must be one of 'distance', 'dot'"),
-        (lambda: MemoryLookup(D).store(torch.zeros(3, D + 1)), r"`patterns` must have shape \(M, 6\) with M > 0"),
-        (lambda: MemoryLookup(D).store(torch.zeros(3, D), torch.zeros(4, 2)), "`targets` must have one row for each"),
-        (lambda: filled().store(torch.zeros(3, D)), "`targets` must be given for all patterns or for none"),
-        (lambda: filled()(torch.zeros(3, D + 1).double()), "`queries` must have width 6"),
-        (
-            lambda: MemoryLookup(D, size=3, learned=True).store(torch.zeros(4, D)),
-            r"`patterns` must have shape \(3, 6\)",
-        ),
-        (lambda: MemoryLookup(D, size=3, learned=True).clear(), "`learned` must be False"),
-        (lambda: pooling(anchor=0.0), "`anchor` must be > 0 or 'learned' with learned queries"),
-        (lambda: pooling(queries=0), "`queries` must be >= 1"),
-        (lambda: pooling(causal=True), "`causal` must be False in pooling: a set has no order"),
-        (lambda: pooling()(torch.zeros(2, 8).double(), causal=True), "`causal` must be False in pooling"),
-        (lambda: pooling(rotary=Rotary()), "`rotary` must be None in pooling: a set has no positions"),
-        (
-            lambda: filled().store(torch.zeros(3, D), torch.zeros(3, T + 1)),
-            r"`targets` must have the width 4 of those held, got shape \(3, 5\); call clear",
-        ),
-        (lambda: MemoryLookup(D).store(torch.zeros(3, D), torch.zeros(3, 2, 2)), "`targets` must have one row for"),
-    ],
-)
-def test_wrong_arguments_are_named(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -61,6 +61,11 @@ class LooksAhead(Gated):
         return super().forward(z, x + 0.1 * z.mean(-2, keepdim=True), past)
 
 
+class LooksAheadInTheInput(Gated):
+    def forward(self, z, x, past=None):
+        return super().forward(z, x + 0.1 * x.mean(-2, keepdim=True), past)
+
+
 BAD = [NeverUpdates, MasksOthers, ReadsItsWindow, ForgetsTheTriangle, Convolves, ReadsThatOfTheInput, LooksAhead]
 CALLS = {
     "chunks": lambda layer, x: layer(x, chunk=3),
@@ -81,6 +86,14 @@ def test_a_block_that_reads_otherwise_is_refused(block, call):
     with pytest.raises(ValueError, match=text) as error:
         CALLS[call](layer, tokens(2, 7, 6))
     assert block.__name__ in str(error.value)
+
+
+@pytest.mark.parametrize("block", [LooksAhead, LooksAheadInTheInput])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_block_that_looks_ahead_is_refused_at_the_first_call(block, steps):
+    layer = Equilibrium(block(), causal=True).double()
+    with pytest.raises(ValueError, match="let token t read tokens <= t alone with causal=True"):
+        layer(tokens(2, 7, 6), steps=steps)
 
 
 class Chooses(Gated):

@@ -32,7 +32,6 @@ from implicit_attention.potentials import (
     SquaredScores,
     units_potential,
 )
-from implicit_attention.potentials.kernel_features import OWN
 
 P = functools.partial
 STATE = {"readout": "state"}
@@ -143,4 +142,4 @@ def test_no_law_and_no_features_are_left_out():
         if isinstance(law := getattr(potentials, name), type) and issubclass(law, potentials.Units)
     }
     assert laws - {"Units"} <= named
-    assert {features.__name__ for features in OWN} <= named
+    assert {name for name in potentials.__all__ if name.endswith("Features")} <= named | {"Features"}

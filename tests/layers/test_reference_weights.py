@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import EnergyTransformer, Picard
-from implicit_attention.layers.reference_weights import IMAGE_ARRAYS, read_reference
+from implicit_attention.layers.reference_weights import read_reference
 from implicit_attention.testing.numerics import random
 
 H, Y, D, M = 2, 3, 5, 7
@@ -119,7 +119,7 @@ def test_files_are_read(layout, kind, tmp_path):
     found, expected = read_reference(str(path), layout), read_reference(given)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert set(IMAGE_ARRAYS) < set(found)
+    assert set(image_arrays()) < set(found)
     assert found["POS_embed"].shape == (10, D)
     made = EnergyTransformer.from_reference(path)
     assert torch.equal(made.w_query.detach(), expected["w_query"])
@@ -146,63 +146,11 @@ def test_arrays_of_any_kind_are_copied():
         assert np.array_equal(source["Wq"], random(H, Y, D).numpy().astype(np.float32))
 
 
-def changed(layout="npz", **changes):
-    found = {**arrays(layout), **changes}
-    return {name: array for name, array in found.items() if array is not None}
-
-
-REFUSED = {
-    "gamma 0": (changed(LNORM_gamma=np.array(0.0)), None, "`LNORM_gamma` must be > 0, got 0"),
-    "gamma below 0": (changed("tutorial", gamma=np.array(-1.0)), None, "`gamma` must be > 0, got -1"),
-    "gamma nan": (changed(LNORM_gamma=np.array(np.nan)), None, "`LNORM_gamma` must be > 0, got nan"),
-    "gain per entry": (changed(LNORM_gamma=np.ones(D)), None, "fit together.*LNORM_gamma \\(5,\\)"),
-    "other layout by names": (arrays("tutorial"), "npz", "got names of 'tutorial'; pass layout='tutorial'"),
-    "npz for tutorial": (arrays("npz"), "tutorial", "layout 'tutorial', got names of 'npz'; pass layout='npz'"),
-    "other layout by shapes": (
-        changed(**{name: arrays("tutorial")[name] for name in ("Wq", "Wk", "Xi")}), "npz",
-        "of the layout 'npz', as the names say.*got shapes of 'tutorial', Wq \\(2, 5, 3\\).*; swap the last"),
-    "the same, untold": (
-        changed(**{name: arrays("tutorial")[name] for name in ("Wq", "Wk", "Xi")}), None, "got shapes of 'tutorial'"),
-    "D = Y": (arrays("npz", width=D), None, "`layout` must be given where tokens.*heads, D = Y = 5.*'npz'"),
-    "D = Y, tutorial": (arrays("tutorial", width=D), None, "`layout` must be given.*pass layout='tutorial'"),
-    "queries of other heads": (changed(Wk=np.ones((H + 1, Y, D))), None, "fit together.*Wk \\(3, 3, 5\\)"),
-    "memories of another width": (changed(Xi=np.ones((D + 1, M))), None, "fit together.*Xi \\(6, 7\\)"),
-    "one memory axis": (changed(Xi=np.ones(D)), None, "fit together"),
-    "shift of another width": (changed(LNORM_bias=np.ones(4)), None, "fit together.*LNORM_bias \\(4,\\)"),
-    "nothing": ({}, None, "hold either LNORM_gamma and LNORM_bias or gamma and delta, got the arrays none"),
-    "both names": (changed(gamma=np.array(1.0)), None, "hold either LNORM_gamma and LNORM_bias or gamma and delta"),
-    "no memories": (changed(Xi=None), None, "hold Wq, Wk, Xi, LNORM_gamma, LNORM_bias, got none called Xi"),
-    "no shift": (changed(LNORM_bias=None), None, "got none called LNORM_bias"),
-    "unknown": (changed(Wv=np.ones(3)), None, "hold no arrays but .*got Wv; leave them out"),
-    "two precisions": (changed(Wk=arrays("npz")["Wk"].astype(np.float32)), None, "`Wk` must have the dtype of `Wq`"),
-    "another word": (arrays("npz"), "jax", "`layout` must be one of 'npz', 'tutorial', None, got 'jax'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case):
-    given, layout, match = REFUSED[case]
-    for read in (read_reference, EnergyTransformer.from_reference):
-        with pytest.raises(ValueError, match=match):
-            read(given, layout)
-
-
 def test_what_holds_no_numbers_is_refused(tmp_path):
-    for array, match in ((np.array(["a"]), "`Wq` must hold real numbers that numpy knows, got <U1"),
-                         (np.ones((H, Y, D), dtype=complex), "`Wq` must hold real numbers"),
-                         (np.ones((H, Y, D), dtype=int), "`Wq` must have a floating-point dtype")):  # fmt: skip
-        with pytest.raises(TypeError, match=match):
-            read_reference(changed(Wq=array))
     path = tmp_path / "pickled.npz"
-    np.savez(path, **changed(Wq=np.array([{"a": 1}], dtype=object)))
+    np.savez(path, **{**arrays("npz"), "Wq": np.array([{"a": 1}], dtype=object)})
     with pytest.raises(ValueError, match=r"hold arrays of numbers, got pickled.npz with pickles"):
         read_reference(path)
-    with pytest.raises(ValueError, match=r"path of a .npz or .safetensors file, got weights.pt"):
-        read_reference(tmp_path / "weights.pt")
-    with pytest.raises(TypeError, match=r"`weights` must be a mapping or a path, got list"):
-        read_reference([1.0])
-    with pytest.raises(FileNotFoundError):
-        read_reference(tmp_path / "none.npz")
 
 
 @pytest.mark.parametrize("layout", ["npz", "tutorial"])
