@@ -90,14 +90,6 @@ def test_copies_restore_their_own(copied):
     assert found["layers.0.self_attn"].in_proj_weight is other.layers[0].self_attn.in_proj_weight
 
 
-def test_what_was_replaced_is_held_as_no_part():
-    model = encoder()
-    names = [name for name, _ in model.named_modules()]
-    replace_attention(model, anchor=0.5, beta=None)
-    assert [name for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)] == []
-    assert [name for name, _ in model.named_modules() if not name.endswith((".anchor", ".beta"))] == names
-
-
 def test_a_dropout_that_was_set_meanwhile_stays():
     model = encoder(dropout=0.5)
     replace_attention(model, anchor=0.5)

@@ -26,8 +26,7 @@ def test_the_report_has_a_line_for_every_attention(name, capsys):
     assert len(rows) == (6 if name == "t5" else 2)
     printed = capsys.readouterr().out
     for row in rows:
-        module = model.get_submodule(row.name)
-        evidence = module._equilibrium_last.report
+        evidence = last_solves(model)[row.name]
         assert row.name in printed
         assert row.residual == evidence.residual.max()
         assert 1 < row.num_evals <= row.max_evals == evidence.num_evals.max()

@@ -427,22 +427,6 @@ def test_training_follows_inference_mode():
     assert all(row.gradient == 1 for row in report(made))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_either_kind_of_checkpointing_changes_no_gradient(reentrant):
-    found = []
-    for checkpointing in (False, True):
-        made, given = make("llama", torch.float32), batch("llama")
-        made.set_attn_implementation("equilibrium")
-        made.train()
-        made.enable_input_require_grads()
-        if checkpointing:
-            made.activation_checkpointing_enable({"use_reentrant": reentrant})
-        made(**given, use_cache=False).logits.square().sum().backward()
-        found.append([parameter.grad.clone() for parameter in made.parameters()])
-    for plain, checkpointed in zip(*found, strict=True):
-        torch.testing.assert_close(plain, checkpointed)
-
-
 @pytest.mark.parametrize(
     "options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 2}]
 )
@@ -594,26 +578,3 @@ def test_a_report_is_of_the_forward_not_of_what_became_of_its_cache():
     before = report(made)[0].effective_keys
     cache.reset()
     assert report(made)[0].effective_keys == before
-
-
-@pytest.mark.parametrize("name", ["flash_equilibrium", "my_sdpa", "flex_attention_equilibrium", "paged|equilibrium"])
-def test_names_that_transformers_would_misread_are_refused(name):
-    with pytest.raises(ValueError, match="`name` must"):
-        register(name)
-
-
-@pytest.mark.nightly
-def test_lengths_share_a_compiled_graph():
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    register()
-    torch.compiler.reset()
-    compiled = torch.compile(forward, backend=count)
-    with torch.no_grad():
-        for length in (7, 9, 12, 15):
-            compiled(*attention(length, length), torch.ones(2, 1, length, length, dtype=torch.bool).tril())
-    assert len(graphs) < 4

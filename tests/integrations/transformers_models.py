@@ -1,5 +1,6 @@
 """Tiny models of seven architectures, and equilibrium attention written independently into their eager attention."""
 
+import contextlib
 import sys
 from unittest import mock
 
@@ -23,8 +24,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from implicit_attention import Anderson, Implicit
+from implicit_attention.integrations.transformers import last_solves, register
 from implicit_attention.linear import CG
 
 TIGHT = {"solver": Anderson(rtol=1e-12, atol=1e-13), "adjoint": Implicit(CG(rtol=1e-12))}
@@ -117,12 +120,23 @@ def logits(model, given, **call):
 
 
 def evaluations(model):
-    """Of the first query of every layer."""
-    return [int(module._equilibrium_last.report.num_evals.max()) for module in attentions(model)]
+    """The most of a query, of every layer."""
+    return [int(solve.num_evals.max()) for solve in last_solves(model).values()]
 
 
-def attentions(model):
-    return [module for module in model.modules() if hasattr(module, "_equilibrium_last")]
+@contextlib.contextmanager
+def watched_calls():
+    """Queries, keys and masks of all calls of equilibrium attention by models: a wrapper, as engines put one there."""
+    register()
+    own, calls = ALL_ATTENTION_FUNCTIONS["equilibrium"], []
+
+    def seen(module, query, key, value, attention_mask, **others):
+        calls.append((query.detach(), key.detach(), attention_mask))
+        return own(module, query, key, value, attention_mask, **others)
+
+    AttentionInterface.register("equilibrium", seen)
+    yield calls
+    AttentionInterface.register("equilibrium", own)
 
 
 # What no entry of a state may still move by.
