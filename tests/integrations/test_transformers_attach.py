@@ -171,7 +171,6 @@ def test_a_conversion_keeps_its_solver_in_the_file(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = load(hf.AutoModelForSeq2SeqLM, tmp_path).eval()
     assert torch.equal(logits(loaded, given), expected)
-    assert all((solve.tolerance == tolerance).all() for solve in last_solves(loaded).values())
     again = tmp_path / "again"
     loaded.save_pretrained(again)
     assert torch.equal(logits(load(type(model), again).eval(), given), expected)

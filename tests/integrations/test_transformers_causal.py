@@ -67,11 +67,10 @@ def test_a_flag_answers_as_the_mask_does_with_every_gradient(options, length, ca
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_flag_writes_nothing_of_the_size_of_all_pairs(options):
+def test_a_flag_writes_nothing_of_the_size_of_all_pairs():
     length = 700
     with Allocations() as seen:
-        llama(**options).model(tokens(length), use_cache=False)
+        llama(max_steps=0).model(tokens(length), use_cache=False)
     assert seen.largest < length**2
 
 
@@ -89,12 +88,12 @@ def test_only_what_a_flag_says_goes_without_a_mask(calls):
     padded = torch.ones_like(ids)
     padded[0, :3] = 0
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(2, -1)
-    calls = {
+    cases = {
         "padded": {"attention_mask": padded},
         "packed": {"position_ids": positions, "use_cache": False},
         "static": {"past_key_values": StaticCache(config=model.config, max_cache_len=20), "use_cache": True},
     }
-    for case, given in calls.items():
+    for case, given in cases.items():
         model(ids, **given)
         assert with_masks(calls) == [True] * 2, case
     windows = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).double()

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from transformers_models import batch, make
+from transformers_models import batch, make, watched_calls
 
 from implicit_attention import ImplicitAttention, Picard
-from implicit_attention.integrations.transformers import WatchCallback, attach, attention, last_solves, learn_anchors
+from implicit_attention.integrations.transformers import WatchCallback, attach, last_solves, learn_anchors
 from implicit_attention.training import CSVFile, watch
 
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
@@ -131,16 +131,13 @@ def radius_of(query, keys, anchor=0.6, beta=8**-0.5):
     return float(torch.linalg.eigvals(jacobian).abs().max())
 
 
-def test_spectral_radii_are_those_of_dense_jacobians(monkeypatch):
-    model, calls = converted().double(), []
-    own = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda call: calls.append(call) or own(call))
-    with watch(model, spectral=True) as seen:
+def test_spectral_radii_are_those_of_dense_jacobians():
+    model = converted().double()
+    with watched_calls() as calls, watch(model, spectral=True) as seen:
         reports = train(model, steps=1)
         observed = seen.take()
         check(observed, reports)
-    with torch.no_grad():
-        expected = [radius_of(call.query, call.keys) for call in calls]
+    expected = [radius_of(query, keys) for query, keys, _ in calls]
     assert [layer.spectral_radius for layer in observed.layers] == pytest.approx(expected, rel=1e-2)
     assert observed.total.spectral_radius == pytest.approx(max(expected), rel=1e-2)
 
