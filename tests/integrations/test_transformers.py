@@ -44,6 +44,8 @@ def test_a_mask_of_ones_own_may_be_additive():
         forward(query, key, allowed[:, 0, 0])
     with pytest.raises(ValueError, match="`attention_mask` must broadcast to"):
         forward(query, key, allowed[..., :3])
+    with pytest.raises(TypeError, match="`attention_mask` must be boolean"):
+        forward(query, key, allowed.long())
 
 
 def test_without_a_mask_causality_ends_at_the_last_key():
