@@ -264,11 +264,7 @@ def test_an_error_in_one_process_ends_the_call_in_all(exchange, found):
     assert all(each.startswith("LockStepError: `fn` raised in another") for i, each in enumerate(told) if i != 1)
 
 
-def test_bad_arguments():
-    with pytest.raises(TypeError, match="fn"):
-        sequence_parallel(3)
-    with pytest.raises(ValueError, match="exchange"):
-        sequence_parallel(equilibrium_attention, exchange="ring")
+def test_without_processes_it_is_said_how_to_begin():
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"group.*init_process_group"):
         sequence_parallel(equilibrium_attention)(query, query, query)

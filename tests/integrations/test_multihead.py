@@ -116,15 +116,6 @@ def test_gradients_are_the_derivatives(case):
     assert torch.autograd.gradcheck(both, inputs, rtol=1e-5, atol=1e-7, fast_mode=case != "self")
 
 
-def test_second_derivatives_are_the_derivatives_of_the_first():
-    made = module(solver=TIGHT, width=4, heads=2)
-    inputs = [random(rows, 4, seed=rows).requires_grad_() for rows in (2, 3)]
-    inputs += [made.anchor.logit, made.beta.log_scale]
-    assert torch.autograd.gradgradcheck(
-        lambda x, y, *_: made(x, y, y, need_weights=False)[0], inputs, rtol=1e-4, atol=1e-6
-    )
-
-
 def test_gradients_reach_every_parameter_in_training_and_evaluation():
     made = module(add_bias_kv=True)
     for mode in (True, False):
@@ -188,13 +179,3 @@ def test_a_nan_stays_in_its_query_and_in_its_sample(max_steps):
     spoiled[0, 1] = spoiled[1] = True
     assert torch.equal(output.isnan().all(-1), spoiled)
     assert torch.equal(output[~spoiled], clean[~spoiled])
-
-
-def test_samples_do_not_see_each_other():
-    made = module(dtype=torch.float32, batch_first=True, width=32, heads=4)
-    given = tokens(made, dtype=torch.float32)
-    # One that is hard beside one that is easy.
-    given = [torch.cat([t, 20 * t[:1]]) for t in given]
-    together = made(*given)[0]
-    for order in ([2, 0], [1], [0, 1, 2]):
-        torch.testing.assert_close(made(*(t[order] for t in given))[0], together[order], rtol=0, atol=3e-6)

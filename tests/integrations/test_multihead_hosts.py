@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 
 import pytest
 import torch
@@ -211,36 +210,3 @@ def test_padding_changes_nothing_through_a_whole_encoder():
         with context():
             outputs = [encoder(t, src_key_padding_mask=PADDING)[~PADDING] for t in (x, other)]
         assert torch.equal(*outputs)
-
-
-@pytest.mark.by_name(slow=r"\[True")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_a_layer_compiles_without_a_graph_break(training):
-    torch._dynamo.reset()
-    layer, found = swapped(nn.TransformerEncoderLayer(**options(batch_first=True)).train(training), solver=None)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    x = random(B, N, DIM).requires_grad_()
-    outcomes = []
-    for forward in (layer, compiled):
-        layer.zero_grad()
-        output = forward(x, CAUSAL < 0, PADDING, is_causal=True)
-        output.sin().sum().backward()
-        gradients = [p.grad.clone() for p in layer.parameters()]
-        outcomes.append((output.detach(), gradients, found["self_attn"].last_solve))
-    (expected, gradients, evidence), (output, others, told) = outcomes
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(others, gradients, rtol=1e-10, atol=1e-11)
-    assert torch.equal(told.num_evals, evidence.num_evals)
-
-
-def test_a_model_copies_pickles_and_loads():
-    layer = nn.TransformerEncoderLayer(**options(batch_first=True))
-    encoder, _ = swapped(nn.TransformerEncoder(layer, 2).eval())
-    x = random(B, N, DIM)
-    expected = encoder(x)
-    fresh, _ = swapped(nn.TransformerEncoder(layer, 2).eval(), seed=1)
-    assert not torch.allclose(fresh(x), expected)
-    fresh.load_state_dict(encoder.state_dict())
-    for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder)), fresh):
-        assert torch.equal(other(x), expected)

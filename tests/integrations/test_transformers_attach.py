@@ -190,21 +190,6 @@ def test_a_name_stays_in_the_file_of_a_model_that_transformers_load_and_save_aga
     assert torch.equal(logits(third, given), expected)
 
 
-@pytest.mark.nightly
-def test_one_graph_serves_a_model_whose_options_come_from_its_file(tmp_path):
-    model, given = attached(layers={1: {"anchor": 0.3}})
-    del given["position_ids"]
-    model.save_pretrained(tmp_path)
-    register()
-    torch.compiler.reset()
-    rows = given["attention_mask"].bool()
-    for each in (model, hf.LlamaForCausalLM.from_pretrained(tmp_path).eval()):
-        each = attach(each, layers={1: {"anchor": 0.3}}) if each is model else each
-        expected = logits(each, given, use_cache=False)[rows]
-        found = logits(torch.compile(each, fullgraph=True, backend="eager"), given, use_cache=False)[rows]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_file_without_what_is_needed_is_named(tmp_path):
     plain = make("llama")
     plain.save_pretrained(tmp_path)

@@ -152,20 +152,6 @@ def test_evidence_is_that_of_the_attention_in_use():
         report(model)
 
 
-@pytest.mark.nightly
-def test_a_model_that_is_compiled_in_place_is_converted():
-    register()
-    model, given = model_and_inputs(dtype=torch.float32)
-    given = {**given, "use_cache": False}
-    expected = convert(copy.deepcopy(model), schedule=[0.9, 0.7], inputs=given)
-    model.compile(backend="eager")
-    found = convert(model, schedule=[0.9, 0.7], inputs=given)
-    for ours, eager in zip(found.stages, expected.stages, strict=True):
-        assert ours.converged == eager.converged == 1
-        assert ours.output == pytest.approx(eager.output, rel=1e-3)
-        assert ours.layers == pytest.approx(eager.layers, rel=1e-3)
-
-
 def test_a_conversion_to_a_fixed_budget():
     model, given = model_and_inputs()
     stage = convert(model, schedule=[0.5], inputs=given, solver=Picard(rtol=0, atol=0, max_steps=2)).stages[0]

@@ -373,14 +373,6 @@ def test_a_conversion_reaches_layers_that_its_inputs_do_not_and_stays_through_a_
     assert {row.anchor for each in (made, loaded) for row in report(each)} == {0.9}
 
 
-def test_a_conversion_repeats_itself_in_training():
-    made, given = make("llama", torch.float32, attention_dropout=0.5), batch("llama")
-    made.train()
-    first, second = (convert(made, schedule=[0.8], inputs=given).stages[0].output for _ in range(2))
-    assert first == second
-    assert made.training
-
-
 # Models that keep arguments, masks or layers to themselves.
 
 
@@ -428,23 +420,6 @@ def test_text_without_a_cross_attention_mask_sees_the_whole_image():
     given, made = tiles(), model("mllama")
     del given["cross_attention_mask"]
     assert agrees_or_raises(made, given)
-
-
-@pytest.mark.parametrize("name", ["llava", "encoder_decoder", "stablelm"])
-def test_an_anchor_of_one_changes_nothing(name):
-    if name == "stablelm":
-        made, given = hf.StableLmForCausalLM(hf.StableLmConfig(**GROUPED)).eval(), decoder()
-    else:
-        made, given = model(name), inputs(name)
-    assert convert(made, schedule=[1.0], inputs=given).stages[0].output < 1e-5
-
-
-def test_another_name_is_free_of_a_conversion():
-    made, given = make("llama", torch.float32), batch("llama")
-    convert(made, schedule=[0.9], inputs=given)
-    register("other", anchor=0.3)
-    output(made, given, "other")
-    assert {row.anchor for row in report(made)} == {0.3}
 
 
 def test_a_decoder_may_have_more_layers_than_its_encoder():

@@ -89,13 +89,6 @@ def test_failures_are_told_as_asked():
     logits(model, given, max_steps=1, on_failure="ignore")
 
 
-def test_anchor_one_is_softmax_attention():
-    model, given = model_and_inputs()
-    torch.testing.assert_close(
-        logits(model, given, anchor=1.0), logits(model, given, max_steps=0), rtol=1e-6, atol=1e-6
-    )
-
-
 def test_anchors_by_head_can_be_learned_by_a_module_that_hands_them_to_each_call():
     model, given = model_and_inputs()
     anchor = torch.tensor([0.3, 0.5, 0.7, 0.9], requires_grad=True)
@@ -224,16 +217,6 @@ def test_paged_caches_are_refused():
     model, given = model_and_inputs()
     with pytest.raises(ValueError, match=r"`cache` must be None .* paged caches"):
         logits(model, given, cache=object())
-
-
-def test_packed_sequences_with_positions_are_kept_apart():
-    model, _ = model_and_inputs()
-    ids = batch("llama", rows=1, length=9)["input_ids"]
-    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
-    with torch.no_grad():
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        apart = [model(input_ids=part).logits for part in ids.split([5, 4], dim=1)]
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-6, atol=1e-6)
 
 
 def without_masks(monkeypatch):

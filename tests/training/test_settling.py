@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from implicit_attention import Equilibrium, EquilibriumTransformer, Picard
+from implicit_attention import Equilibrium, Picard
 from implicit_attention.layers import Confirm
 from implicit_attention.models.reasoners import TransformerStack, TwoStreamReasoner
 from implicit_attention.training import Calibration, SettlingLoss, calibrate, calibration_table
@@ -332,11 +332,6 @@ def test_risk_keeps_the_surest_answers_first():
 
 LAYER, READ, X, Y = problem()
 WRONG = {
-    "a block": (
-        lambda: SettlingLoss(Tanh(1.0), READ),
-        TypeError,
-        r"`layer` must be an Equilibrium.*Equilibrium\(block\)",
-    ),
     "no readout": (lambda: SettlingLoss(LAYER, 3), TypeError, "`readout` must be a function"),
     "a number of steps": (lambda: SettlingLoss(LAYER, READ, steps=8), TypeError, r"range\(8, 17\)"),
     "no steps": (lambda: SettlingLoss(LAYER, READ, steps=range(3, 3)), ValueError, "numbers above 0"),
@@ -367,11 +362,6 @@ WRONG = {
         lambda: calibrate(LAYER, READ, {"a": [(X, Y)]}),
         TypeError,
         r"`inputs` must be a tuple.*\(\(x,\), target",
-    ),
-    "a causal layer": (
-        lambda: calibrate(EquilibriumTransformer(6, heads=2, causal=True), READ, {"a": []}),
-        ValueError,
-        "`layer` must be a layer whose samples have one status each",
     ),
     "confirm": (lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, confirm=-1), ValueError, "`confirm`"),
 }

@@ -224,16 +224,6 @@ def test_checkpointing_counts_once(reentrant, graphs):
         assert_counts(seen.take(), plainly())
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_compiled_layer_inside_a_checkpoint_counts_once(reentrant):
-    expected = observed(layer_of(), lambda model: train(model, (0,)))
-    model = layer_of()
-    with watch(model) as seen:
-        train(functools.partial(checkpoint, compiled(model, dynamic=None), use_reentrant=reentrant), (0,))
-        assert_counts(seen.take(), expected)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @every
 def test_every_kind_is_counted_once_under_checkpointing(name, reentrant):
@@ -243,15 +233,6 @@ def test_every_kind_is_counted_once_under_checkpointing(name, reentrant):
         train(functools.partial(checkpoint, model, use_reentrant=reentrant))
         found = seen.take()
     assert_counts(found, expected)
-
-
-@pytest.mark.nightly
-def test_checkpoints_inside_a_graph_count_once():
-    # Dynamo keeps them in its graph only if side effects need not be repeated.
-    model = Stack(False)
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True), watch(model) as seen:
-        train(compiled(model, dynamic=None))
-        assert_counts(seen.take(), plainly())
 
 
 def test_accumulated_batches_are_all_counted():
