@@ -93,7 +93,7 @@ def test_output_and_weights_are_those_of_a_reference_solve(case):
     assert torch.equal(made(*given, **call)[1], weights.mean(-3))
     assert torch.equal(made(*given, **call, need_weights=False)[0], output)
     assert made(*given, **call, need_weights=False)[1] is None
-    explicit = reference(made, *given, **call, steps=0)[0]
+    explicit = reference(made, *given, **call, explicit=True)[0]
     assert float((explicit - output).detach().abs().max()) > 1e-3
 
 

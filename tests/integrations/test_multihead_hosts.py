@@ -197,16 +197,3 @@ def test_a_model_without_steps_is_the_model_before(mode, dtype):
         gradients = dict(other.named_parameters())
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=0, atol=10 * atol)
-
-
-def test_padding_changes_nothing_through_a_whole_encoder():
-    layer = nn.TransformerEncoderLayer(**options(batch_first=True))
-    encoder, _ = swapped(nn.TransformerEncoder(layer, 2), on_failure="raise")
-    x = random(B, N, DIM)
-    other = x.clone()
-    other[PADDING] += random(B, N, DIM, seed=1)[PADDING]
-    for training, context in MODES.values():
-        encoder.train(training)
-        with context():
-            outputs = [encoder(t, src_key_padding_mask=PADDING)[~PADDING] for t in (x, other)]
-        assert torch.equal(*outputs)

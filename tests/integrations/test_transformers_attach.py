@@ -1,9 +1,7 @@
 """`attach` and `load`: options of one model, which its file keeps."""
 
-import copy
 import functools
 import json
-import pickle
 
 import pytest
 import torch
@@ -71,13 +69,6 @@ def test_call_and_override_come_before_the_model():
         assert [row.anchor for row in report_of(model, given)] == [0.6, 0.6]
     convert(model, schedule=[0.7], inputs=given)
     assert [row.anchor for row in report_of(model, given)] == [0.7, 0.7]
-
-
-def test_a_copy_and_a_pickle_keep_the_options():
-    model, given = attached(anchor=HEADS, layers=lambda index: {"anchor": 0.2} if index else {})
-    expected = logits(model, given)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(other, given), expected)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_changed():
@@ -178,16 +169,6 @@ def test_a_file_that_is_loaded_without_the_library_is_not_softmax_in_silence(tmp
     monkeypatch.delitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "equilibrium")
     with pytest.raises(ValueError, match='attn_implementation="equilibrium"` is not supported'):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_name_stays_in_the_file_of_a_model_that_transformers_load_and_save_again(tmp_path):
-    model, given = attached()
-    model.save_pretrained(tmp_path / "first")
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "first").eval()
-    expected = logits(again, given)
-    again.save_pretrained(tmp_path / "second")
-    third = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "second").eval()
-    assert torch.equal(logits(third, given), expected)
 
 
 def test_a_file_without_what_is_needed_is_named(tmp_path):

@@ -110,18 +110,6 @@ def test_a_conversion_follows_the_training_and_stays_with_its_model():
     assert {row.anchor for row in report(model)} == {0.3}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_anchor_of_a_conversion_is_saved(name, tmp_path):
-    model, given = model_and_inputs(name, torch.float32)
-    convert(model, schedule=[0.2], inputs=given)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, attn_implementation="equilibrium").eval()
-    if name == "gpt_oss":
-        loaded.set_experts_implementation("eager")
-    assert torch.equal(logits(loaded, given), logits(model, given))
-    assert {row.anchor for row in report(loaded)} == {0.2}
-
-
 def test_attention_that_took_no_part_is_named(capsys):
     model, given = model_and_inputs()
     model.model.layers[1].self_attn = nn.MultiheadAttention(32, 4)

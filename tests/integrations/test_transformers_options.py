@@ -248,16 +248,6 @@ def test_without_any_mask_a_packed_document_is_answered_as_alone(name, rows, mon
     torch.testing.assert_close(rest, expected[:, 1:], rtol=1e-12, atol=1e-12)
 
 
-def test_packed_documents_without_a_mask_do_not_reach_each_others_gradient(monkeypatch):
-    without_masks(monkeypatch)
-    model, _ = model_and_inputs()
-    embedded = torch.randn(1, 9, 32, dtype=torch.float64, requires_grad=True)
-    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
-    model(inputs_embeds=embedded, position_ids=positions, use_cache=False).logits[:, 5:].sum().backward()
-    assert embedded.grad[:, :5].abs().max() == 0
-    assert embedded.grad[:, 5:].abs().min() > 0
-
-
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [

@@ -12,35 +12,20 @@ import transformers as hf
 from torch import nn
 from transformers_models import make
 
-from implicit_attention.integrations.transformers import attach, report
+from implicit_attention.integrations.transformers import attach
 
 OWN = {
-    "fsmt": "Attention",
     "prophetnet": "ProphetNetNgramSelfAttention",
-    "deberta": "DisentangledSelfAttention",
     "deberta-v2": "DisentangledSelfAttention",
-    "flaubert": "MultiHeadAttention",
     "funnel": "FunnelRelMultiheadAttention",
-    "mra": "MraSelfAttention",
     "xlm": "MultiHeadAttention",
     "yoso": "YosoSelfAttention",
-    "swinv2": "Swinv2SelfAttention",
-    "pvt": "PvtEfficientSelfAttention",
     "levit": "LevitAttention",
-    "mobilevit": "MobileViTSelfAttention",
     "hiera": "HieraMaskUnitAttention",
-    "timesformer": "TimesformerSelfAttention",
-    "vitdet": "VitDetAttention",
-    "wavlm": "WavLMAttention",
-    "sew-d": "DisentangledSelfAttention",
-    "cpmant": "CpmAntAttention",
-    "openai-gpt": "Attention",
     "rwkv": "RwkvSelfAttention",
     "xlnet": "XLNetRelativeAttention",
     "gptj": "GPTJAttention",
     "falcon": "FalconAttention",
-    "data2vec-vision": "Data2VecVisionSdpaSelfAttention",
-    "sam_vision_model": "SamVisionSdpaAttention",
     "git": "GitSelfAttention",
 }
 PARTLY = {
@@ -92,30 +77,12 @@ def without_attention():
     return hf.MambaModel(hf.MambaConfig(hidden_size=8, num_hidden_layers=1, state_size=2, vocab_size=9))
 
 
-@pytest.mark.parametrize("kind", ["full", "prob"])
-def test_informer_attends_as_it_does_eagerly_or_says_why_not(kind, capsys):
-    torch.manual_seed(0)
+def test_sparse_attention_of_informer_is_refused():
     sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_time_features": 1}
-    config = hf.InformerConfig(
-        prediction_length=4, context_length=8, lags_sequence=[1, 2], attention_type=kind, distil=True, **sizes
-    )
-    model = hf.InformerModel(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    if kind == "prob":
-        with pytest.raises(ValueError, match=r"masks .* misread.*InformerProbSparseAttention \(encoder.layers.0"):
-            attach(model, partial="warn")
-        return
-    given = {"past_values": torch.randn(2, 10), "past_time_features": torch.randn(2, 10, 1)}
-    given |= {"past_observed_mask": torch.ones(2, 10), "future_values": torch.randn(2, 4)}
-    given = {key: value.double() for key, value in {**given, "future_time_features": torch.randn(2, 4, 1)}.items()}
-    with torch.no_grad():
-        eager = model(**given)[0]
-        ours = attach(model, max_steps=0)(**given)[0]
-    assert len(report(model)) == 6
-    torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-12)
+    config = hf.InformerConfig(prediction_length=4, context_length=8, lags_sequence=[1, 2], **sizes)
+    with pytest.raises(ValueError, match=r"masks .* misread.*InformerProbSparseAttention \(encoder.layers.0"):
+        attach(hf.InformerModel(config), partial="warn")
 
 
 @pytest.mark.parametrize(

@@ -109,28 +109,6 @@ def test_generation_from_embeddings(mode):
     assert found.tolist() == want[:, 7:].tolist()
 
 
-@pytest.mark.parametrize("returned", [1, 2])
-@torch.no_grad()
-def test_scores_of_generation_with_a_cache(returned):
-    model, _ = settled()
-    options = {"num_beams": 2, "num_return_sequences": returned, "do_sample": False, "max_new_tokens": 4}
-    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "pad_token_id": 0}
-    one, two = (model.generate(IDS, attention_mask=EXIST, use_cache=cached, **options) for cached in (True, False))
-    assert one.sequences.tolist() == two.sequences.tolist()
-    torch.testing.assert_close(one.sequences_scores, two.sequences_scores, atol=1e-4, rtol=0)
-    for left, right in zip(one.logits, two.logits, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def test_generation_with_an_assistant():
-    model, _ = settled()
-    assistant = hrm()
-    options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
-    found = model.generate(IDS[:1], assistant_model=assistant, **options)
-    assert found.tolist() == model.generate(IDS[:1], use_cache=False, **options).tolist()
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "by config", "static"])
 @pytest.mark.parametrize("name", ["llama", *BOTH])
 @torch.no_grad()

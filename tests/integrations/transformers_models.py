@@ -52,14 +52,6 @@ MODELS = {
 DECODERS = ("gpt2", "llama", "mistral", "gemma2", "gpt_oss")
 CACHED = (*DECODERS, "t5")
 
-# Names, or parts of names, of the parameters that make queries, keys and values.
-PROJECTIONS = {
-    "bert": ("self.query.weight", "self.key.weight", "self.value.weight"),
-    "gpt2": ("attn.c_attn.weight",),
-    "t5": (".q.weight", ".k.weight", ".v.weight"),
-}
-_DEFAULT_PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-
 
 def make(name, dtype=torch.float64, **config):
     """A model in evaluation mode whose attention is far from uniform."""
@@ -76,14 +68,6 @@ def make(name, dtype=torch.float64, **config):
     if name == "gpt_oss":
         model.set_experts_implementation("eager")  # the others have no float64
     return model.to(dtype).eval()
-
-
-def projections(name, model):
-    """The parameters of all query, key and value projections, by name."""
-    parts = PROJECTIONS.get(name, _DEFAULT_PROJECTIONS)
-    found = {key: value for key, value in model.named_parameters() if key.endswith(parts)}
-    assert found
-    return found
 
 
 def batch(name, rows=2, length=9, padding=0, seed=1):

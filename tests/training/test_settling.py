@@ -176,14 +176,15 @@ class Normed(nn.Module):
         return torch.tanh(0.3 * self.norm(self.mix(z)) + x)
 
 
-def test_a_part_that_is_kept_in_evaluation_mode_stays_so():
-    layer, readout = Equilibrium(Normed(), steps=4).train(), nn.Linear(6, 3)
+def test_modes_are_restored_also_of_a_part_that_is_kept_in_evaluation_mode():
+    layer, readout = Equilibrium(Normed(), steps=4).train(), nn.Linear(6, 3).eval()
     layer.block.norm.eval()
     before = layer.block.norm.running_var.clone()
     x = torch.randn(4, 6)
     calibrate(layer, readout, {"a": [((x,), torch.zeros(4).long())]})
-    assert not layer.block.norm.training
     assert layer.block.training
+    assert not layer.block.norm.training
+    assert not readout.training
     layer(x)
     assert torch.equal(layer.block.norm.running_var, before)
 
@@ -298,16 +299,6 @@ def test_targets_are_of_any_integer_type(dtype):
     assert objective(x, target=0 * target - 1, done=0.0) == 0
 
 
-def test_modes_are_restored_and_the_layer_is_solved():
-    layer, readout, x, target = problem()
-    layer.train()
-    readout.eval()
-    calibrate(layer, readout, {"a": [((x,), target)]})
-    assert layer.training
-    assert not readout.training
-    assert layer.last_solve.converged.all()
-
-
 def test_risk_keeps_the_surest_answers_first():
     settled = torch.tensor([True, False, True, True])
     exact = torch.tensor([True, False, False, True])
@@ -331,39 +322,37 @@ def test_risk_keeps_the_surest_answers_first():
 
 
 LAYER, READ, X, Y = problem()
+
+
+def asked(target=Y, done=0.0, axis=-1, **options):
+    return SettlingLoss(LAYER, READ, axis=axis)(X, target=target, done=done, **options)
+
+
+def measured(batches=(((X,), Y),), **options):
+    return calibrate(LAYER, READ, {"a": list(batches)}, **options)
+
+
 WRONG = {
     "no readout": (lambda: SettlingLoss(LAYER, 3), TypeError, "`readout` must be a function"),
     "a number of steps": (lambda: SettlingLoss(LAYER, READ, steps=8), TypeError, r"range\(8, 17\)"),
     "no steps": (lambda: SettlingLoss(LAYER, READ, steps=range(3, 3)), ValueError, "numbers above 0"),
     "late": (lambda: SettlingLoss(LAYER, READ, late=(0.8, 0.2)), ValueError, "in order"),
-    "done": (lambda: SettlingLoss(LAYER, READ)(X, target=Y, done=1.5), ValueError, "`done`"),
-    "targets": (lambda: SettlingLoss(LAYER, READ)(X, target=Y[:2], done=0.0), ValueError, "axis=1 for images"),
-    "no batch": (lambda: calibrate(LAYER, READ, {"a": []}), ValueError, "hold at least one batch"),
-    "a list": (lambda: calibrate(LAYER, READ, [((X,), Y)]), TypeError, "`sets` must be a dict"),
-    "exact": (
-        lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, exact=lambda z, y: z.sum()),
-        ValueError,
-        r"`exact` must return booleans of shape \(4,\)",
-    ),
     "one part": (lambda: SettlingLoss(LAYER, READ, late=0.5), ValueError, "`late` must be two parts"),
     "three parts": (lambda: SettlingLoss(LAYER, READ, late=(0, 0.1, 1)), ValueError, "`late` must be two parts"),
-    "axis": (lambda: SettlingLoss(LAYER, READ, axis=7)(X, target=Y, done=0.0), ValueError, "`axis` must be an axis"),
+    "done": (lambda: asked(done=1.5), ValueError, "`done`"),
+    "targets": (lambda: asked(Y[:2]), ValueError, "axis=1 for images"),
+    "axis": (lambda: asked(axis=7), ValueError, "`axis` must be an axis"),
     "steps of a call": (
-        lambda: SettlingLoss(LAYER, READ)(X, target=Y, done=0.0, steps=3),
+        lambda: asked(steps=3),
         ValueError,
         "`steps` must not be given.*range of steps to SettlingLoss",
     ),
-    "a solution": (
-        lambda: SettlingLoss(LAYER, READ)(X, target=Y, done=0.0, return_solution=True),
-        ValueError,
-        "`return_solution` must not be given",
-    ),
-    "inputs": (
-        lambda: calibrate(LAYER, READ, {"a": [(X, Y)]}),
-        TypeError,
-        r"`inputs` must be a tuple.*\(\(x,\), target",
-    ),
-    "confirm": (lambda: calibrate(LAYER, READ, {"a": [((X,), Y)]}, confirm=-1), ValueError, "`confirm`"),
+    "a solution": (lambda: asked(return_solution=True), ValueError, "`return_solution` must not be given"),
+    "no batch": (lambda: measured([]), ValueError, "hold at least one batch"),
+    "a list": (lambda: calibrate(LAYER, READ, [((X,), Y)]), TypeError, "`sets` must be a dict"),
+    "exact": (lambda: measured(exact=lambda z, y: z.sum()), ValueError, r"`exact` .* booleans of shape \(4,\)"),
+    "inputs": (lambda: measured([(X, Y)]), TypeError, r"`inputs` must be a tuple.*\(\(x,\), target"),
+    "confirm": (lambda: measured(confirm=-1), ValueError, "`confirm`"),
 }
 
 

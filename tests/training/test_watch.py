@@ -8,17 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from watched_layers import (
-    DIM,
-    HEADS,
-    LAYERS,
-    ROWS,
-    TOKENS,
-    Gathered,
-    layer_of,
-    model_of,
-    tokens,
-)
+from watched_layers import DIM, HEADS, LAYERS, ROWS, TOKENS, Gathered, layer_of, model_of, tokens
 
 from implicit_attention import Equilibrium, Implicit, OneStep, Picard, Status, Unrolled
 from implicit_attention.layers import SpinAttention
