@@ -166,6 +166,15 @@ def test_copies_are_not_watched(duplicate):
     watch(model).close()
 
 
+def test_programs_hold_no_trace_of_it():
+    model = converted(on_failure="warn").eval()
+    with watch(model) as seen, torch.no_grad():
+        program = torch.export.export(model, (), {**given(0), "use_cache": False})
+        assert "tally" not in str(program.graph)
+        program.module()(**given(0), use_cache=False)
+        assert seen.take().total.forward.calls == 0
+
+
 # Engines.
 
 
