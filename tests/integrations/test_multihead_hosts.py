@@ -125,19 +125,6 @@ def test_one_layer_of_an_encoder_may_be_replaced_alone(calls):
     assert float((other - expected).abs().max()) > 1e-3
 
 
-def test_anchors_learn_in_a_frozen_encoder_in_evaluation():
-    layer = nn.TransformerEncoderLayer(**options(batch_first=True))
-    encoder, found = swapped(nn.TransformerEncoder(layer, 2).eval().requires_grad_(False))
-    anchors = [module.anchor.logit for module in found.values()]
-    gradients = []
-    for nested in (True, False):
-        encoder.use_nested_tensor = nested
-        output = encoder(random(B, N, DIM), src_key_padding_mask=PADDING)
-        gradients.append(torch.autograd.grad(output[~PADDING].square().sum(), anchors))
-    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
-    assert all(float(g.abs().min()) > 1e-9 for g in gradients[0])
-
-
 def test_a_nested_tensor_is_taken_in_self_attention_only():
     made = ImplicitMultiheadAttention(DIM, HEADS, batch_first=True)
     nested = torch.nested.nested_tensor([torch.randn(n, DIM) for n in (3, 5)])

@@ -80,13 +80,8 @@ def test_state_dict_and_signature_are_timms():
     assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == theirs
 
 
-def test_gradients_reach_everything_and_dropout_is_for_training():
+def test_dropout_is_for_training():
     made, x = layer("biases", attn_drop=0.4, solver=TIGHT), random(B, N, DIM)
     assert torch.equal(made(x), made(x))
-    made(x).square().sum().backward()
-    for name, parameter in made.named_parameters():
-        assert float(parameter.grad.abs().max()) > 1e-6, name
-    q, k, v = made.qkv.weight.grad.view(3, -1)
-    assert min(float(g.abs().max()) for g in (q, k, v)) > 1e-6
     made.train()
     assert not torch.equal(made(x), made(x))

@@ -215,6 +215,11 @@ def test_other_bad_input_is_refused_with_a_remedy():
     for again in (learn_anchors, attach, lambda model: convert(model, schedule=(0.9,))):
         with pytest.raises(ValueError, match=r"`model` must have fixed anchors, got learned ones; \w+"):
             again(model)
+    silent = attach(make("llama"))
+    for layer in silent.model.layers:
+        layer.self_attn.config = None
+    with pytest.raises(ValueError, match=r"`per` must be 'layer' for LlamaAttention \(model.layers.0.self_attn\)"):
+        learn_anchors(silent)
     registered = make("llama")
     registered.set_attn_implementation("equilibrium")
     with pytest.raises(ValueError, match=r"call attach\(model\) or convert\(model\) first"):

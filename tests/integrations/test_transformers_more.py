@@ -406,16 +406,6 @@ def test_a_model_that_attends_on_its_own_gets_no_mask_that_it_misreads(name):
     assert agrees_or_raises(made.eval(), given)
 
 
-@pytest.mark.slow
-def test_a_compiled_model_that_attends_on_its_own_is_refused_too():
-    config = hf.CodeGenConfig(vocab_size=60, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32)
-    made = hf.CodeGenForCausalLM(config).eval()
-    made.config._attn_implementation = "equilibrium"
-    compiled = torch.compile(made, backend="eager")
-    with torch.no_grad(), pytest.raises(Exception, match="compute attention by themselves"):
-        compiled(**tokens())
-
-
 def test_text_without_a_cross_attention_mask_sees_the_whole_image():
     given, made = tiles(), model("mllama")
     del given["cross_attention_mask"]

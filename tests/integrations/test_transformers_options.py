@@ -1,6 +1,5 @@
 """Options of registered attention, by layer, model and call, and what is refused."""
 
-import copy
 import inspect
 
 import pytest
@@ -173,16 +172,6 @@ def test_every_option_of_the_common_losses_is_known():
     options = {n for loss in losses for n, p in inspect.signature(loss).parameters.items() if p.default is not p.empty}
     assert {"num_items_in_batch", "ignore_index", "shift_labels"} <= options
     assert torch.equal(logits(model, given, **dict.fromkeys(options, 0)), logits(model, given))
-
-
-def test_two_names_do_not_know_of_each_other():
-    model, given = model_and_inputs()
-    other = copy.deepcopy(model)
-    register("softmax", max_steps=0)
-    other.set_attn_implementation("softmax")
-    assert not torch.allclose(logits(model, given), logits(other, given))
-    assert evaluations(other) == [0, 0]
-    assert min(evaluations(model)) > 1
 
 
 # What is refused.

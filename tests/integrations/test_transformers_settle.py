@@ -98,17 +98,6 @@ def test_generation_goes_on_from_a_cache():
     torch.testing.assert_close(logits, model(more.sequences, use_cache=False).logits[:, 10:], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "static"])
-@torch.no_grad()
-def test_generation_from_embeddings(mode):
-    model, _ = settled()
-    embeds = model.get_input_embeddings()(IDS)
-    options = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
-    found = model.generate(inputs_embeds=embeds, attention_mask=EXIST, **MODES[mode], **options)
-    want = model.generate(IDS, attention_mask=EXIST, do_sample=False, use_cache=False, **options)
-    assert found.tolist() == want[:, 7:].tolist()
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "by config", "static"])
 @pytest.mark.parametrize("name", ["llama", *BOTH])
 @torch.no_grad()

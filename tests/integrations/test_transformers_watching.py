@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 from transformers_models import batch, make, watched_calls
 
-from implicit_attention import ImplicitAttention, Picard
+from implicit_attention import Picard
 from implicit_attention.integrations.transformers import WatchCallback, attach, last_solves, learn_anchors
 from implicit_attention.training import CSVFile, watch
 
@@ -129,23 +129,6 @@ def test_spectral_radii_are_those_of_dense_jacobians():
     expected = [radius_of(query, keys) for query, keys, _ in calls]
     assert [layer.spectral_radius for layer in observed.layers] == pytest.approx(expected, rel=1e-2)
     assert observed.total.spectral_radius == pytest.approx(max(expected), rel=1e-2)
-
-
-def test_layers_of_ours_beside_those_of_transformers():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.ours = converted(), ImplicitAttention(32, 4)
-
-        def forward(self, x):
-            return self.ours(self.inner.model(x).last_hidden_state)
-
-    model = Both()
-    with watch(model) as seen:
-        model(given(0)["input_ids"]).sum().backward()
-        observed = seen.take()
-    assert {layer.layer for layer in observed.layers} == {"ours", *(f"inner.{name}" for name in LAYERS)}
-    assert {layer.backward.problems for layer in observed.layers} == {ROWS * TOKENS * 4}
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
