@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_other_bad_input_is_refused_with_a_remedy():
             again(model)
     silent = attach(make("llama"))
     for layer in silent.model.layers:
-        layer.self_attn.config = None
+        layer.self_attn.config = SimpleNamespace(_attn_implementation="equilibrium")
     with pytest.raises(ValueError, match=r"`per` must be 'layer' for LlamaAttention \(model.layers.0.self_attn\)"):
         learn_anchors(silent)
     registered = make("llama")
