@@ -139,11 +139,6 @@ def test_evidence_is_that_of_the_attention_in_use():
         report(model)
 
 
-def test_a_conversion_measures_on_something_of_its_own():
-    conversion = convert(make("llama"), schedule=[0.9])
-    assert 0 < conversion.stages[0].output < 1
-
-
 def test_wrong_conversions_are_named_before_anything_happens():
     model = make("llama")
     with pytest.raises(ValueError, match=r"`inputs` must hold no options, .*got \['max_steps'\]; pass them to convert"):

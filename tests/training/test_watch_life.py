@@ -130,13 +130,6 @@ def test_closed_it_counts_no_more():
     assert again.take().total.forward.calls == 2
 
 
-def test_an_error_inside_ends_it():
-    model = layer_of()
-    with pytest.raises(RuntimeError, match="stop"), watch(model):
-        raise RuntimeError("stop")
-    watch(model).close()
-
-
 def test_what_cannot_be_watched_is_refused_and_changes_nothing():
     model = model_of()
     seen = watch(model[1])
