@@ -118,7 +118,6 @@ def work(rank, folder, saved):
         found[f"data {per}"] = whole(steps(spread, rows).module)
         found[f"parameters {per}"] = whole(steps(split(learning(per), mesh), rows))
         found[f"heads {per}"] = logits_and_gradients(by_heads(learning(per), mesh))
-    found["after heads"] = whole(steps(by_heads(learning(), mesh)))
     fixed = learning()
     for module in fixed.modules():
         if hasattr(module, "anchor"):
@@ -163,12 +162,6 @@ def test_a_process_with_some_heads_reads_their_anchors(kind, found):
     alone = logits_and_gradients(learning("layer" if kind == "layer" else "head"))
     for of_rank in found:
         assert_close(of_rank[f"heads {kind}"], alone)
-
-
-def test_steps_with_spread_heads_are_those_of_one_process(found):
-    alone = whole(steps(learning()))
-    for of_rank in found:
-        assert_close(of_rank["after heads"], alone)
 
 
 def test_fixed_anchors_of_heads_are_cut_as_well(found):

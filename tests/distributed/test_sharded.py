@@ -9,7 +9,7 @@ from torch import distributed
 
 from implicit_attention import AnchoredEnergy, LogSumExp, MemoryLookup, equilibrium_attention, solve
 from implicit_attention.adjoints import Implicit, OneStep, Phantom
-from implicit_attention.distributed import ShardedLogSumExp, local_keys
+from implicit_attention.distributed import ShardedLogSumExp
 from implicit_attention.linear import CG
 from implicit_attention.solvers import Anderson, NewtonKrylov, Picard
 
@@ -169,14 +169,15 @@ def spoiled(make, part, dtype):
     return result
 
 
-def in_small_tiles(make, part, dtype):
-    """As `solved`, with weights that are computed again for every product, in tiles."""
-    kept = local_keys.KEPT, local_keys.TILE
-    local_keys.KEPT, local_keys.TILE = 1, 64
-    try:
-        return solved(make, part, dtype, masked=True)
-    finally:
-        local_keys.KEPT, local_keys.TILE = kept
+def many_weights(make, part, dtype):
+    """So many weights that they are computed again for every product, in tiles."""
+    keys, bias = leaf(part(random(6200, KEYS, 2, seed=1), -2)), leaf(part(random(6200, KEYS, seed=4), -1))
+    z = leaf(random(256, 2, seed=2))
+    phi = make(keys.flatten(0, 1), 0.5, bias=bias.flatten())
+    with torch.no_grad():
+        product = phi.covariance_product(z, random(256, 2, seed=7))
+    mean = phi.mean(z)
+    return {"product": product, "mean": mean.detach()} | gradients(weighted(mean), keys=keys, bias=bias, z=z)
 
 
 CASES = {
@@ -184,7 +185,7 @@ CASES = {
     "masked": partial(solved, masked=True),
     "transposed": partial(solved, layout=transposed),
     "strided": partial(solved, layout=strided),
-    "small tiles": in_small_tiles,
+    "many weights": many_weights,
     "one step": partial(solved, adjoint=OneStep()),
     "phantom": partial(solved, adjoint=Phantom(3)),
     "fallback": partial(solved, adjoint=Implicit(fallback=Phantom(2))),
@@ -227,38 +228,36 @@ def ask(rank, count):
 
 
 def counted(part):
-    """Of solves with N queries: N, evaluations, and the bytes of each sum in evaluations, products and comparisons."""
+    """Of solves with N queries: N, the bytes of each sum before and in evaluations, and in the products behind them."""
     found = {}
     for case, count, scale, beta in (("plain", 64, 1.0, 0.3), ("far off", 16, 10.0, 1.0), ("single", 1, 1.0, 0.3)):
         calls, evaluations = [], []
-        reduce, gather, merged = distributed.all_reduce, distributed.all_gather, ShardedLogSumExp._merged
 
-        def all_reduce(tensor, *args, calls=calls, reduce=reduce, **options):
-            calls.append(tensor.nbytes)
-            return reduce(tensor, *args, **options)
+        def counting(collective, at, calls=calls):
+            def call(*tensors, **options):
+                calls.append(tensors[at].nbytes)
+                return collective(*tensors, **options)
 
-        def all_gather(found, tensor, calls=calls, gather=gather, **options):
-            calls.append(tensor.nbytes)
-            return gather(found, tensor, **options)
+            return call
 
-        def evaluated(*args, evaluations=evaluations, merged=merged, calls=calls):
-            evaluations.append(len(calls))
-            return merged(*args)
+        def told(step, residual, active, calls=calls, evaluations=evaluations):
+            evaluations.append([*calls])
+            calls.clear()
 
-        distributed.all_reduce, distributed.all_gather, ShardedLogSumExp._merged = all_reduce, all_gather, evaluated
+        reduce, gather = distributed.all_reduce, distributed.all_gather
+        distributed.all_reduce, distributed.all_gather = counting(reduce, 0), counting(gather, 1)
         try:
             keys, query = (scale * random(n, 32, seed=i, dtype=torch.float32) for i, n in enumerate((60, count)))
             query = query.requires_grad_(case == "plain")
             energy = AnchoredEnergy(ShardedLogSumExp(part(keys, -2), beta, group=None), query, 0.5)
-            value = solve(energy, query.detach(), on_failure="ignore").value
-            forward = [*zip(evaluations, [*evaluations[1:], len(calls)], strict=True)]
-            found[case] = count, calls[: evaluations[0]], [calls[a:b] for a, b in forward]
+            value = solve(energy, query.detach(), on_failure="ignore", callback=told).value
+            found[case] = count, evaluations[0][:2], [evaluations[0][2:], *evaluations[1:]]
             if case == "plain":
-                del calls[:]
+                calls.clear()
                 value.sum().backward()
                 found["backward"] = count, calls, None
         finally:
-            distributed.all_reduce, distributed.all_gather, ShardedLogSumExp._merged = reduce, gather, merged
+            distributed.all_reduce, distributed.all_gather = reduce, gather
     return found
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import distributed
 
-from implicit_attention import ImplicitAttention, equilibrium_attention
-from implicit_attention.distributed import ShardedLogSumExp
+from implicit_attention import AnchoredEnergy, ImplicitAttention, LogSumExp, Picard, equilibrium_attention, solve
+from implicit_attention.distributed import ShardedLogSumExp, sequence_parallel
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.potential import PotentialContract
 
@@ -64,6 +64,19 @@ def test_no_process_knows_what_is_causal():
     with pytest.raises(ValueError, match="`causal` must be False"):
         ImplicitAttention(8, 2, causal=True, potential=potential)(x)
     assert equilibrium_attention(x, x, x, potential=potential).shape == (1, 4, 8)
+
+
+def test_many_numbers_and_whole_numbers_pass_through_one_process():
+    query = torch.arange(1500 * 1000).reshape(1500, 1000).remainder(7).double()
+    found = [
+        solve(AnchoredEnergy(phi, query, 0.5), query, solver=Picard(max_steps=1), on_failure="ignore").value
+        for keys in [random(3, 1000)]
+        for phi in (ShardedLogSumExp(keys, 1.0, group=None), LogSumExp(keys, 1.0))
+    ]
+    torch.testing.assert_close(*found)
+    x, numbers = torch.randn(1, 2, 3, 4), torch.arange(4)
+    added = sequence_parallel(lambda query, key, value, numbers: query + numbers)
+    assert torch.equal(added(x, x, x, numbers=numbers), x + numbers)
 
 
 def test_what_is_no_group_is_refused(tmp_path):

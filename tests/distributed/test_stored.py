@@ -1,10 +1,13 @@
 """Patterns on disk: what is appended is read, by rows and by parts, and what is broken is refused."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import stored_writers
@@ -14,7 +17,6 @@ from safetensors import safe_open
 from torch import distributed
 
 from implicit_attention.distributed import StoredPatterns
-from implicit_attention.distributed import stored as module
 
 
 def patterns(rows, seed=0, dim=5, dtype=torch.float32):
@@ -94,21 +96,26 @@ def test_processes_share_the_rows_evenly(filled):
     assert all(torch.equal(alone, keys) for _, alone in found)
 
 
-@pytest.mark.parametrize("when", ["the patterns", "the index"])
-def test_a_crash_leaves_what_was_there(when, filled, monkeypatch):
-    folder, keys, _ = filled
-    settle, calls = module._settle, []
+@contextlib.contextmanager
+def interrupted(at):
+    """A context in which the process ends before it gives a file its name, at the file of this number."""
+    names, replace = [], Path.replace
 
-    def crashes(written, name):
-        calls.append(name)
-        if len(calls) == (1 if when == "the patterns" else 2):
+    def renamed(self, target):
+        names.append(Path(target).name)
+        if len(names) == at + 1:
             raise KeyboardInterrupt
-        settle(written, name)
+        return replace(self, target)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_settle", crashes)
-        with pytest.raises(KeyboardInterrupt):
-            StoredPatterns(folder).append(patterns(3, 7), patterns(3, 8, dim=2))
+    with mock.patch.object(Path, "replace", renamed), pytest.raises(KeyboardInterrupt):
+        yield names
+
+
+@pytest.mark.parametrize("when", ["the patterns", "the index"])
+def test_a_crash_leaves_what_was_there(when, filled):
+    folder, keys, _ = filled
+    with interrupted(["the patterns", "the index"].index(when)):
+        StoredPatterns(folder).append(patterns(3, 7), patterns(3, 8, dim=2))
     assert torch.equal(StoredPatterns(folder).load().keys, keys)
     StoredPatterns(folder).append(patterns(2, 9), patterns(2, 8, dim=2))
     assert torch.equal(StoredPatterns(folder).load().keys, torch.cat([keys, patterns(2, 9)]))
@@ -158,42 +165,23 @@ def test_two_writers_kills_and_damage_lose_no_row():
     assert json.loads(found.stdout)["damaged stores"]["refused"] > 30
 
 
-def test_no_file_name_is_given_twice(filled, monkeypatch):
+def test_no_file_name_is_given_twice(filled):
     """Not that of a file either whose append ended before the index was written."""
     folder, keys, _ = filled
-    names, settle = [], module._settle
-
-    def noted(written, name):
-        names.append(name.name)
-        if name.name == "index.json" and len(names) % 4 == 2:
-            raise KeyboardInterrupt
-        settle(written, name)
-
-    monkeypatch.setattr(module, "_settle", noted)
+    given = []
     for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted(1) as names:
             StoredPatterns(folder).append(patterns(3, 7), patterns(3, 8, dim=2))
         StoredPatterns(folder).append(patterns(1, 9), patterns(1, 8, dim=2))
-    given = [name for name in names if name != "index.json"]
-    assert len(given) == len(set(given)) == 6
+        given += [names[0], json.loads((folder / "index.json").read_text())["files"][-1]["name"]]
+    assert len(set(given)) == 6
     assert torch.equal(StoredPatterns(folder).load().keys, torch.cat([keys, *[patterns(1, 9)] * 3]))
 
 
 @pytest.mark.parametrize("when", ["the empty index", "the patterns", "the index"])
-def test_a_first_append_that_is_cut_off_leaves_an_empty_store(when, tmp_path, monkeypatch):
-    settle, left = module._settle, ["the empty index", "the patterns", "the index"].index(when)
-
-    def crashes(written, name):
-        nonlocal left
-        if left == 0:
-            raise KeyboardInterrupt
-        left -= 1
-        settle(written, name)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_settle", crashes)
-        with pytest.raises(KeyboardInterrupt):
-            StoredPatterns(tmp_path).append(patterns(3))
+def test_a_first_append_that_is_cut_off_leaves_an_empty_store(when, tmp_path):
+    with interrupted(["the empty index", "the patterns", "the index"].index(when)):
+        StoredPatterns(tmp_path).append(patterns(3))
     stored = StoredPatterns(tmp_path, check=True)
     assert (len(stored), stored.dim, stored.dtype) == (0, None, None)
     # Nothing is known yet, so that any patterns fit.
@@ -335,22 +323,11 @@ def test_what_is_broken_is_refused(case, filled):
         StoredPatterns(folder)
 
 
-def test_what_does_not_fit_is_refused(filled, tmp_path):
+def test_what_does_not_fit_is_refused(filled):
     stored = StoredPatterns(filled[0])
-    calls = {
-        "`keys` must be like what is stored.*got 6": lambda: stored.append(patterns(2, dim=6), patterns(2, dim=2)),
-        "`values` must be like what is stored.*got None": lambda: stored.append(patterns(2)),
-        "`keys` must be like what is stored.*got torch.float64": lambda: stored.append(
-            patterns(2).double(), patterns(2, dim=2).double()
-        ),
-        "`values` must have one row for each": lambda: stored.append(patterns(2), patterns(3, dim=2)),
-        "`keys` must have two axes": lambda: stored.append(patterns(2)[None]),
-        "`rows` must be a slice without a step": lambda: stored.load(slice(0, 4, 2)),
-        "`size` must be": lambda: list(stored.pieces(0)),
-        "`folder` must hold patterns.*append some": lambda: StoredPatterns(tmp_path / "none").load(),
-    }
-    for told, call in calls.items():
-        with pytest.raises(ValueError, match=told):
-            call()
+    with pytest.raises(ValueError, match="`size` must be"):
+        list(stored.pieces(0))
+    with pytest.raises(ValueError, match=r"`keys` must be like what is stored.*got 6"):
+        stored.append(patterns(2, dim=6), patterns(2, dim=2))
     assert len(stored) == 12
     assert re.search("12 of dimension 5, values of 2, 3 files", repr(stored))

@@ -12,9 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from implicit_attention import ImplicitAttention, Picard
-from implicit_attention.solution import Record
 from implicit_attention.training import watch
-from implicit_attention.training.tally import BACKWARD
 
 DIM, HEADS, STEPS = 8, 2, 3
 
@@ -100,16 +98,13 @@ def check(results):
 
 
 def not_a_number(rank, first):
-    """The worst that each process is told of one residual that is no number, in one of them."""
+    """The worst that each process is told of, where a query of one of them is no number."""
     layer = model_of(1)[0]
-    seen = watch(layer, group=distributed.group.WORLD)
-    ones = torch.ones(3)
-    residual = torch.tensor([0.5, math.nan, 0.25]) if rank == first else 0.5 * ones
-    steps = ones.int()
-    layer._site.tally.add(Record(ones.to(torch.int8) * 4, residual, ones, steps, steps))
-    layer._site.tally._add(BACKWARD, ones.to(torch.int8) * 0, residual, ones, steps, None)
-    total = seen.take().total
-    return total.forward.worst, total.backward.worst
+    with watch(layer, group=distributed.group.WORLD) as seen:
+        given = tokens(rank, 0)
+        given[0, 0] = math.nan if rank == first else 0.0
+        layer(given)
+        return seen.take().total.forward.worst
 
 
 def nothing(rank):
@@ -180,7 +175,7 @@ def test_so_they_are_of_data_parallel_training(results):
 
 def test_a_residual_that_is_no_number_is_infinite_for_all_whoever_has_it(results):
     for found in results[2]:
-        assert found == [(math.inf, math.inf)] * 2
+        assert found == [math.inf] * 2
 
 
 def test_a_layer_that_solves_in_one_process_is_in_the_list_of_all(results):

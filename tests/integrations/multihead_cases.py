@@ -7,7 +7,7 @@ from torch import nn
 
 from implicit_attention import Anderson
 from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
-from implicit_attention.testing.numerics import random
+from implicit_attention.testing.numerics import equilibrium_reference, random
 
 B, N, M, DIM, HEADS = 2, 5, 7, 12, 3
 TIGHT = Anderson(rtol=1e-12, atol=1e-14)
@@ -89,66 +89,37 @@ def cast(call, dtype):
 
 
 @torch.no_grad()
-def reference(made, query, key, value, key_padding_mask=None, attn_mask=None, is_causal=False, *, steps=3000):
-    """(output, weights by head) from the state dict by repeating the map, one sample and one head at a time."""
+def reference(made, query, key, value, key_padding_mask=None, attn_mask=None, is_causal=False, *, explicit=False):
+    """(output, weights by head) from the state dict by repeating the map; `explicit` without a step."""
     p = {name: value.double() for name, value in made.state_dict().items()}
-    if query.ndim == 2:
-        padding = None if key_padding_mask is None else key_padding_mask[None]
-        batch = [t[None] for t in (query, key, value)]
-        output, weights = reference(BatchFirst(made), *batch, padding, attn_mask, steps=steps)
-        return output[0], weights[0]
-    if not made.batch_first:
-        batch = [t.transpose(0, 1) for t in (query, key, value)]
-        output, weights = reference(BatchFirst(made), *batch, key_padding_mask, attn_mask, steps=steps)
-        return output.transpose(0, 1), weights
-    width, count = made.embed_dim // made.num_heads, key.shape[1]
+    second = query.ndim == 3 and not made.batch_first
+    batch = [(t.transpose(0, 1) if second else t.view(-1, *t.shape[-2:])).double() for t in (query, key, value)]
     names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     matrices = p["in_proj_weight"].split(made.embed_dim) if "in_proj_weight" in p else [p[name] for name in names]
     shifts = p["in_proj_bias"].split(made.embed_dim) if "in_proj_bias" in p else [torch.zeros(made.embed_dim)] * 3
-    outputs, all_weights = [], []
-    for b in range(len(query)):
-        q, k, v = (x[b].double() @ w.T + s for x, w, s in zip((query, key, value), matrices, shifts, strict=True))
-        if "bias_k" in p:
-            k, v = torch.cat([k, p["bias_k"][0]]), torch.cat([v, p["bias_v"][0]])
-        if made.add_zero_attn:
-            k, v = (torch.cat([t, torch.zeros(1, made.embed_dim, dtype=t.dtype)]) for t in (k, v))
-        heads, of_heads = [], []
-        for h in range(made.num_heads):
-            bias = torch.zeros(len(q), len(k), dtype=torch.float64)
-            for mask in (attn_mask if attn_mask is None or attn_mask.ndim == 2 else attn_mask[b * made.num_heads + h],
-                         None if key_padding_mask is None else key_padding_mask[b].expand(len(q), -1)):  # fmt: skip
-                if mask is not None and mask.dtype == torch.bool:
-                    bias[:, :count] = bias[:, :count].masked_fill(mask, -math.inf)
-                elif mask is not None:
-                    bias[:, :count] += mask
-            beta = float(torch.as_tensor(made.beta()).expand(made.num_heads)[h])
-            anchor = float(torch.as_tensor(made.anchor()).expand(made.num_heads)[h])
-            part = slice(h * width, (h + 1) * width)
-            z, nothing = q[:, part], torch.isneginf(bias).all(-1)
-
-            def weigh(z, k=k[:, part], beta=beta, bias=bias, nothing=nothing):
-                scores = (beta * z @ k.T + bias).masked_fill(nothing[:, None], 0.0)
-                return scores.softmax(-1).masked_fill(nothing[:, None], 0.0)
-
-            for _ in range(steps):
-                before, z = z, anchor * q[:, part] + (1 - anchor) * weigh(z) @ k[:, part]
-                if float((z - before).abs().max()) < 1e-14:
-                    break
-            assert steps == 0 or float((z - before).abs().max()) < 1e-12, "the reference has not settled"
-            heads.append(weigh(z) @ v[:, part])
-            of_heads.append(weigh(z))
-        outputs.append(torch.cat(heads, -1) @ p["out_proj.weight"].T + p.get("out_proj.bias", 0.0))
-        all_weights.append(torch.stack(of_heads))
-    return torch.stack(outputs), torch.stack(all_weights)
-
-
-class BatchFirst:
-    """A module seen as batch first."""
-
-    batch_first = True
-
-    def __init__(self, made):
-        self.made = made
-
-    def __getattr__(self, name):
-        return getattr(self.made, name)
+    q, k, v = (t @ w.T + s for t, w, s in zip(batch, matrices, shifts, strict=True))
+    added = [(p["bias_k"], p["bias_v"])] if "bias_k" in p else []
+    added += [(torch.zeros_like(k[:1, :1]), torch.zeros_like(v[:1, :1]))] if made.add_zero_attn else []
+    count = k.shape[1]
+    for more_k, more_v in added:
+        k, v = (torch.cat([t, more.expand(len(t), 1, -1)], 1) for t, more in ((k, more_k), (v, more_v)))
+    q, k, v = (t.unflatten(-1, (made.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    bias = torch.zeros(*q.shape[:-1], k.shape[2], dtype=torch.float64)
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.view(len(q), 1, 1, -1)
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, (len(q), -1))
+    for mask in (attn_mask, key_padding_mask):
+        if mask is not None and mask.dtype == torch.bool:
+            bias[..., :count] = bias[..., :count].masked_fill(mask, -math.inf)
+        elif mask is not None:
+            bias[..., :count] += mask
+    beta, anchor = (torch.as_tensor(part()).expand(made.num_heads) for part in (made.beta, made.anchor))
+    every = torch.eye(k.shape[2]).expand(*k.shape[:-1], -1)
+    weights = equilibrium_reference(
+        q, k, every, bias, beta=beta, anchor=torch.ones_like(anchor) if explicit else anchor
+    )
+    output = (weights @ v).transpose(1, 2).flatten(2) @ p["out_proj.weight"].T + p.get("out_proj.bias", 0.0)
+    if query.ndim == 2:
+        return output[0], weights[0]
+    return output.transpose(0, 1) if second else output, weights

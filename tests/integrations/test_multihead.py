@@ -7,7 +7,6 @@ import torch
 from multihead_cases import CASES, DIM, HEADS, PADDING, TIGHT, B, M, N, cast, module, reference, some, theirs, tokens
 from torch import nn
 
-from implicit_attention import Status
 from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
 from implicit_attention.testing.numerics import random
 
@@ -93,7 +92,7 @@ def test_output_and_weights_are_those_of_a_reference_solve(case):
     assert torch.equal(made(*given, **call)[1], weights.mean(-3))
     assert torch.equal(made(*given, **call, need_weights=False)[0], output)
     assert made(*given, **call, need_weights=False)[1] is None
-    explicit = reference(made, *given, **call, steps=0)[0]
+    explicit = reference(made, *given, **call, explicit=True)[0]
     assert float((explicit - output).detach().abs().max()) > 1e-3
 
 
@@ -114,31 +113,6 @@ def test_gradients_are_the_derivatives(case):
     inputs = [t.detach().requires_grad_() for t in (*leaves, *made.parameters())]
     # Entry by entry once, along random directions of all tensors elsewhere.
     assert torch.autograd.gradcheck(both, inputs, rtol=1e-5, atol=1e-7, fast_mode=case != "self")
-
-
-def test_second_derivatives_are_the_derivatives_of_the_first():
-    made = module(solver=TIGHT, width=4, heads=2)
-    inputs = [random(rows, 4, seed=rows).requires_grad_() for rows in (2, 3)]
-    inputs += [made.anchor.logit, made.beta.log_scale]
-    assert torch.autograd.gradgradcheck(
-        lambda x, y, *_: made(x, y, y, need_weights=False)[0], inputs, rtol=1e-4, atol=1e-6
-    )
-
-
-def test_gradients_reach_every_parameter_in_training_and_evaluation():
-    made = module(add_bias_kv=True)
-    for mode in (True, False):
-        made.train(mode).zero_grad()
-        made(*tokens(made))[0].square().sum().backward()
-        for name, parameter in made.named_parameters():
-            assert float(parameter.grad.abs().max()) > 1e-9, name
-    assert bool((made.last_solve.adjoint.status == Status.CONVERGED).all())
-
-
-def test_no_parameter_is_without_gradient_where_nothing_is_solved():
-    made = module(max_steps=0)
-    made(*tokens(made))[0].square().sum().backward()
-    assert all(p.grad is not None for p in made.parameters())
 
 
 # What one token or sample does to another.
@@ -194,13 +168,3 @@ def test_a_nan_stays_in_its_query_and_in_its_sample(max_steps):
     spoiled[0, 1] = spoiled[1] = True
     assert torch.equal(output.isnan().all(-1), spoiled)
     assert torch.equal(output[~spoiled], clean[~spoiled])
-
-
-def test_samples_do_not_see_each_other():
-    made = module(dtype=torch.float32, batch_first=True, width=32, heads=4)
-    given = tokens(made, dtype=torch.float32)
-    # One that is hard beside one that is easy.
-    given = [torch.cat([t, 20 * t[:1]]) for t in given]
-    together = made(*given)[0]
-    for order in ([2, 0], [1], [0, 1, 2]):
-        torch.testing.assert_close(made(*(t[order] for t in given))[0], together[order], rtol=0, atol=3e-6)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 
 import pytest
 import torch
@@ -54,23 +53,6 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(ImplicitMultiheadAttention, "forward", counted)
     return called
-
-
-@pytest.mark.parametrize("mode", MODES)
-@norm_places
-@both_ways
-def test_an_encoder_layer_calls_it(batch_first, norm_first, mode, calls):
-    training, context = MODES[mode]
-    layer = nn.TransformerEncoderLayer(**options(batch_first=batch_first, norm_first=norm_first))
-    layer, _ = swapped(layer.train(training))
-    x = random(B, N, DIM)
-    for mask, padding in ((None, None), (None, PADDING), (CAUSAL, None), (CAUSAL, PADDING)):
-        calls.clear()
-        with context():
-            given = x if batch_first else x.transpose(0, 1)
-            output = layer(given, mask, padding, is_causal=mask is not None)
-        agree(output if batch_first else output.transpose(0, 1), encoder_layer(layer, x, additive(mask, padding)))
-        assert calls == [layer.self_attn]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -143,19 +125,6 @@ def test_one_layer_of_an_encoder_may_be_replaced_alone(calls):
     assert float((other - expected).abs().max()) > 1e-3
 
 
-def test_anchors_learn_in_a_frozen_encoder_in_evaluation():
-    layer = nn.TransformerEncoderLayer(**options(batch_first=True))
-    encoder, found = swapped(nn.TransformerEncoder(layer, 2).eval().requires_grad_(False))
-    anchors = [module.anchor.logit for module in found.values()]
-    gradients = []
-    for nested in (True, False):
-        encoder.use_nested_tensor = nested
-        output = encoder(random(B, N, DIM), src_key_padding_mask=PADDING)
-        gradients.append(torch.autograd.grad(output[~PADDING].square().sum(), anchors))
-    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
-    assert all(float(g.abs().min()) > 1e-9 for g in gradients[0])
-
-
 def test_a_nested_tensor_is_taken_in_self_attention_only():
     made = ImplicitMultiheadAttention(DIM, HEADS, batch_first=True)
     nested = torch.nested.nested_tensor([torch.randn(n, DIM) for n in (3, 5)])
@@ -195,31 +164,6 @@ def test_a_decoder_calls_both(batch_first, norm_first, mode, calls):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@both_ways
-def test_a_whole_transformer_calls_all(batch_first, mode, calls):
-    training, context = MODES[mode]
-    model = nn.Transformer(
-        DIM, HEADS, 2, 1, 12, dropout=0.0, batch_first=batch_first, dtype=torch.float64, norm_first=False
-    )
-    model, found = swapped(model.train(training))
-    assert list(found) == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn",
-                           "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]  # fmt: skip
-    source, target = random(B, N, DIM), random(B, N, DIM, seed=1)
-    tensors = (source, target) if batch_first else (source.transpose(0, 1), target.transpose(0, 1))
-    with context():
-        output = model(
-            *tensors, tgt_mask=CAUSAL, tgt_is_causal=True, src_key_padding_mask=PADDING, memory_key_padding_mask=PADDING
-        )
-    memory = source
-    for one in model.encoder.layers:
-        memory = encoder_layer(one, memory, additive(padding=PADDING))
-    memory, padded = model.encoder.norm(memory), additive(padding=PADDING)
-    expected = decoder_layer(model.decoder.layers[0], target, memory, additive(CAUSAL), padded)
-    agree(output if batch_first else output.transpose(0, 1), model.decoder.norm(expected))
-    assert calls == list(found.values())
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_model_without_steps_is_the_model_before(mode, dtype):
     training, context = MODES[mode]
@@ -240,49 +184,3 @@ def test_a_model_without_steps_is_the_model_before(mode, dtype):
         gradients = dict(other.named_parameters())
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=0, atol=10 * atol)
-
-
-def test_padding_changes_nothing_through_a_whole_encoder():
-    layer = nn.TransformerEncoderLayer(**options(batch_first=True))
-    encoder, _ = swapped(nn.TransformerEncoder(layer, 2), on_failure="raise")
-    x = random(B, N, DIM)
-    other = x.clone()
-    other[PADDING] += random(B, N, DIM, seed=1)[PADDING]
-    for training, context in MODES.values():
-        encoder.train(training)
-        with context():
-            outputs = [encoder(t, src_key_padding_mask=PADDING)[~PADDING] for t in (x, other)]
-        assert torch.equal(*outputs)
-
-
-@pytest.mark.by_name(slow=r"\[True")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_a_layer_compiles_without_a_graph_break(training):
-    torch._dynamo.reset()
-    layer, found = swapped(nn.TransformerEncoderLayer(**options(batch_first=True)).train(training), solver=None)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    x = random(B, N, DIM).requires_grad_()
-    outcomes = []
-    for forward in (layer, compiled):
-        layer.zero_grad()
-        output = forward(x, CAUSAL < 0, PADDING, is_causal=True)
-        output.sin().sum().backward()
-        gradients = [p.grad.clone() for p in layer.parameters()]
-        outcomes.append((output.detach(), gradients, found["self_attn"].last_solve))
-    (expected, gradients, evidence), (output, others, told) = outcomes
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(others, gradients, rtol=1e-10, atol=1e-11)
-    assert torch.equal(told.num_evals, evidence.num_evals)
-
-
-def test_a_model_copies_pickles_and_loads():
-    layer = nn.TransformerEncoderLayer(**options(batch_first=True))
-    encoder, _ = swapped(nn.TransformerEncoder(layer, 2).eval())
-    x = random(B, N, DIM)
-    expected = encoder(x)
-    fresh, _ = swapped(nn.TransformerEncoder(layer, 2).eval(), seed=1)
-    assert not torch.allclose(fresh(x), expected)
-    fresh.load_state_dict(encoder.state_dict())
-    for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder)), fresh):
-        assert torch.equal(other(x), expected)

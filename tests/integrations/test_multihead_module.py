@@ -5,13 +5,11 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from multihead_cases import CASES, DIM, HEADS, PADDING, TIGHT, B, M, N, cast, module, some, theirs, tokens
+from multihead_cases import CASES, DIM, HEADS, PADDING, TIGHT, M, N, cast, module, some, theirs, tokens
 from torch import nn
 
-from implicit_attention import Anderson, Picard, Status
+from implicit_attention import Anderson, Status
 from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
-from implicit_attention.testing.numerics import random
 
 # State dicts, and torch's module.
 
@@ -47,18 +45,6 @@ def test_torchs_state_dict_loads_strictly_and_leaves_anchor_and_beta(inside, ass
     assert not torch.equal(made.in_proj_weight, before["in_proj_weight"])
 
 
-def test_own_state_dicts_go_round_and_must_fit():
-    made, other = module(), module(seed=1)
-    other.load_state_dict(made.state_dict())
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in made.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*anchor.logit"):
-        module(anchor=0.5).load_state_dict(made.state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*anchor.logit"):
-        made.load_state_dict(module(anchor=0.5).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*in_proj_bias"):
-        made.load_state_dict(module(bias=False, anchor=0.5, beta=None).state_dict())
-
-
 @pytest.mark.parametrize("case", ["self", "widths, no bias", "both keys"])
 def test_from_torch_takes_over_everything(case):
     options, call, kind = CASES[case]
@@ -80,16 +66,6 @@ def test_from_torch_takes_over_everything(case):
     given, call = tokens(made, dtype=torch.float32, **kind), cast(call, torch.float32)
     expected = source(*given, **call)
     torch.testing.assert_close(made(*given, **call), expected, rtol=0, atol=1e-6)
-
-
-def test_an_optimizer_goes_on_with_the_parameters_that_it_has():
-    source = nn.MultiheadAttention(DIM, HEADS)
-    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
-    made = ImplicitMultiheadAttention.from_torch(source)
-    before = made.in_proj_weight.detach().clone()
-    made(*tokens(made, dtype=torch.float32))[0].square().sum().backward()
-    optimizer.step()
-    assert not torch.equal(made.in_proj_weight, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -115,15 +91,6 @@ def test_to_torch_is_the_model_without_steps(case, dtype):
             for parameter in found.parameters():
                 parameter.zero_()
         assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
-
-
-def test_there_and_back_changes_no_bit():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        source = nn.MultiheadAttention(20, 4, kdim=6, add_bias_kv=True, dtype=dtype)
-        nn.init.normal_(source.in_proj_bias)
-        for beta in ("learned", None):
-            state = ImplicitMultiheadAttention.from_torch(source, beta=beta).to_torch().state_dict()
-            assert all(torch.equal(value, state[name]) for name, value in source.state_dict().items())
 
 
 class OwnForward(nn.MultiheadAttention):
@@ -153,16 +120,6 @@ def test_from_torch_refuses_what_computes_something_else():
         make(nn.MultiheadAttention(4, 2), anchor=None)
 
 
-def test_a_subclass_without_a_forward_of_its_own_is_the_same():
-    class Named(nn.MultiheadAttention):
-        pass
-
-    source = Named(DIM, HEADS)
-    made = ImplicitMultiheadAttention.from_torch(source, max_steps=0)
-    given = tokens(made, dtype=torch.float32)
-    torch.testing.assert_close(made(*given), source(*given), rtol=0, atol=1e-6)
-
-
 # As a module.
 
 
@@ -172,18 +129,6 @@ def test_copies_and_pickles_compute_the_same_and_carry_no_solve():
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert other.last_solve is None
         assert torch.equal(other(*tokens(made))[0], expected)
-
-
-def test_the_evidence_of_the_last_call_stays():
-    made = module()
-    assert made.last_solve is None
-    made(*tokens(made))
-    assert made.last_solve.status.shape == (B, HEADS, N)
-    assert bool((made.last_solve.status == Status.CONVERGED).all())
-    assert int(made.last_solve.num_evals.min()) > 1
-    made.options = made.options.override(max_steps=0)
-    made(*tokens(made))
-    assert bool((made.last_solve.status == Status.EXPLICIT).all())
 
 
 @pytest.mark.parametrize("max_steps", [0, None])
@@ -235,46 +180,3 @@ def test_compiles_without_a_graph_break(count, options):
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(others, gradients, rtol=1e-11, atol=1e-12)
     assert torch.equal(told.num_evals, evidence.num_evals)
-
-
-def test_torch_func_sees_through_it():
-    made = module(solver=TIGHT)
-    x = random(3, N, DIM, seed=5)
-
-    def loss(x):
-        return made(x, x, x, need_weights=False)[0].square().sum()
-
-    each = torch.func.vmap(torch.func.grad(loss))(x)
-    for one, expected in zip(x, each, strict=True):
-        one = one.clone().requires_grad_()
-        torch.testing.assert_close(torch.autograd.grad(loss(one), one)[0], expected, rtol=1e-8, atol=1e-10)
-
-
-def test_a_fixed_budget_is_differentiated_as_it_ran():
-    made = module(solver=Picard(rtol=0, atol=0, max_steps=2), heads=1)
-    x = tokens(made, batch=False, self=True)[0]
-    gradients = []
-    for step_by_step in (False, True):
-        made.zero_grad()
-        if step_by_step:
-            q, k, v = F.linear(x, made.in_proj_weight, made.in_proj_bias).chunk(3, -1)
-            z = q
-            for _ in range(2):
-                z = made.anchor() * q + (1 - made.anchor()) * (made.beta() * z @ k.T).softmax(-1) @ k
-            output = made.out_proj((made.beta() * z @ k.T).softmax(-1) @ v)
-        else:
-            output = made(x, x, x)[0]
-        output.square().sum().backward()
-        gradients.append([p.grad.clone() for p in made.parameters()])
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
-
-
-def test_repr_says_what_it_is():
-    made = ImplicitMultiheadAttention(
-        8, 2, 0.1, kdim=6, add_bias_kv=True, add_zero_attn=True, batch_first=True, anchor=0.25, solver=Picard()
-    )
-    shown = repr(made)
-    for part in ("8, num_heads=2", "kdim=6", "dropout=0.1", "batch_first=True", "add_bias_kv=True", "Picard(", "0.25",
-                 "add_zero_attn=True"):  # fmt: skip
-        assert part in shown, part
-    assert "vdim" not in shown

@@ -90,26 +90,6 @@ def test_copies_restore_their_own(copied):
     assert found["layers.0.self_attn"].in_proj_weight is other.layers[0].self_attn.in_proj_weight
 
 
-def test_what_was_replaced_is_held_as_no_part():
-    model = encoder()
-    names = [name for name, _ in model.named_modules()]
-    replace_attention(model, anchor=0.5, beta=None)
-    assert [name for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)] == []
-    assert [name for name, _ in model.named_modules() if not name.endswith((".anchor", ".beta"))] == names
-
-
-def test_a_dropout_that_was_set_meanwhile_stays():
-    model = encoder(dropout=0.5)
-    replace_attention(model, anchor=0.5)
-    for layer in model.layers:
-        layer.self_attn.dropout = 0.0
-    restored = restore_attention(model)
-    assert [attention.dropout for attention in restored.values()] == [0.0, 0.0]
-    x = random(B, N, DIM)
-    attention = model.layers[0].self_attn.train()
-    assert torch.equal(attention(x, x, x)[0], attention(x, x, x)[0])
-
-
 def test_what_cannot_be_restored_is_said_and_nothing_is_done():
     with pytest.raises(TypeError, match=r"`module` must be an nn.Module, got list"):
         restore_attention([])

@@ -39,22 +39,9 @@ def clip():
     return hf.CLIPModel(config), {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
 
 
-def bart():
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    sizes |= {
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 4,
-        "vocab_size": 50,
-        "max_position_embeddings": 9,
-    }
-    ids = torch.randint(3, 50, (2, 5))
-    return hf.BartModel(hf.BartConfig(**sizes)), {"input_ids": ids, "decoder_input_ids": ids}
-
-
-@pytest.mark.parametrize("make_model", [clip, bart])
-def test_parts_with_other_numbers_of_heads_have_their_own(make_model, tmp_path):
+def test_parts_with_other_numbers_of_heads_have_their_own(tmp_path):
     torch.manual_seed(0)
-    model, given = make_model()
+    model, given = clip()
     model = attach(model.eval(), anchor=0.2)
     anchors = learn_anchors(model, 0.6)
     assert {tuple(parameter.shape) for parameter in anchors.values()} == {(2,), (4,)}

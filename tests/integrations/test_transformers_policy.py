@@ -104,16 +104,3 @@ def test_a_converted_model_keeps_its_policy():
     assert told(lambda: logits(model)) == []
     with pytest.raises(ConvergenceError):
         convert(model, schedule=(0.6,), on_failure=FailurePolicy(window=1))
-
-
-@pytest.mark.nightly
-def test_a_compiled_model_tells_of_each_layer_by_itself():
-    """Also where its first call is a compiled one."""
-    model = made()
-    compiled = torch.compile(model, backend="aot_eager")
-    for expected in (2, 0, 0):
-        compiled(IDS, use_cache=False)
-        lines = told(lambda: last_solves(model))
-        assert len(lines) == expected
-        assert told(lambda: last_solves(model)) == []
-        assert all("failing call 1 of this layer" in line for line in lines)

@@ -1,4 +1,4 @@
-"""`tie` beside caches of transformers: the tokens of `use_cache=False`, one slot for each layer of the block."""
+"""`tie` and `settle` beside caches of transformers: the tokens of `use_cache=False`, one slot for each layer."""
 
 import copy
 import warnings
@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from tied_models import EXIST, IDS, MODES, TIGHT, cache_of, generated, plain, stored, tied
+from tied_models import BOTH, EXIST, IDS, MADE, MODES, TIGHT, cache_of, generated, plain, stored, tied
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicCache
 
 import implicit_attention as ia
@@ -15,9 +16,9 @@ from implicit_attention.training import watch
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama, kept", "gpt2, kept", "qwen2, kept", "HRM-Text", "HRM-Text, 1 low cycle"])
 def test_generation_with_a_cache_gives_the_tokens_without_one(name, mode):
-    model, equilibrium = tied(name)
+    model, equilibrium = MADE[name]()
     with_cache = generated(model, mode, cached=True)
     assert with_cache == generated(model, mode, cached=False)
     assert bool(equilibrium.last_solve.converged.all())
@@ -108,59 +109,6 @@ def test_the_keys_are_those_of_the_settled_states(name, kind):
         torch.testing.assert_close(one.values, two.values, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_slots_hold_what_the_block_writes_at_its_answer(name):
-    model, equilibrium = tied(name)
-    seen = []
-    equilibrium.register_forward_hook(lambda module, args, output: seen.append((output, args)))
-    with torch.no_grad():
-        cache = model(IDS, use_cache=True).past_key_values
-        read, (state, (x, args, options, tokens)) = DynamicCache(), seen[-1]
-        args = tuple(read if each is tokens.slots else each for each in args)
-        options = {key: read if each is tokens.slots else each for key, each in options.items()}
-        equilibrium.block(state, x, args, options)
-    for i in (1, 2):
-        torch.testing.assert_close(cache.layers[i].keys, read.layers[i].keys, atol=0, rtol=0)
-        torch.testing.assert_close(cache.layers[i].values, read.layers[i].values, atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "by config", "static"])
-@pytest.mark.parametrize("keep", [0, 1])
-@torch.no_grad()
-def test_a_call_that_raises_leaves_the_cache_as_it_was(keep, kind):
-    model, equilibrium = tied("llama", keep=keep, on_failure="raise")
-    cache = cache_of(model, kind)
-    for held in (0, 5):
-        if held:
-            model(IDS[:, :5], past_key_values=cache, use_cache=True)
-        before = copy.deepcopy(cache)
-        with equilibrium_of(equilibrium, ia.Picard(max_steps=2)), pytest.raises(ia.ConvergenceError):
-            model(IDS[:, 5:], past_key_values=cache, use_cache=True)
-        assert int(cache.get_seq_length()) == held
-        for now, then in zip(cache.layers, before.layers, strict=False):
-            assert int(now.get_seq_length()) == int(then.get_seq_length()) == held
-            if held:
-                torch.testing.assert_close(now.keys, then.keys, atol=0, rtol=0)
-                torch.testing.assert_close(now.values, then.values, atol=0, rtol=0)
-    want = model(IDS, use_cache=False).logits[:, 5:]
-    found = model(IDS[:, 5:], past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(found, want, atol=2e-4, rtol=0)
-
-
-class equilibrium_of:
-    """A context in which an equilibrium has another solver."""
-
-    def __init__(self, equilibrium, solver):
-        self.equilibrium, self.solver = equilibrium, solver
-
-    def __enter__(self):
-        self.before = self.equilibrium.options
-        self.equilibrium.options = self.before.override(solver=self.solver)
-
-    def __exit__(self, *error):
-        self.equilibrium.options = self.before
-
-
 # Gradients.
 
 
@@ -183,8 +131,9 @@ def test_training_on_an_empty_cache_gives_the_gradients_without_one(kind, steps)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_no_gradient_beside_tokens_that_a_cache_holds(kind):
-    model, _ = tied("llama")
+@pytest.mark.parametrize("name", BOTH)
+def test_no_gradient_beside_tokens_that_a_cache_holds(name, kind):
+    model, _ = MADE[name]()
     cache = cache_of(model, kind)
     with torch.no_grad():
         model(IDS[:, :4], past_key_values=cache, use_cache=True)
@@ -211,18 +160,18 @@ def test_dropout_draws_the_same_numbers_with_and_without_a_cache():
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "HRM-Text"])
 def test_tokens_of_padding_are_zero_and_fail_nothing(name, attention):
-    model, equilibrium = tied(name, keep=0)
+    model, equilibrium = MADE[name]()
     model.set_attn_implementation(attention)
     states = []
-    equilibrium.register_forward_hook(lambda module, args, output: states.append(output))
+    equilibrium.register_forward_hook(lambda module, args, output: states.extend(tree_leaves(output)))
     embeds = model.get_input_embeddings()(IDS).detach()
     spoilt = embeds.masked_fill(EXIST[..., None] == 0, torch.nan).requires_grad_()
     places = (EXIST.cumsum(-1) - 1).clamp(min=0)
     logits = model(inputs_embeds=spoilt, attention_mask=EXIST, position_ids=places).logits
     assert bool(equilibrium.last_solve.converged.all())
-    assert not bool(states[-1][EXIST == 0].any())
+    assert not any(bool(state[EXIST == 0].any()) for state in states)
     (grad,) = torch.autograd.grad(logits[EXIST.bool()].square().sum(), spoilt)
     assert not bool(grad[EXIST == 0].nan_to_num(7.0).any())
     for row in range(3):
@@ -231,21 +180,19 @@ def test_tokens_of_padding_are_zero_and_fail_nothing(name, attention):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "HRM-Text"])
 def test_nan_in_later_tokens_leaves_earlier_ones_as_they_are(name, cached):
-    model, equilibrium = tied(name, keep=0, on_failure="ignore")
+    model, equilibrium = MADE[name](on_failure="ignore")
     embeds = model.get_input_embeddings()(IDS).detach()
     want = model(inputs_embeds=embeds[:, :5]).logits
-    spoilt = embeds.clone()
-    spoilt[1, 5] = torch.nan
+    embeds[1, 5] = torch.nan
     places = torch.arange(7)[None]
     cache = DynamicCache() if cached else None
-    logits = model(inputs_embeds=spoilt, position_ids=places, past_key_values=cache, use_cache=cached).logits
+    logits = model(inputs_embeds=embeds, position_ids=places, past_key_values=cache, use_cache=cached).logits
     torch.testing.assert_close(logits[:, :5], want, atol=2e-4, rtol=0)
     assert bool(logits[1, 5:].isnan().all())
     assert bool(logits[[0, 2]].isfinite().all())
-    status = equilibrium.last_solve.status
-    lost = status == ia.Status.NONFINITE
+    lost = equilibrium.last_solve.status == ia.Status.NONFINITE
     assert lost.reshape(3, -1).any(-1).tolist() == [False, True, False]
     assert bool(equilibrium.last_solve.converged[~lost].all())
     if cached:
@@ -254,8 +201,8 @@ def test_nan_in_later_tokens_leaves_earlier_ones_as_they_are(name, cached):
         assert bool(later[[0, 2]].isfinite().all())
         assert equilibrium.last_solve.converged[:, 0].tolist() == [True, False, True]
     equilibrium.options = equilibrium.options.override(on_failure="raise")
-    with pytest.raises(ia.ConvergenceError, match=r"tied layers failed for .* look for NaN"):
-        model(inputs_embeds=spoilt)
+    with pytest.raises(ia.ConvergenceError, match=r"failed for .* look for NaN"):
+        model(inputs_embeds=embeds)
 
 
 def test_a_token_that_is_lost_among_tokens_that_read_each_other_loses_its_sample():
@@ -271,19 +218,6 @@ def test_a_token_that_is_lost_among_tokens_that_read_each_other_loses_its_sample
 
 
 # Refusals, evidence, options.
-
-
-def test_steps_beside_tokens_of_a_cache_are_refused():
-    model, equilibrium = tied("llama", steps=2)
-    cache = DynamicCache()
-    model(IDS, past_key_values=cache, use_cache=True)
-    for steps in (0, 2):
-        equilibrium.steps = steps
-        with pytest.raises(ValueError, match=f"steps={steps}; solve"):
-            model(IDS[:, :1], past_key_values=cache, use_cache=True)
-    assert generated(model, "greedy", cached=False)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        generated(model, "greedy", cached=True)
 
 
 @pytest.mark.parametrize(
@@ -316,25 +250,20 @@ class Quantized(hf.cache_utils.Cache):
         super().__init__(layer_class_to_replicate=QuantizedLayer)
 
 
-def test_evidence_of_tied_layers_is_shown_and_watched(capsys):
-    model, _ = tied("llama")
+@pytest.mark.parametrize(("name", "path"), [(BOTH[0], "model.layers.1.equilibrium"), (BOTH[1], "model.equilibrium")])
+def test_evidence_is_shown_and_watched_and_a_policy_tolerates_failures(name, path, capsys):
+    model, equilibrium = MADE[name]()
     with watch(model) as seen:
         model(IDS, attention_mask=EXIST)
         observed = seen.take()
-    name = "model.layers.1.equilibrium"
-    assert list(last_solves(model)) == [name]
+    assert list(last_solves(model)) == [path]
     (row,) = report(model)
-    assert (row.name, row.converged, sum(row.statuses.values())) == (name, 1.0, observed.total.forward.problems)
-    printed = capsys.readouterr().out
-    assert name in printed
-    assert "CONVERGED" in printed
-
-
-def test_a_policy_tolerates_failures():
+    assert (row.name, row.converged, row.statuses) == (path, 1.0, {"CONVERGED": observed.total.forward.problems})
+    assert f"{path}: {observed.total.forward.problems} CONVERGED" in capsys.readouterr().out
     policy = ia.FailurePolicy(tolerate=1.0)
-    model, equilibrium = tied("llama", solver=ia.Picard(max_steps=2), on_failure=policy)
+    equilibrium.options = equilibrium.options.override(solver=ia.Picard(max_steps=2), on_failure=policy)
     assert generated(model, "greedy", cached=True)
-    assert bool(equilibrium.last_solve.failed.any())
+    assert last_solves(model)[path].failed.any()
 
 
 def test_tied_weights_are_saved_and_loaded(tmp_path):

@@ -1,5 +1,7 @@
 """Tiny models of transformers with tied layers, or settled streams, that contract and read their input."""
 
+from functools import partial
+
 import torch
 import transformers as hf
 from torch import nn
@@ -82,6 +84,13 @@ def settled(reads=4.0, **options):
     with torch.no_grad():
         model.model.equilibrium.block.inject.weight.copy_(reads * torch.eye(32))
     return model, model.model.equilibrium
+
+
+#: Models and their equilibria: tied layers, alone and between others, and settled streams.
+MADE = {name: partial(tied, name, keep=0) for name in MODELS}
+MADE |= {f"{name}, kept": partial(tied, name) for name in MODELS}
+MADE |= {"HRM-Text": settled, "HRM-Text, 1 low cycle": partial(settled, L_cycles=1)}
+BOTH = ("llama, kept", "HRM-Text")
 
 
 def generated(model, mode, cached, ids=IDS, exist=EXIST, count=8):

@@ -1,5 +1,6 @@
 """Tiny models of seven architectures, and equilibrium attention written independently into their eager attention."""
 
+import contextlib
 import sys
 from unittest import mock
 
@@ -23,8 +24,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from implicit_attention import Anderson, Implicit
+from implicit_attention.integrations.transformers import last_solves, register
 from implicit_attention.linear import CG
 
 TIGHT = {"solver": Anderson(rtol=1e-12, atol=1e-13), "adjoint": Implicit(CG(rtol=1e-12))}
@@ -49,14 +52,6 @@ MODELS = {
 DECODERS = ("gpt2", "llama", "mistral", "gemma2", "gpt_oss")
 CACHED = (*DECODERS, "t5")
 
-# Names, or parts of names, of the parameters that make queries, keys and values.
-PROJECTIONS = {
-    "bert": ("self.query.weight", "self.key.weight", "self.value.weight"),
-    "gpt2": ("attn.c_attn.weight",),
-    "t5": (".q.weight", ".k.weight", ".v.weight"),
-}
-_DEFAULT_PROJECTIONS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-
 
 def make(name, dtype=torch.float64, **config):
     """A model in evaluation mode whose attention is far from uniform."""
@@ -73,14 +68,6 @@ def make(name, dtype=torch.float64, **config):
     if name == "gpt_oss":
         model.set_experts_implementation("eager")  # the others have no float64
     return model.to(dtype).eval()
-
-
-def projections(name, model):
-    """The parameters of all query, key and value projections, by name."""
-    parts = PROJECTIONS.get(name, _DEFAULT_PROJECTIONS)
-    found = {key: value for key, value in model.named_parameters() if key.endswith(parts)}
-    assert found
-    return found
 
 
 def batch(name, rows=2, length=9, padding=0, seed=1):
@@ -117,12 +104,23 @@ def logits(model, given, **call):
 
 
 def evaluations(model):
-    """Of the first query of every layer."""
-    return [int(module._equilibrium_last.report.num_evals.max()) for module in attentions(model)]
+    """The most of a query, of every layer."""
+    return [int(solve.num_evals.max()) for solve in last_solves(model).values()]
 
 
-def attentions(model):
-    return [module for module in model.modules() if hasattr(module, "_equilibrium_last")]
+@contextlib.contextmanager
+def watched_calls():
+    """Queries, keys and masks of all calls of equilibrium attention by models: a wrapper, as engines put one there."""
+    register()
+    own, calls = ALL_ATTENTION_FUNCTIONS["equilibrium"], []
+
+    def seen(module, query, key, value, attention_mask, **others):
+        calls.append((query.detach(), key.detach(), attention_mask))
+        return own(module, query, key, value, attention_mask, **others)
+
+    AttentionInterface.register("equilibrium", seen)
+    yield calls
+    AttentionInterface.register("equilibrium", own)
 
 
 # What no entry of a state may still move by.

@@ -46,19 +46,8 @@ CLASSES = {
 def fetched(folder):
     """The source package of the installed version, unpacked in `folder`."""
     package = f"transformers=={transformers.__version__}"
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-binary",
-        ":all:",
-        "--no-deps",
-        "-d",
-        folder,
-        package,
-    ]
+    options = ["-q", "--no-binary", ":all:", "--no-deps", "-d"]
+    download = [sys.executable, "-m", "pip", "download", *options, folder, package]
     subprocess.run(download, check=True)
     (archive,) = Path(folder).glob("transformers-*.tar.gz")
     with tarfile.open(archive) as packed:
@@ -92,10 +81,8 @@ class Asked:
 def suites(source):
     """A class of tests for each model, by transformers' own mixin."""
     sys.path.insert(0, str(source))
-    for name, missing in (
-        ("generation.test_utils", "GenerationTesterMixin"),
-        ("exporters.test_export", "ExportTesterMixin"),
-    ):
+    absent = {"generation.test_utils": "GenerationTesterMixin", "exporters.test_export": "ExportTesterMixin"}
+    for name, missing in absent.items():
         module = types.ModuleType(f"tests.{name}")
         setattr(module, missing, type(missing, (), {}))
         sys.modules[f"tests.{name.split('.')[0]}"] = types.ModuleType(name.split(".")[0])
