@@ -127,8 +127,8 @@ def test_where_no_entry_is_positive_in_a_key_too_everything_is_zero_and_negative
     phi = KernelPotential(torch.tensor([[1.0, -1.0], [2.0, -0.5]]).double(), 0.7, features=ReluFeatures())
     value, mean = phi.evaluate(z)
     out = phi.readout(z, torch.eye(2).double())
-    check_close(out, torch.tensor([[0.0, 0.0], [1 / 3, 2 / 3]]).double(), 1e-7)
-    check_close(value[1].exp() ** 0.7, torch.tensor(0.7 * 0.5 * 3).double(), 1e-7)
+    check_close(out, torch.tensor([[0.0, 0.0], [1 / 3, 2 / 3]], dtype=torch.float64), 1e-12)
+    assert (value[1].exp() ** 0.7).item() == pytest.approx(0.7 * 0.5 * 3, rel=1e-12)
     (gradient,) = torch.autograd.grad(value.sum() + mean.square().sum() + out.square().sum(), z)
     assert value[0] == mean[0].abs().sum() == gradient[0].abs().sum() == 0
     signed = KernelPotential(torch.ones(3, 2).double(), 1.0, features=lambda x: x)
