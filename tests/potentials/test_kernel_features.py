@@ -88,6 +88,7 @@ def test_no_tensor_of_pairs(features, causal):
 
 
 def test_features_of_a_module_are_declared_and_learned():
+    torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(5, 6, dtype=torch.float64), torch.nn.Softplus())
     energy = AnchoredEnergy(KernelPotential(KEYS, 0.7, features=module), Z, 0.5)
     z, state = Z, solve(energy, Z, solver=Anderson(rtol=1e-12), adjoint=Implicit(GMRES(rtol=1e-12))).value
