@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from implicit_attention import MemoryLookup
+from implicit_attention import Anderson, MemoryLookup
 from implicit_attention.testing.numerics import check_close, random, relative_error
 
 PATTERNS, QUERIES = random(7, 5), random(2, 3, 5, seed=1)
@@ -35,3 +35,31 @@ def test_low_precision_fills_nearly_the_same(dtype, tolerance):
     found = filled(queries, KNOWN, patterns)
     assert found.dtype == dtype
     assert relative_error(found, filled(queries.double(), KNOWN, patterns.double())) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("similarity", "dtype", "shift", "tolerance"),
+    [
+        ("dot", torch.float64, 0.0, 1e-8),
+        ("distance", torch.float64, 0.0, 1e-8),
+        # Far from the origin single precision loses the digits of distances.
+        ("distance", torch.float32, 10.0, 1e-3),
+    ],
+)
+def test_known_entries_stay_and_the_others_are_where_plain_steps_end(similarity, dtype, shift, tolerance):
+    memory = MemoryLookup(5, size=7, learned=True, beta=0.7, similarity=similarity, dtype=dtype)
+    memory.store((PATTERNS + shift).to(dtype))
+    queries = (QUERIES + shift).to(dtype).requires_grad_()
+    solver = Anderson(rtol=0, atol=tolerance / 100, max_steps=500)
+    found, solution = memory.retrieve(queries, known=KNOWN, return_solution=True, solver=solver)
+    assert solution.converged.all()
+    state, patterns = queries.double(), memory.patterns.double()
+    for _ in range(150):
+        away = -(state[..., None, :] - patterns).square().sum(-1) / 2
+        scores = away if similarity == "distance" else state @ patterns.mT
+        state = queries.double().where(KNOWN, (0.7 * scores).softmax(-1) @ patterns)
+    check_close(found.double(), state, tolerance)
+    got, expected = (
+        torch.autograd.grad((x - shift).square().sum(), (queries, memory.patterns)) for x in (found, state)
+    )
+    check_close(got, expected, 10 * tolerance)

@@ -79,6 +79,8 @@ def test_moments_and_covariances_of_a_users_law_follow_from_its_log_partition(la
             return law.tilted_log_partition(theta, v, radius)
 
     theta, v = arguments(dim)
+    with pytest.raises(NotImplementedError, match="SiteLaw must define tilted_log_partition"):
+        SiteLaw().tilted_log_partition(theta, v, RADIUS)
     close(numbers(Own(), theta, v), numbers(law, theta, v), rtol=1e-10, atol=1e-12)
     products = [each.tilted_covariance(theta, v, RADIUS)(theta + 1, v + 1) for each in (Own(), law)]
     close(*products, rtol=1e-10, atol=1e-12)

@@ -1,8 +1,9 @@
 """Tilted: the potential contract, tilted sums as sums with another bias, and tilts of laws and tokens."""
 
+import pytest
 import torch
 
-from implicit_attention import LogSumExp, SquaredScores
+from implicit_attention import AnchoredEnergy, LogSumExp, SquaredScores
 from implicit_attention.potentials import HiddenUnits, PoissonUnits, SelfAttention, Tilted
 from implicit_attention.testing.numerics import check_close, random
 from implicit_attention.testing.potential import PotentialContract
@@ -50,4 +51,6 @@ def test_a_tilt_changes_no_bound():
     tilted = Tilted(quadratic, random(5))
     assert tilted.bounded_below(1.9)
     assert not tilted.bounded_below(2.1)
+    with pytest.raises(ValueError, match=r"raise the anchor above 0\.5"):
+        AnchoredEnergy(4.0 * tilted, Z, 0.4)
     check_close(tilted.lipschitz(), quadratic.lipschitz(), 0.0)

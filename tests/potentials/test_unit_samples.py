@@ -221,6 +221,13 @@ def test_wrong_arguments_of_samples_are_named():
         Uniform().sample(torch.ones(2))
 
 
+def test_wrong_variances_are_named():
+    with pytest.raises(ValueError, match=r"`variance` must be >= 0, got -1.0"):
+        GaussianUnits(0.0, (1.0, -1.0))
+    with pytest.raises(ValueError, match="`variance` must have at least one entry"):
+        GaussianUnits(0.0, ())
+
+
 def test_mean_and_variance_of_a_users_law_follow_from_its_cumulant():
     t = tensor([-1.3, 0.2, 5.0])
     close((Uniform().mean(t), Uniform().variance(t)), (SphereUnits(3).mean(t), SphereUnits(3).variance(t)), rtol=1e-9)
