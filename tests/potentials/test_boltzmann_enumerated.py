@@ -8,7 +8,6 @@ from implicit_attention.potentials import (
     BernoulliUnits,
     RestrictedBoltzmannMachine,
     SignUnits,
-    annealed_importance_sampling,
     contrastive_divergence,
     exact_gradient,
     persistent_gradient,
@@ -82,19 +81,6 @@ def test_the_exact_gradient(joint):
         close(value, ours - theirs, 1e-10)
 
 
-@pytest.mark.slow
-def test_samples_have_the_enumerated_law(joint):
-    count = 20_000
-    drawn = joint.machine.sample(count, steps=200, generator=torch.Generator().manual_seed(0)).numpy()
-    index = ((drawn > 0) << np.arange(VISIBLE)).sum(-1)
-    # The twenty likeliest states, and all others together.
-    likely = np.argsort(joint.of_visible)[-20:]
-    expected = np.append(joint.of_visible[likely], 1 - joint.of_visible[likely].sum())
-    seen = np.bincount(index, minlength=2**VISIBLE)[likely] / count
-    seen = np.append(seen, 1 - seen.sum())
-    assert (np.abs(seen - expected) < 5 * np.sqrt(expected * (1 - expected) / count)).all()
-
-
 def test_contrastive_divergence_in_the_mean(joint):
     """CD-1 of many copies of the data, against the exact step of Gibbs sampling from each."""
     data, law = joint.drawn(10)
@@ -116,11 +102,3 @@ def test_persistent_chains_that_start_in_the_law_stay_there(joint):
     for value, ours, theirs in zip(found, joint.moments(law), joint.moments(joint.of_visible), strict=True):
         close(value, ours - theirs, 5 / np.sqrt(40_000))
     close(chains.mean(0), joint.moments(joint.of_visible)[1], 5 / np.sqrt(40_000))
-
-
-def test_annealed_importance_sampling(joint):
-    found = annealed_importance_sampling(
-        joint.machine, chains=2000, steps=200, generator=torch.Generator().manual_seed(0)
-    )
-    assert float(found.error) < 0.03
-    assert abs(float(found.value) - joint.log_z) < 5 * float(found.error)
