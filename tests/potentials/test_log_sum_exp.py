@@ -7,19 +7,11 @@ from key_pairs import KEYS, pairs
 
 from implicit_attention import (
     AnchoredEnergy,
-    Anderson,
-    Broyden,
-    GradientDescent,
     LogSumExp,
-    NewtonKrylov,
-    Picard,
     solve,
 )
 from implicit_attention.testing.numerics import check_close, random
 from implicit_attention.testing.potential import Allocations, PotentialContract
-
-#: Too few keys for the flash kernels, and enough.
-COUNTS = pytest.mark.parametrize("count", [7, 70])
 
 
 class TestPlain(PotentialContract):
@@ -38,15 +30,9 @@ class TestKeyPadding(PotentialContract):
         return LogSumExp(random(*KEYS, dtype=dtype), 0.7, mask=mask[:, None])
 
 
-class TestSharedKeys(PotentialContract):
-    def make(self, dtype):
-        return LogSumExp(random(7, 5, dtype=dtype), 0.7, bias=random(7, seed=4, dtype=dtype))
-
-
 class TestSharedKeysMaskAndBias(PotentialContract):
     def make(self, dtype):
-        given = pairs(dtype)
-        return LogSumExp(random(1, 7, 5, dtype=dtype), given.pop("beta"), **given)
+        return LogSumExp(random(1, 7, 5, dtype=dtype), **pairs(dtype))
 
 
 def test_mean_is_scaled_dot_product_attention():
@@ -110,39 +96,6 @@ def test_flash_kernels_equal_the_differentiable_path_in_any_layout(form):
     expected = potential.value(tracked).detach(), potential.mean(tracked).detach()
     check_close(tuple(potential.evaluate(z)), expected, 1e-12, 1e-13)
     check_close(potential.mean(z), expected[1], 1e-12, 1e-13)
-
-
-def lowest_bias(count, dtype):
-    """As Hugging Face masks: a query from all keys, one from some and one from none."""
-    bias = torch.zeros(3, count, dtype=dtype)
-    bias[0] = bias[1, 3:] = torch.finfo(dtype).min
-    return bias
-
-
-@COUNTS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_row_of_lowest_biases_attends_to_all_keys_alike(count, dtype):
-    keys, z, v = (random(2, n, 5, seed=n, dtype=dtype) for n in (count, 3, 3))
-    potential, tracked = LogSumExp(keys, 2.0, bias=lowest_bias(count, dtype)), z.clone().requires_grad_()
-    torch.testing.assert_close(potential.probabilities(z)[:, 0], torch.full((2, count), 1 / count, dtype=dtype))
-    for result in (potential.mean(z), potential.mean(tracked), potential.evaluate(z)[1], potential.readout(z, keys)):
-        torch.testing.assert_close(result[:, 0], keys.mean(1))
-        torch.testing.assert_close(result, potential.mean(z))
-    linear = potential.linearize(z)
-    torch.testing.assert_close(linear.product(v), potential.covariance_product(z, v))
-    (by_keys,) = torch.autograd.grad(LogSumExp(keys.requires_grad_(), 2.0, bias=potential.bias).mean(tracked), keys, v)
-    torch.testing.assert_close(linear.vjp_tensors(v)[0], by_keys)
-
-
-@COUNTS
-@pytest.mark.parametrize("solver", [Anderson(), Picard(), Broyden(), NewtonKrylov(), GradientDescent()], ids=str)
-@pytest.mark.parametrize("beta", [0.125, 1.0])
-def test_rows_of_lowest_biases_are_solved(count, solver, beta):
-    keys, x = random(2, count, 5, dtype=torch.float32), random(2, 3, 5, seed=1, dtype=torch.float32)
-    potential = LogSumExp(keys, beta, bias=lowest_bias(count, torch.float32))
-    solution = solve(AnchoredEnergy(potential, x, 0.5), x, solver=solver, on_failure="ignore")
-    assert solution.converged[:, 0].all()
-    check_close(solution.value[:, 0], (x[:, 0] + keys.mean(1)) / 2, 1e-4)
 
 
 def test_a_solve_of_whole_blocks_does_not_copy_the_mask_per_head():

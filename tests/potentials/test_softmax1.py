@@ -60,8 +60,3 @@ def test_the_first_token_attends_to_itself_or_to_nothing(readout):
     plain.load_state_dict(ours.state_dict())
     x = random(2, 70, 8, dtype=torch.float32)
     assert ours(x)[:, 0].norm() < plain(x)[:, 0].norm()
-
-
-def test_values_that_do_not_fit_the_keys_are_told_of_the_keys_given():
-    with pytest.raises(ValueError, match="one row for each of the 7 keys"):
-        Softmax1(random(2, 7, 5), 0.7).readout(random(2, 3, 5), random(2, 8, 4))
