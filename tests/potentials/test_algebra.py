@@ -73,6 +73,8 @@ def test_it_reads_as_mathematics():
     for number in (2, 2.0, np.float64(2), np.float32(2)):
         assert torch.equal((number * phi).mean(z), 2 * phi.mean(z))
         assert torch.equal((phi * number).mean(z), 2 * phi.mean(z))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        phi + 1.0
 
 
 def test_numbers_keep_closed_forms_and_unknown_parts_leave_none():

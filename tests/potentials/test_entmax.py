@@ -109,13 +109,6 @@ def test_a_key_beyond_the_margin_is_retrieved_exactly(alpha):
     assert (Entmax(keys, 0.1 * beta, alpha=alpha).mean(z) != keys).any()
 
 
-def test_an_order_that_leaves_its_range_later_is_told_by_its_rows():
-    alpha = tensor([1.25, 1.6])
-    phi = Entmax(random(*KEYS), 0.7, alpha=alpha)
-    alpha[1] = 0.9
-    assert phi.mean(random(2, 3, 5)).isnan().all((1, 2)).tolist() == [False, True]
-
-
 def test_the_bound_on_the_curvature_is_nearly_reached():
     # Two keys of equal weight: the Jacobian of p is 1/4 (alpha -> 1) to 1/2 (alpha = 2) times (v_1 - v_2).
     keys, z = tensor([[1.0, 0.0], [-1.0, 0.0]]), torch.zeros(1, 2).double()
@@ -124,3 +117,16 @@ def test_the_bound_on_the_curvature_is_nearly_reached():
         check_close(phi.lipschitz(), phi.covariance_product(z, keys[:1])[0, 0], 1e-8)
     assert Entmax(keys, 3.0).bounded_below(math.inf)
     assert not hasattr(phi, "readout_with_logsumexp")
+
+
+def test_forward_mode_equals_reverse_mode():
+    inputs = random(2, 3, 5), random(*KEYS, seed=1), tensor([1.25, 1.6])
+    of = lambda z, keys, alpha: Entmax(keys, 0.7, alpha=alpha).evaluate(z)  # noqa: E731
+    check_close(torch.func.jacfwd(of, (0, 1, 2))(*inputs), torch.func.jacrev(of, (0, 1, 2))(*inputs), 1e-11)
+
+
+def test_an_order_that_leaves_its_range_later_is_told_by_its_rows():
+    alpha = tensor([1.25, 1.6])
+    phi = Entmax(random(*KEYS), 0.7, alpha=alpha)
+    alpha[1] = 0.9
+    assert phi.mean(random(2, 3, 5)).isnan().all((1, 2)).tolist() == [False, True]

@@ -26,8 +26,6 @@ from implicit_attention.potentials import (
     Softmax1,
     Tilted,
     as_distribution,
-    bregman,
-    conjugate,
     fisher,
     renormalise,
     units_potential,
@@ -228,10 +226,9 @@ def anchored(make):
     return lambda q, k: AnchoredEnergy(make(k), q, 0.7)
 
 
-#: The energy of a field q over keys k.
+#: The energy of a field q over keys k; tests/layout_fuzz.py asks further potentials.
 ENERGIES = {
-    **{name: anchored(partial(FACTORIES[name], beta=0.7)) for name in ("Entmax", "Entmax 1.3", "Softmax1")},
-    "DistanceLogSumExp": anchored(lambda keys: DistanceLogSumExp(keys, 0.7)),
+    **{name: anchored(partial(FACTORIES[name], beta=0.7)) for name in ("Entmax", "Entmax 1.3")},
     "Polynomial": anchored(lambda keys: Polynomial(0.2 * keys, 0.3)),
     "NormalisedScores": anchored(lambda keys: NormalisedScores(keys, 0.3)),
     "SignUnits": anchored(lambda keys: units_potential(SignUnits())(0.2 * keys, 0.3)),
@@ -243,8 +240,6 @@ ENERGIES = {
 #: Numbers of rows q and keys k that are no solutions.
 FUNCTIONS = {
     "as_distribution": lambda q, k: as_distribution(LogSumExp(k, 0.7), q).log_prob(0.1 * q),
-    "bregman": lambda q, k: bregman(LogSumExp(k, 0.7), q, 0.5 * q),
-    "conjugate": lambda q, k: conjugate(LogSumExp(k, 0.7), LogSumExp(k, 0.7).mean(q)),
     "fisher": lambda q, k: fisher(LogSumExp(k, 0.7), q),
     "renormalise": lambda q, k: renormalise(k, q[..., 0, :], torch.eye(6, dtype=q.dtype)),
     "effective energy": lambda q, k: RestrictedBoltzmannMachine(
