@@ -54,7 +54,7 @@ def test_value_and_derivatives_are_those_of_all_pairs(count, mask, exclude, beta
     given = {"pairs": random(count, count, seed=1) > 0, "samples": random(2, count, count, seed=2) > 0}.get(mask)
     if given is not None:
         given[..., 2, :] = False
-    weights, size = (0.6 * random(2, 3, 5, seed=s) for s in (6, 7)), 6 / count
+    weights, size = [0.6 * random(2, 3, 5, seed=s) for s in (6, 7)], 6 / count
     attention = TokenAttention(*weights, beta, mask=given, exclude_self=exclude)
     x, v = random(2, count, 5, seed=3), size * random(2, count, 5, seed=4)
     z = x.clone().requires_grad_()
@@ -65,7 +65,10 @@ def test_value_and_derivatives_are_those_of_all_pairs(count, mask, exclude, beta
     check_close(attention.mean(x), gradient.detach(), 1e-11)
     check_close(tuple(attention.evaluate(x)), (expected.detach(), gradient.detach()), 1e-11)
     check_close(attention.covariance_product(x, v), product, 1e-11)
-    check_close(attention.linearize(x).product(v), product, 1e-11)
+    linear, leaves = attention.linearize(x), [w.clone().requires_grad_() for w in weights]
+    check_close(linear.product(v), product, 1e-11)
+    mean = TokenAttention(*leaves, beta, mask=given, exclude_self=exclude).mean(x)
+    check_close(linear.vjp_tensors(v)[:2], torch.autograd.grad(mean, leaves, v), 1e-10)
     # Recorded, to the second order.
     (again,) = torch.autograd.grad(attention.mean(z), z, v, create_graph=True)
     check_close(again, product, 1e-11)
