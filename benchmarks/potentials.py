@@ -39,7 +39,7 @@ __all__ = ["COMPOSED", "METRICS", "NOTES", "TARGETS", "run", "settings_of", "tab
 
 COMPOSED = True
 METRICS = ("FUSED", "UNFUSED", "KERNEL", "DIGITS")
-TESTS = ("tests/potentials/test_entmax.py", "tests/potentials/test_distance.py", "tests/potentials/test_softmax1.py")
+TESTS = tuple(f"tests/potentials/test_{name}.py" for name in ("entmax", "distance", "softmax1", "over_keys"))
 PAGE = HERE.parent / "docs" / "potentials.md"
 #: Of DIGITS, what the page shows: the references, the default, the best, and the one with most failures.
 SHOWN = (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Potential, SelfAttentionEnergy, SquaredScores, solve
+from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Potential, SelfAttentionEnergy, solve
 from implicit_attention.potentials import SelfAttention
 from implicit_attention.testing.energy import EnergyContract
 from implicit_attention.testing.numerics import random
@@ -85,11 +85,6 @@ def test_bounded_below_up_to_one_over_one_plus_root_n(count):
     # Without mask the number of tokens is not known, but nobody has less than one.
     assert (SelfAttention(1.0).bounded_below(0.49), SelfAttention(1.0).bounded_below(0.51)) == (None, False)
     assert (2 * masked).bounded_below(0.49 * limit)
-
-
-def test_sums_with_potentials_of_rows_are_refused():
-    with pytest.raises(ValueError, match="`terms of a sum` must have the same event_ndim"):
-        SelfAttention(1.0) + SquaredScores(torch.eye(5), 0.1)
 
 
 def test_gradients_of_an_equilibrium_of_a_sum():

@@ -33,20 +33,6 @@ def test_bounded_below_follows_the_largest_eigenvalue():
     assert SquaredScores(keys, 1.1).bounded_below(0.8)
 
 
-def test_masks_per_query_and_biases_are_refused():
-    keys = torch.zeros(2, 7, 5)
-    with pytest.raises(ValueError, match="`bias` must be None for SquaredScores"):
-        SquaredScores(keys, 1.0, bias=torch.zeros(7))
-    with pytest.raises(ValueError, match="`mask` must be the same for all queries"):
-        SquaredScores(keys, 1.0, mask=torch.ones(2, 3, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"`mask` must broadcast to .* M = 7 keys"):
-        SquaredScores(keys, 1.0, mask=torch.ones(6, dtype=torch.bool))
-    with pytest.raises(TypeError, match="`mask` must be a boolean tensor"):
-        SquaredScores(keys, 1.0, mask=[True] * 7)
-    with pytest.raises(ValueError, match="`mask` must broadcast to the leading axes of `keys`"):
-        SquaredScores(keys, 1.0, mask=torch.ones(3, 1, 7, dtype=torch.bool))
-
-
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (2, 5)], ids=str)
 def test_a_row_has_its_bits_alone_over_the_smallest_keys(size):
     """Matrices so small that torch multiplies them by itself, in an order that depends on how many rows there are."""

@@ -62,17 +62,6 @@ class TestNetwork(PotentialContract):
         return Network(module)
 
 
-def test_gradients_reach_the_users_tensors():
-    weights = (0.3 * random(5, 4)).requires_grad_()
-    field = random(2, 3, 5, seed=1)
-
-    def equilibrium(weights):
-        energy = AnchoredEnergy(LogCosh(weights), field, 0.5)
-        return solve(energy, field, solver=Anderson(rtol=1e-13)).value
-
-    assert torch.autograd.gradcheck(equilibrium, (weights,))
-
-
 def test_gradients_reach_a_modules_parameters():
     module = nn.Sequential(nn.Linear(5, 8), nn.Softplus(), nn.Linear(8, 1)).double()
     field = random(2, 3, 5, seed=1)
@@ -83,20 +72,6 @@ def test_gradients_reach_a_modules_parameters():
     solution.value.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module[:1].parameters())
     assert module[0].weight.grad.abs().sum() > 0
-
-
-def test_potentials_compose():
-    class Sum(Potential):
-        def __init__(self, *parts):
-            self.parts = parts
-
-        def value(self, z):
-            return sum(part.value(z) for part in self.parts)
-
-    keys, weights, z = random(2, 7, 5), 0.3 * random(5, 4, seed=1), random(2, 3, 5, seed=2)
-    both = Sum(LogSumExp(keys, 0.5), LogCosh(weights))
-    assert [name for name, _ in both.named_tensors()] == ["parts[0].keys", "parts[1].weights"]
-    torch.testing.assert_close(both.mean(z), LogSumExp(keys, 0.5).mean(z) + LogCosh(weights).mean(z))
 
 
 class Kept(Potential):
@@ -118,26 +93,20 @@ class KeptInAnAttribute(Kept):
     kept = None
 
     def product(self):
-        if self.kept is None:
-            self.kept = self.keys @ self.weight
+        self.kept = self.keys @ self.weight if self.kept is None else self.kept
         return self.kept
 
 
 class KeptInAList(Kept):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.kept = []
+    kept = ()
 
     def product(self):
-        if not self.kept:
-            self.kept.append(self.keys @ self.weight)
+        self.kept = self.kept or [self.keys @ self.weight]
         return self.kept[0]
 
 
 class KeptAsAProperty(Kept):
-    @functools.cached_property
-    def kept(self):
-        return self.keys @ self.weight
+    kept = functools.cached_property(lambda self: self.keys @ self.weight)
 
     def product(self):
         return self.kept
@@ -148,15 +117,12 @@ class KeptAsAProperty(Kept):
 def test_a_product_that_is_kept_between_evaluations_is_named(kind, closed):
     keys, weight, field = random(7, 5).requires_grad_(), random(5, 5, seed=1), random(3, 5, seed=2)
     energy = AnchoredEnergy(kind(keys, weight, closed), field, 0.5)
-    with pytest.raises(
-        ValueError, match=r"`potential.kept(\[0\])?` must not be kept while .* compute it at every call"
-    ):
+    with pytest.raises(ValueError, match=r"`potential.kept(\[0\])?` must not be kept while .* at every call"):
         solve(energy, field)
     with torch.no_grad():
         solution = solve(energy, field)
-    torch.testing.assert_close(
-        solution.value, solve(AnchoredEnergy(LogSumExp(keys @ weight, 1.0), field, 0.5), field).value
-    )
+        expected = solve(AnchoredEnergy(LogSumExp(keys @ weight, 1.0), field, 0.5), field)
+    torch.testing.assert_close(solution.value, expected.value)
 
 
 class Detached(Potential):
@@ -202,8 +168,7 @@ def test_a_value_that_returns_nothing_is_named():
 
     for kind in (Forgetful, Closed):
         energy = AnchoredEnergy(kind(random(5, 4)), random(2, 3, 5), 0.5)
-        words = rf"`{kind.__name__}\.value` must return one number per row, shape \(2, 3\), got NoneType"
-        with pytest.raises(TypeError, match=words):
+        with pytest.raises(TypeError, match=rf"`{kind.__name__}\.value` must return .* shape \(2, 3\), got NoneType"):
             solve(energy, energy.field)
 
 
