@@ -127,10 +127,10 @@ def test_a_fold_that_needs_long_steps_is_crossed():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_andersons_steps_are_those_of_least_squares(history, dtype):
     matrix, shift, start = 0.3 * random(8, 8), random(4, 8, seed=1), random(4, 8, seed=2)
+    matrix = (matrix + matrix.mT) / 2
     # In the last problem the residual moves along one direction alone: columns depend on each other.
-    start[3] = (
-        torch.linalg.solve(torch.eye(8).double() - matrix.mT, shift[3]) + torch.linalg.eigh(matrix @ matrix.mT)[1][0]
-    )
+    exact = torch.linalg.solve(torch.eye(8).double() - matrix, shift[3])
+    start[3] = exact + torch.linalg.eigh(matrix).eigenvectors[:, 0]
     solver = Anderson(history=history, plain_steps=1, ridge=0.0, guard="none", rtol=0.0, atol=0.0, max_steps=6)
     problem = FixedPointMap(lambda z, b: z @ matrix.to(z) + b, shift.to(dtype), event_ndim=1)
     found = solve(problem, start.to(dtype), solver=solver, adjoint=Unrolled()).value
