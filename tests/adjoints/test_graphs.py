@@ -182,6 +182,13 @@ def test_evidence_is_exact_under_autocast():
         assert torch.equal(a, b)
 
 
+def test_half_precision_problems_take_their_own_solution_and_can_be_diagnosed():
+    energy = hopfield_energy(queries=5, keys=20, dim=16, dtype=torch.bfloat16, anchor=0.3)
+    solution = solve(energy, energy.field)
+    assert diagnose(energy, solution).smallest_curvature.dtype == torch.float32
+    assert (solve(energy, solution.value).num_evals == 1).all()
+
+
 def test_unrolled_evidence_carries_no_graph_and_no_grad_is_obeyed():
     keys, x = random(7, 5).requires_grad_(), random(3, 5, seed=1)
     energy = AnchoredEnergy(LogSumExp(keys, 0.5), x, 0.5)

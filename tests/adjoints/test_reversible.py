@@ -352,6 +352,20 @@ def test_compilers_and_programs_record_the_same_steps():
         torch.testing.assert_close(compiled(x), expected)
 
 
+def test_torch_func_of_a_layer():
+    block, x = Block().double(), random(3, 4, 6)
+    layer, parameters = Equilibrium(block, steps=4, adjoint=Reversible()), dict(block.named_parameters())
+
+    def loss(parameters):
+        given = {f"block.{name}": t for name, t in parameters.items()}
+        value = torch.func.functional_call(layer, given, (x,), tie_weights=False)
+        return (value * random(3, 4, 6, seed=7)).sum()
+
+    got = torch.func.grad(loss)({name: t.detach() for name, t in parameters.items()})
+    for pair in zip(got.values(), gradients(block, layer(x)), strict=True):
+        assert relative_error(*pair) < 1e-10
+
+
 # What is refused.
 
 

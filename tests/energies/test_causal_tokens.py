@@ -135,6 +135,15 @@ def test_linearize_by_autograd(options, count):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_linearize_without_memory_and_keys():
+    w_query, w_key, *_ = weights()
+    x, u = random(6, 5, seed=5), random(6, 5, seed=9)
+    problem = CausalTokens(LayerNormPotential(), TokenAttention(w_query, w_key, 0.7), None, x)
+    pull = torch.func.vjp(lambda z, *t: problem.replace(*t).fixed_point_map(z), x, *problem.tensors())[1]
+    found = problem.linearize(x)
+    torch.testing.assert_close((found.vjp(u), *found.vjp_tensors(u)), pull(u), rtol=0, atol=1e-12)
+
+
 def test_subclasses_keep_no_closed_form():
     class Doubled(TokenAttention):
         def query_pull(self, z, keys=None):

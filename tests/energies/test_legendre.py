@@ -210,6 +210,18 @@ def test_first_and_second_derivatives(method) -> None:
     assert torch.autograd.gradgradcheck(solved, leaves)
 
 
+def test_vmap_agrees_with_a_loop() -> None:
+    problem, (*tensors, field) = small()
+    tensors, fields = [t.detach() for t in tensors], torch.stack([field.detach(), 1.5 * field.detach()])
+
+    def of_field(field: torch.Tensor) -> torch.Tensor:
+        return solve(problem.replace(*tensors, field), problem.field, solver=TIGHT).value
+
+    for function in (of_field, torch.func.grad(lambda f: of_field(f).square().sum())):
+        looped = torch.stack([function(f) for f in fields])
+        torch.testing.assert_close(torch.vmap(function)(fields), looped, rtol=1e-8, atol=1e-9)
+
+
 @pytest.mark.parametrize("solver", [Broyden(rtol=1e-10), NewtonKrylov(rtol=1e-10), Picard(rtol=1e-10)], ids=str)
 def test_other_solvers_end_at_the_same_minimum(solver) -> None:
     norm, phi, x = given()

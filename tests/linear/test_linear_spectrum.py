@@ -32,6 +32,13 @@ def test_basis_is_orthonormal_and_reduces_the_map():
     torch.testing.assert_close(basis @ matrix @ basis.mT, tridiagonal, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("n", [40, 1100])
+def test_orthogonality_survives_a_spectrum_on_which_one_pass_loses_it(n):
+    spectrum = torch.logspace(-12, 0, n, dtype=F64)
+    basis = lanczos(lambda v: spectrum * v, random(2, n, seed=1), 30).basis
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(30, dtype=F64).expand(2, 30, 30), rtol=0, atol=1e-13)
+
+
 def test_betas_vanish_where_an_invariant_subspace_is_complete():
     result = lanczos(dense_map(torch.diag(torch.tensor([1.0, 1, 1, 2, 2])).double()), random(5, seed=1), 5)
     assert (result.betas == 0).tolist() == [False, True, False, True]
