@@ -376,6 +376,14 @@ def test_the_damping_may_be_named_twice():
     assert torch.equal(*values)
 
 
+def test_maps_that_hide_their_derivatives_are_refused():
+    start, weight, _ = problem_of()
+    problem = FixedPointMap(lambda z, w: (z @ w).detach(), weight, event_ndim=2)
+    value = solve(problem, start, solver=budget(3), adjoint=Reversible()).value
+    with pytest.raises(ValueError, match="must record the derivatives"):
+        value.sum().backward()
+
+
 def test_what_would_keep_steps_is_refused():
     start, weight, shift = problem_of()
     problem = FixedPointMap(tanh, weight, shift, event_ndim=2)

@@ -201,6 +201,15 @@ def test_buffers_of_normalisation_are_those_before_a_failure_was_explained():
 # Results that are no energies.
 
 
+def test_a_network_that_works_in_place_is_named():
+    class InPlace(Network):
+        def forward(self, z, x):
+            return super().forward(z.sub_(x), x)
+
+    with pytest.raises(ValueError, match=r"`InPlace` must leave its state as it is"):
+        solved(InPlace(), random(3, 4))
+
+
 @pytest.mark.parametrize("solver", [Anderson(), GradientDescent(0.5), NewtonKrylov()], ids=lambda s: type(s).__name__)
 def test_the_status_tells_of_an_energy_without_a_lower_bound(solver):
     def bottomless(z, x, scale):

@@ -64,6 +64,14 @@ def test_gmres_matches_scipy_in_value_and_cost():
     assert abs(int(solution.num_steps) - calls) <= 2
 
 
+def test_gmres_of_long_vectors_near_the_identity():
+    # Each product is nearly in the span of those before, from which one pass does not free it.
+    diagonal, b = 1 + 0.05 * spread(1100), random(2, 1100, seed=1)
+    solution = GMRES(rtol=1e-12).solve(lambda v: diagonal * v, b)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, b / diagonal, rtol=1e-10, atol=1e-11)
+
+
 def test_minres_and_gmres_minimise_the_residual_over_the_krylov_space():
     matrix, b = symmetric_matrices(eigenvalues=spread(12, -2.0, 3.0)), random(12, seed=1)
     for step in range(1, 8):
