@@ -492,14 +492,6 @@ def test_solvers_are_values():
         assert one != dataclasses.replace(one, options={})
 
 
-def test_scipy_does_not_change_its_options_or_start():
-    solver = SciPy("krylov", {"jac_options": {"method": "lgmres"}})
-    start = torch.zeros(B, D).double()
-    solve(cosine(), start, solver=solver)
-    assert solver.options == {"jac_options": {"method": "lgmres"}}
-    assert torch.equal(start, torch.zeros_like(start))
-
-
 def test_warnings_of_the_map_are_shown_and_those_of_scipy_are_not():
     def warns(z: Tensor) -> Tensor:
         warnings.warn("mine", stacklevel=2)
