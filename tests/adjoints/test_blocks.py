@@ -126,13 +126,6 @@ def test_a_map_without_a_graph_is_still_found(which):
         value.sum().backward()
 
 
-def test_a_map_that_does_not_depend_on_the_state_has_the_gradient_of_its_tensors():
-    x = random(2, 5, 8).requires_grad_()
-    value = solve(FixedPointMap(lambda z, x: x.sin(), x, event_ndim=2), torch.zeros(2, 5, 8).double()).value
-    (gradient,) = torch.autograd.grad(value.sum(), x)
-    torch.testing.assert_close(gradient, x.cos())
-
-
 def test_a_checkpointed_block_has_the_same_gradients(unrolled):
     block, x = made()
 

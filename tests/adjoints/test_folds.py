@@ -9,13 +9,13 @@ from implicit_attention import (
     AnchoredEnergy,
     Anderson,
     ConvergenceWarning,
+    Equilibrium,
     FixedPointMap,
     LogSumExp,
     Picard,
     equilibrium_attention,
     solve,
 )
-from implicit_attention.failure_policy import FailureSite, Located
 from implicit_attention.testing.problems import hopfield_energy
 
 ANCHOR, BETA = 0.5, 4.0
@@ -124,22 +124,28 @@ def test_an_unsure_gradient_is_warned_of_and_no_failure(on_failure):
     assert "gradient error <=" in repr(solution.adjoint)
 
 
+class TwoKeys(torch.nn.Module):
+    def forward(self, z, x):
+        return ANCHOR * x + (1 - ANCHOR) * (BETA * z).tanh()
+
+
 def passes(total, unsure, calls=1):
     """Warnings of a layer whose backward passes have so many problems near a fold among so many."""
-    keys, query, start = near_folds([0.0016] * unsure + [0.9] * (total - unsure))
-    energy, site = AnchoredEnergy(LogSumExp(keys, BETA), query.requires_grad_(), ANCHOR), FailureSite()
+    _, query, start = near_folds([0.0016] * unsure + [0.9] * (total - unsure), dim=1)
+    layer = Equilibrium(TwoKeys(), solver=Anderson(), on_failure="warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(calls):
-            solution, _ = gradient(energy, query, start, Anderson(), on_failure=Located("warn", site))
-    assert int((solution.adjoint.gradient_error > 0.15).sum()) == unsure
-    return solution, [str(warning.message) for warning in caught]
+            layer(query.requires_grad_(), start=start).sum().backward()
+    adjoint = layer.last_solve.adjoint
+    assert int((adjoint.gradient_error > 0.15).sum()) == unsure
+    return adjoint, [str(warning.message) for warning in caught]
 
 
 def test_a_layer_counts_rare_folds_and_does_not_warn_of_them():
-    solution, told = passes(2000, 1, calls=3)
+    adjoint, told = passes(2000, 1, calls=3)
     assert told == []
-    assert ", beyond 15% for 1)" in repr(solution.adjoint)
+    assert ", beyond 15% for 1)" in repr(adjoint)
 
 
 def test_a_layer_warns_of_folds_that_are_not_rare():

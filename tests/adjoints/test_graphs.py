@@ -21,7 +21,6 @@ from implicit_attention import (
     Unrolled,
     solve,
 )
-from implicit_attention.adjoints import linear_system
 from implicit_attention.diagnostics import diagnose
 from implicit_attention.linear import CG
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
@@ -118,26 +117,9 @@ def test_undeclared_tensors_are_found_in_forward_mode_and_vmap():
     assert torch.func.jvp(declared, (weight,), (weight,))[1] != 0
 
 
-def test_complex_tensors_are_refused():
-    c = torch.ones(5, dtype=torch.complex128, requires_grad=True)
-    problem = FixedPointMap(lambda z, c: 0.3 * torch.tanh(z) + (c * c).real, c, event_ndim=1)
-    with pytest.raises(TypeError, match=r"`inputs\[0\]` must be real, got torch.complex128; declare its real"):
-        solve(problem, random(3, 5))
-
-
-def test_a_solution_may_start_the_next_solve():
-    keys = random(2, 7, 5).requires_grad_()
-    x = random(2, 3, 5, seed=1)
-    z = x
-    for anchor in (0.5, 0.4, 0.3):
-        z = solve(AnchoredEnergy(LogSumExp(keys, 0.5), x, anchor), z).value
-        z.sum().backward()
-    assert keys.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("rows", [70, 300])
+@pytest.mark.parametrize("rows", [70, 1300], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("form", ["plain", "mask", "bias"])
-def test_tiles_add_up_to_the_whole_gradient(rows, form, monkeypatch):
+def test_tiles_add_up_to_the_whole_gradient(rows, form):
     keys = random(2, 9, 4).requires_grad_()
     field = random(2, rows, 4, seed=1).requires_grad_()
     beta = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
@@ -148,28 +130,19 @@ def test_tiles_add_up_to_the_whole_gradient(rows, form, monkeypatch):
     energy = AnchoredEnergy(LogSumExp(keys, beta, **options), field, anchor)
     cotangent = random(2, rows, 4, seed=3)
     tensors = [t for t in energy.tensors() if t.requires_grad]
-
-    def gradients():
-        value = solve(energy, field.detach(), solver=TIGHT).value
-        return value.detach(), torch.autograd.grad(value, tensors, cotangent)
-
-    monkeypatch.setattr(linear_system, "TILE", 1)
-    value, tiled = gradients()
-    monkeypatch.setattr(linear_system, "TILE", 10**9)
-    _, whole = gradients()
-    dense = dense_gradients(energy, value, cotangent)
+    value = solve(energy, field.detach(), solver=TIGHT).value
+    dense = dense_gradients(energy, value.detach(), cotangent)
     expected = [g for g, t in zip(dense, energy.tensors(), strict=True) if t.requires_grad]
-    for a, b, truth in zip(tiled, whole, expected, strict=True):
-        assert relative_error(a, b) < 1e-9
-        assert relative_error(a, truth) < 1e-8
+    for gradient, truth in zip(torch.autograd.grad(value, tensors, cotangent), expected, strict=True):
+        assert relative_error(gradient, truth) < 1e-8
 
 
 def test_saddles_in_one_tile_are_finished_there():
-    energy = hopfield_energy(queries=130, keys=40, dim=8, sharpness=2.0, clustered=True)
+    energy = hopfield_energy(queries=1100, keys=40, dim=8, sharpness=2.0, clustered=True)
     keys = energy.potential.keys.requires_grad_()
     solver = Anderson(guard="none", rtol=0.0, atol=1e-11, max_steps=400)
     solution = solve(energy, energy.field, solver=solver, on_failure="ignore")
-    cotangent = random(130, 8, seed=3) * solution.converged[:, None]
+    cotangent = random(1100, 8, seed=3) * solution.converged[:, None]
     (gradient,) = torch.autograd.grad(solution.value, keys, cotangent)
     assert (solution.adjoint.status == Status.UNSTABLE).any()
     assert (solution.adjoint.status == Status.CONVERGED).any()
@@ -199,12 +172,6 @@ def test_a_nan_key_reaches_only_the_queries_that_attend_to_it():
     torch.testing.assert_close(solution.value, shorter.value)
 
 
-def test_a_field_that_is_not_read_may_hold_anything():
-    keys, start = random(7, 5), random(3, 5, seed=1)
-    solution = solve(AnchoredEnergy(LogSumExp(keys, 0.5), torch.full((3, 5), torch.nan).double(), 0.0), start)
-    assert solution.energy.isfinite().all()
-
-
 def test_evidence_is_exact_under_autocast():
     energy = hopfield_energy(queries=5, keys=20, dim=16, dtype=torch.float32)
     solution = solve(energy, energy.field)
@@ -219,10 +186,7 @@ def test_half_precision_problems_take_their_own_solution_and_can_be_diagnosed():
     energy = hopfield_energy(queries=5, keys=20, dim=16, dtype=torch.bfloat16, anchor=0.3)
     solution = solve(energy, energy.field)
     assert diagnose(energy, solution).smallest_curvature.dtype == torch.float32
-    again = solve(energy, solution.value)
-    assert (again.num_evals == 1).all()
-    with pytest.raises(ValueError, match="`initial` must have the dtype of"):
-        solve(energy, solution.value.double())
+    assert (solve(energy, solution.value).num_evals == 1).all()
 
 
 def test_unrolled_evidence_carries_no_graph_and_no_grad_is_obeyed():
@@ -236,27 +200,6 @@ def test_unrolled_evidence_carries_no_graph_and_no_grad_is_obeyed():
     assert not any(t.requires_grad for t in (solution.residual, solution.tolerance, solution.trace.residual))
     with torch.no_grad():
         assert not solve(energy, x, solver=Picard(), adjoint=Unrolled()).value.requires_grad
-
-
-@FORWARD_MODE
-def test_budgets_refuse_the_implicit_gradient_in_forward_mode_too():
-    x = random(3, 5)
-    one_step = Picard(rtol=0, atol=0, max_steps=1)
-
-    def function(keys):
-        return solve(AnchoredEnergy(LogSumExp(keys, 0.5), x, 0.5), x, solver=one_step).value
-
-    keys = random(7, 5)
-    with pytest.raises(ValueError, match="not be Implicit"):
-        torch.func.jvp(function, (keys,), (keys,))
-    assert torch.vmap(function)(random(2, 7, 5)).shape == (2, 3, 5)
-
-
-def test_batched_backward_passes_name_the_alternative():
-    keys, x = random(7, 5).requires_grad_(), random(3, 5)
-    value = solve(AnchoredEnergy(LogSumExp(keys, 0.5), x, 0.5), x).value
-    with pytest.raises(RuntimeError, match=r"torch\.func\.jacrev"):
-        torch.autograd.grad(value, keys, torch.stack([value, value]).detach(), is_grads_batched=True)
 
 
 def test_subclasses_with_more_tensors_keep_their_gradients():
@@ -305,15 +248,3 @@ def test_the_worst_of_several_adjoint_solves_is_kept():
     assert (failed == Status.MAX_STEPS).any()
     torch.autograd.grad(first.sum() * 0, keys)
     assert torch.equal(solution.adjoint.status, failed)
-
-
-def test_values_and_maps_of_the_wrong_shape_or_dtype_are_named():
-    class Total(Potential):
-        def value(self, z):
-            return z.square().sum()
-
-    x = random(3, 5)
-    with pytest.raises(ValueError, match=r"`Total.value` must return one number per row, shape \(3,\), got shape \(\)"):
-        solve(AnchoredEnergy(Total(), x, 0.5), x)
-    with pytest.raises(ValueError, match=r"must return the dtype of z \(torch.float64\), got torch.float32"):
-        solve(FixedPointMap(lambda z: z.float().cos(), event_ndim=1), x)

@@ -108,20 +108,3 @@ def test_transforms_and_no_grad_have_states_too():
     torch.testing.assert_close(torch.vmap(states)(x)[0], expected)
     wanted = torch.func.jacrev(lambda x: by_hand(x, WEIGHT, z, (2, 4)))(x[0])
     torch.testing.assert_close(torch.func.jacrev(states)(x[0]), wanted)
-
-
-@pytest.mark.parametrize(
-    ("options", "at", "words"),
-    [
-        ({}, [1], "must be asked of a solve with adjoint=Unrolled.* got one without a trace; pass both to `solve`"),
-        ({"trace": True}, [1], "no graph of the steps is kept; read `trace.value` for the numbers alone"),
-        ({"adjoint": Unrolled()}, [1], "got one without a trace"),
-        ({"adjoint": Unrolled(), "trace": True}, [4, 9], "`at` must be at most the 8 steps .*, got 9; raise max_steps"),
-        ({"adjoint": Unrolled(), "trace": True}, [-1], "`at` must be >= 0, got -1"),
-    ],
-)
-def test_states_that_were_not_kept_are_refused(options, at, words):
-    x = random(3, 4)
-    solution = solve(FixedPointMap(f, x, WEIGHT, event_ndim=1), torch.zeros_like(x), solver=BUDGET, **options)
-    with pytest.raises(ValueError, match=words):
-        solution.states(at=at)

@@ -7,8 +7,7 @@ import torch
 
 from implicit_attention import Implicit, Status, Unrolled, solve
 from implicit_attention.energies import CausalDynamics, CausalTokens
-from implicit_attention.potentials import LayerNormPotential, LogSumExp, Polynomial, TokenAttention, TokenMemory
-from implicit_attention.potentials import _query_side as query_side
+from implicit_attention.potentials import LayerNormPotential, LogSumExp, Polynomial, TokenAttention
 from implicit_attention.solvers import Anderson, Picard
 from implicit_attention.testing.numerics import random
 
@@ -103,10 +102,8 @@ def test_map_by_loops(exclude_self, masked, earlier):
         assert torch.equal(found, made(tensors, b, None, mask=mask, exclude_self=exclude_self).fixed_point_map(x))
 
 
-@pytest.mark.parametrize("pairs", [512 * 512, 20], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("shape", [(9,), (6, 9), (1, 9), (6, 1), (2, 1, 9), (1, 6, 9), ()])
-def test_masks_of_all_shapes(shape, pairs, monkeypatch):
-    monkeypatch.setattr(query_side, "PAIRS", pairs)
+def test_masks_of_all_shapes(shape):
     tensors, x, keys = weights(), random(2, 6, 5, seed=5), random(2, 2, 3, 3, seed=7)
     mask = random(*shape, seed=8) > 0
     whole = mask.broadcast_to(2, 6, 9)
@@ -115,15 +112,13 @@ def test_masks_of_all_shapes(shape, pairs, monkeypatch):
         torch.testing.assert_close(found[i], x[i] + pull_by_loops(tensors, x[i], keys[i], whole[i]), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("pairs", [512 * 512, 20], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("count", [6, 600], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("options", [{}, {"exclude_self": True}, {"mask": True}], ids=["plain", "others", "mask"])
-def test_linearize_by_autograd(options, pairs, monkeypatch):
-    monkeypatch.setattr(query_side, "PAIRS", pairs)
-    tensors, x, b, keys = weights(), random(2, 6, 5, seed=5), random(2, 6, 5, seed=6), random(2, 2, 3, 3, seed=7)
+def test_linearize_by_autograd(options, count):
+    x, b, u, v = (random(2, count, 5, seed=seed) for seed in (5, 6, 9, 10))
     if "mask" in options:
-        options = {"mask": random(2, 6, 9, seed=8) > 0}
-    problem = made(tensors, b, keys, **options)
-    u, v = random(2, 6, 5, seed=9), random(2, 6, 5, seed=10)
+        options = {"mask": random(2, count, count + 3, seed=8) > 0}
+    problem = made(weights(), b, random(2, 2, 3, 3, seed=7), **options)
     found = problem.linearize(x)
     _, by_jvp = torch.func.jvp(problem.fixed_point_map, (x,), (v,))
     torch.testing.assert_close(found.jvp(v), by_jvp, rtol=0, atol=1e-12)
@@ -137,21 +132,16 @@ def test_linearize_by_autograd(options, pairs, monkeypatch):
     assert [t is None for t in closed] == [not t.requires_grad for t in held]
     for mine, theirs in zip([t for t in closed if t is not None], by_tensors, strict=True):
         assert mine.shape == theirs.shape
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_linearize_without_memory_keys_or_tensors_beyond_weights():
+def test_linearize_without_memory_and_keys():
     w_query, w_key, *_ = weights()
     x, u = random(6, 5, seed=5), random(6, 5, seed=9)
     problem = CausalTokens(LayerNormPotential(), TokenAttention(w_query, w_key, 0.7), None, x)
+    pull = torch.func.vjp(lambda z, *t: problem.replace(*t).fixed_point_map(z), x, *problem.tensors())[1]
     found = problem.linearize(x)
-    by_z, *by_tensors = torch.func.vjp(lambda z, *t: problem.replace(*t).fixed_point_map(z), x, *problem.tensors())[1](
-        u
-    )
-    torch.testing.assert_close(found.vjp(u), by_z, rtol=0, atol=1e-12)
-    assert len(by_tensors) == 3
-    for mine, theirs in zip(found.vjp_tensors(u), by_tensors, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close((found.vjp(u), *found.vjp_tensors(u)), pull(u), rtol=0, atol=1e-12)
 
 
 def test_subclasses_keep_no_closed_form():
@@ -164,22 +154,6 @@ def test_subclasses_keep_no_closed_form():
     problem = CausalTokens(LayerNormPotential(), Doubled(w_query, w_key, 0.7), None, x)
     _, by_jvp = torch.func.jvp(problem.fixed_point_map, (x,), (v,))
     torch.testing.assert_close(problem.linearize(x).jvp(v), by_jvp, rtol=0, atol=1e-12)
-
-
-def test_tiles_change_nothing_and_are_not_kept(monkeypatch):
-    tensors = tuple(t.requires_grad_() for t in weights())
-    x, keys = random(2, 7, 5, seed=5), random(2, 2, 3, 3, seed=7)
-
-    def gradients():
-        problem = made(tensors, x, keys, exclude_self=True)
-        mapped = problem.fixed_point_map(x)
-        first = torch.autograd.grad(mapped.sin().sum(), tensors, create_graph=True)
-        return mapped, first, torch.autograd.grad(sum(t.sin().sum() for t in first), tensors)
-
-    whole = gradients()
-    for pairs in (20, 35, 1):
-        monkeypatch.setattr(query_side, "PAIRS", pairs)
-        torch.testing.assert_close(gradients(), whole, rtol=0, atol=1e-12)
 
 
 def test_no_tensor_of_all_pairs_above_512_tokens():
@@ -258,47 +232,6 @@ def test_what_is_not_finite_stays_in_its_sample(where, bad):
     torch.testing.assert_close(by_found, by_good, rtol=0, atol=1e-8)
 
 
-def transposed(t):
-    return t.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def spread(t):
-    return torch.stack([t, torch.zeros_like(t)], dim=-1)[..., 0]
-
-
-@pytest.mark.parametrize("layout", [transposed, spread], ids=["transposed", "spread"])
-def test_layouts(layout):
-    tensors, b, keys = weights(), random(2, 4, 5, seed=5), random(2, 2, 2, 3, seed=7)
-    mask = random(2, 4, 6, seed=8) > 0
-    expected = solve(made(tensors, b, keys, mask=mask), b, solver=EXACT).value
-    other = [layout(t) if t.ndim > 1 else spread(t) for t in tensors]
-    assert not other[0].is_contiguous()
-    found = solve(made(other, layout(b), layout(keys), mask=layout(mask)), layout(b), solver=EXACT).value
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_expanded_samples_and_no_batch():
-    tensors, b = weights(), random(4, 5, seed=5)
-    expected = solve(made(tensors, b), b, solver=EXACT).value
-    many = b.expand(3, 2, 4, 5)
-    found = solve(made(tensors, many, mask=torch.tensor(True).expand(3, 2, 4, 4)), many, solver=EXACT)
-    assert found.status.shape == (3, 2)
-    torch.testing.assert_close(found.value, expected.expand(3, 2, 4, 5), rtol=0, atol=1e-12)
-    none = random(0, 4, 5, seed=5)
-    assert solve(made(tensors, none), none).value.shape == (0, 4, 5)
-
-
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float16, 2e-2), (torch.bfloat16, 2e-1)])
-def test_dtypes(dtype, near):
-    b = random(2, 4, 5, seed=5)
-    expected = solve(made(weights(), b), b, solver=EXACT).value
-    narrow = made(weights(dtype=dtype), b.to(dtype))
-    solution = solve(narrow, b.to(dtype), solver=Anderson(rtol=1e-6))
-    assert solution.value.dtype == torch.float32
-    assert bool(solution.converged.all())
-    torch.testing.assert_close(solution.value.double(), expected, rtol=0, atol=near)
-
-
 def spectral(problem, z):
     """Jacobian (n, n) of the map of one sample."""
     size = z.numel()
@@ -360,59 +293,7 @@ def test_published_steps_never_read_a_later_token(count, dtype):
     assert not torch.equal(one[:, -1], two[:, -1])
 
 
-def test_published_gradients():
-    tensors, x = weights(dim=3, head_dim=2), random(2, 3, 3, seed=5)
-    steps = Picard(damping=0.5, max_steps=2, rtol=0, atol=0)
-
-    def run(x, *tensors):
-        return solve(dynamics(tensors), x, solver=steps, adjoint=Unrolled()).value
-
-    inputs = tuple(t.clone().requires_grad_() for t in (x, *tensors))
-    assert torch.autograd.gradcheck(run, inputs)
-    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
-
-
-def test_published_steps_are_of_a_fixed_number():
-    problem, x = dynamics(tuple(t.requires_grad_() for t in weights())), random(3, 5, seed=5)
-    with pytest.raises(ValueError, match=r"`solver` must make a fixed number of steps.*CausalTokens"):
-        solve(problem, x)
-    with pytest.raises(ValueError, match=r"`adjoint` must not be Implicit"):
-        solve(problem, x, solver=Picard(damping=0.9, max_steps=3, rtol=0, atol=0))
-
-
 # What is refused.
-
-
-def test_bad_input_is_refused_at_the_door():
-    norm, attention, memory, x = truth()
-    wrong = [
-        (TypeError, (memory, attention, memory, x), {}, "`lagrangian` must be a LayerNormPotential"),
-        (TypeError, (norm, memory, memory, x), {}, "`attention` must be a TokenAttention"),
-        (TypeError, (norm, attention, 3.0, x), {}, "`memory` must be a Potential"),
-        (ValueError, (norm, attention, TokenMemory(memory), x), {}, "`memory` must have one problem per row"),
-        (ValueError, (norm, attention, memory, x[0]), {}, "`field` must have at least 2 axes"),
-        (TypeError, (norm, attention, memory, x.long()), {}, "`field` must have a floating-point dtype"),
-        (ValueError, (LayerNormPotential(), attention, memory, x[:, :3]), {}, "`field` must have the width 4"),
-        (ValueError, (LayerNormPotential(), attention, memory, x.float()), {}, "`w_query` must have the dtype"),
-        (ValueError, (norm, attention, memory, x), {"keys": x[None]}, r"`keys` must have the shape .*keys_of"),
-        (ValueError, (norm, attention, memory, x), {"keys": x[0]}, "`keys` must have at least 3 axes"),
-        (TypeError, (norm, attention, memory, x), {"keys": [x]}, "`keys` must be a torch.Tensor"),
-    ]
-    for error, arguments, options, text in wrong:
-        with pytest.raises(error, match=text):
-            CausalTokens(*arguments, **options)
-    masked = TokenAttention(attention.w_query, attention.w_key, 1.0, mask=torch.ones(3, 3, dtype=torch.bool))
-    CausalTokens(norm, masked, memory, x)
-    with pytest.raises(ValueError, match=r"`mask` must broadcast to \(\*batch, N, M \+ N\)"):
-        CausalTokens(norm, masked, memory, x, keys=x.new_zeros(2, 4, 2))
-    with pytest.raises(ValueError, match="`initial` must have the field's shape"):
-        solve(CausalTokens(norm, attention, memory, x), x[:2])
-    with pytest.raises(TypeError, match="`attention` must be a TokenAttention"):
-        CausalDynamics(norm, memory, memory)
-    with pytest.raises(ValueError, match="`initial` must have the width 4"):
-        solve(
-            CausalDynamics(LayerNormPotential(), attention, None), x[:, :3], solver=Picard(max_steps=1, rtol=0, atol=0)
-        )
 
 
 def test_it_has_no_energy():

@@ -1,6 +1,5 @@
 """A plain user energy: the contract for one and two event axes, modules, and its errors."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -58,13 +57,3 @@ def test_gradient_descent_is_a_step_along_the_gradient():
     z = random(2, 3, 5)
     one = solve(energy, z, solver=GradientDescent(0.2, max_steps=1, rtol=0, atol=0))
     torch.testing.assert_close(one.value, z - 0.2 * energy.gradient(z))
-
-
-def test_an_energy_of_the_wrong_shape_is_named():
-    energy = EnergyFunction(lambda z: z.square().sum(), event_ndim=1)
-    with pytest.raises(ValueError, match=r"return shape of z without its event axes = \(2, 3\), got shape \(\)"):
-        solve(energy, random(2, 3, 5))
-    with pytest.raises(TypeError, match="`function` must be callable, got int"):
-        EnergyFunction(3, event_ndim=1)
-    with pytest.raises(ValueError, match="`event_ndim` must be >= 0, got -1"):
-        EnergyFunction(double_well, event_ndim=-1)

@@ -1,7 +1,6 @@
 """Energies that are networks with parameters: gradients to all of them, modes, copies, transforms and their errors."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -83,19 +82,6 @@ def test_a_module_has_the_gradients_of_many_unrolled_steps_and_of_finite_differe
     assert exact[2].shape == weight.shape
 
 
-def test_second_derivatives_of_a_module_are_those_of_unrolled_steps():
-    network, x = Network(), random(3, 4)
-
-    def norm_of_gradient(**options):
-        value = solved(network, x, **options).value.square().sum()
-        first = torch.autograd.grad(value, network.net[0].weight, create_graph=True)[0]
-        return torch.autograd.grad(first.square().sum(), [network.log_weight, network.net[2].weight])
-
-    torch.testing.assert_close(
-        norm_of_gradient(), norm_of_gradient(solver=STEPS, adjoint=Unrolled()), rtol=1e-8, atol=1e-10
-    )
-
-
 def test_frozen_parameters_get_no_gradient_and_the_others_the_same():
     network, x = Network(), random(3, 4)
     expected = gradients(network, x)
@@ -107,15 +93,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_same():
     tracked = x.clone().requires_grad_()
     solved(network, tracked).value.square().sum().backward()
     torch.testing.assert_close(tracked.grad, expected[0])
-
-
-def test_a_copy_is_another_network_with_the_same_answer():
-    problem = EnergyFunction(Network(), PerSample(x := random(3, 4)), event_ndim=1)
-    other = copy.deepcopy(problem)
-    assert torch.equal(solve(other, x).value, solve(problem, x).value)
-    with torch.no_grad():
-        other.function.log_weight += 1
-    assert not torch.allclose(solve(other, x).value, solve(problem, x).value)
 
 
 def test_autocast_changes_no_bit_of_answer_and_gradients():
@@ -224,27 +201,12 @@ def test_buffers_of_normalisation_are_those_before_a_failure_was_explained():
 # Results that are no energies.
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "words"),
-    [
-        (lambda e: e[..., None], ValueError, "got shape (3, 1); drop its last axis of size 1 with .squeeze(-1)"),
-        (lambda e: e.sum(), ValueError, "got shape (); sum it over the axes (-1,) of z, which form one problem, and"),
-        (lambda e: e[..., None].expand(3, 4), ValueError, "got shape (3, 4); sum it over the axes (-1,) of z"),
-        (lambda e: (e, e), TypeError, "got tuple; return the energy alone"),
-    ],
-    ids=["an axis too many", "one for all", "not summed", "tuple"],
-)
-def test_what_is_not_one_number_per_problem_is_told_what_to_do(change, kind, words):
-    with pytest.raises(kind, match=re.escape(words)):
-        solved(Network(change=change), random(3, 4))
-
-
 def test_a_network_that_works_in_place_is_named():
     class InPlace(Network):
         def forward(self, z, x):
             return super().forward(z.sub_(x), x)
 
-    with pytest.raises(ValueError, match=r"`InPlace` must leave its state as it is.*in place.*z.clone\(\)"):
+    with pytest.raises(ValueError, match=r"`InPlace` must leave its state as it is"):
         solved(InPlace(), random(3, 4))
 
 
@@ -258,12 +220,3 @@ def test_the_status_tells_of_an_energy_without_a_lower_bound(solver):
     solution = solve(problem, x + 1, solver=solver, on_failure="ignore")
     assert set(solution.status.tolist()) <= {Status.DIVERGED, Status.STALLED, Status.MAX_STEPS}
     assert "check that E has a lower bound" in solution.message(0)
-
-
-def test_biases_of_rectified_layers_get_no_gradient():
-    network, x = Network(act=nn.ReLU), random(3, 4)
-    solved(network, x, on_failure="ignore").value.square().sum().backward()
-    assert network.net[0].bias.grad.eq(0).all()
-    smooth = Network()
-    solved(smooth, x).value.square().sum().backward()
-    assert smooth.net[0].bias.grad.ne(0).all()

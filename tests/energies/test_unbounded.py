@@ -15,13 +15,11 @@ from implicit_attention import (
     LogSumExp,
     NewtonKrylov,
     Picard,
-    Potential,
     SquaredScores,
     Status,
     Unrolled,
     solve,
 )
-from implicit_attention.energies import _bounds
 from implicit_attention.potentials import Exponential, Polynomial
 from implicit_attention.testing.numerics import random
 
@@ -113,20 +111,6 @@ def test_a_start_near_a_maximum_is_not_given_up(solver):
     energy = AnchoredEnergy(LogSumExp(keys, 4.0), start)
     status = solve(energy, start, solver=solver, on_failure="ignore").status
     assert status.item() != Status.DIVERGED
-    assert energy.falls() is None
-
-
-@each_solver
-def test_where_the_host_cannot_look_it_is_the_same(solver, monkeypatch):
-    expected, known = statuses(SquaredScores(keys_of(torch.float64), 2.0), 0.3, solver, torch.float64)
-    monkeypatch.setattr(_bounds, "host_may_look", lambda *tensors: False)
-    field = known.value.new_zeros(2, 6, 5) + random(2, 6, 5, seed=3)
-    energy = AnchoredEnergy(SquaredScores(keys_of(torch.float64), 2.0), field, 0.3)
-    solution = solve(energy, field, solver=solver, on_failure="ignore")
-    assert torch.equal(solution.status, known.status)
-    assert "MAX_STEPS" not in expected
-    bounded = AnchoredEnergy(SquaredScores(keys_of(torch.float64), 0.9), field, 0.3)
-    assert not solve(bounded, field, solver=solver, on_failure="ignore").status.eq(Status.DIVERGED).any()
 
 
 def test_in_vmap_the_status_tells():
@@ -191,37 +175,3 @@ def test_the_message_says_what_happened_and_what_helps():
     assert torch.isfinite(solution.value).all()
     residual = (energy.fixed_point_map(solution.value) - solution.value).norm(dim=-1)
     torch.testing.assert_close(solution.residual, residual, rtol=1e-12, atol=0)
-
-
-class Bowl(Potential):
-    def value(self, z):
-        return z.cos().sum(-1)
-
-
-@pytest.mark.parametrize("potential", [LogSumExp(random(7, 5), 1.0), Bowl()], ids=["log-sum-exp", "of a user"])
-def test_no_energy_is_read_for_potentials_without_a_ray(potential, monkeypatch):
-    reads, evaluate = [], AnchoredEnergy.evaluate
-
-    def watched(self, z, *, energy):
-        reads.append(energy)
-        return evaluate(self, z, energy=energy)
-
-    monkeypatch.setattr(AnchoredEnergy, "evaluate", watched)
-    solve(AnchoredEnergy(potential, random(3, 5)), random(3, 5), solver=Picard(damping=0.1), on_failure="ignore")
-    assert set(reads) == {False}
-
-
-@pytest.mark.parametrize("make", [SquaredScores, Polynomial, Exponential], ids=lambda make: make.__name__)
-def test_gradients_in_torch_func_are_those_of_autograd(make):
-    keys, field = 0.1 * keys_of(torch.float64), random(2, 6, 5, seed=3)
-    inputs = (keys, torch.tensor([0.5, 0.6]).double(), torch.tensor([0.3, 0.4]).double())
-
-    def loss(keys, beta, anchor):
-        energy = AnchoredEnergy(make(keys, beta), field, anchor, unbounded="ignore")
-        return solve(energy, field, solver=Anderson(rtol=1e-12), adjoint=Implicit()).value.square().sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
-    tracked = [t.clone().requires_grad_() for t in inputs]
-    expected = torch.autograd.grad(loss(*tracked), tracked)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-    assert torch.autograd.gradcheck(loss, tracked, fast_mode=True)

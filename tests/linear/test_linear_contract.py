@@ -1,15 +1,15 @@
-"""The four solvers through the contract that a user's own solver inherits."""
+"""The four solvers, and one of a user, through the contract; and what the loop does with methods that lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from implicit_attention._norm import length
+from implicit_attention import Status
 from implicit_attention.linear import CG, GMRES, MINRES, LinearSolver, Neumann, SweepState
-from implicit_attention.linear._vectors import divide, dot, freeze
-from implicit_attention.linear.base import fresh
 from implicit_attention.testing.linear import LinearSolverContract
+from implicit_attention.testing.numerics import random
 
 
 class TestCG(LinearSolverContract):
@@ -32,6 +32,12 @@ class TestNeumann(LinearSolverContract):
     solver = Neumann()
 
 
+def begun(residual):
+    """The size of the residual, and that no problem has a verdict or negative curvature."""
+    size = torch.linalg.vector_norm(residual, dim=-1)
+    return size, torch.full_like(size, -1, dtype=torch.int8), torch.zeros_like(size, dtype=torch.bool)
+
+
 @dataclass(frozen=True)
 class DescentState(SweepState):
     value: Tensor
@@ -46,15 +52,19 @@ class SteepestDescent(LinearSolver[DescentState]):
     monotone: ClassVar[bool] = False
 
     def begin(self, residual):
-        return DescentState(**fresh(length(residual)), value=residual * 0, residual=residual)
+        return DescentState(*begun(residual), value=residual * 0, residual=residual)
 
     def step(self, matvec, state, active):
-        product = matvec(state.residual)
-        rate = divide(dot(state.residual, state.residual), dot(state.residual, product)).unsqueeze(-1)
-        residual = state.residual - rate * product
-        value = state.value + rate * state.residual
-        new = DescentState(length(residual), state.verdict, state.negative_curvature, value, residual)
-        return freeze(active, new, state)
+        product, square = matvec(state.residual), state.residual.square().sum(-1)
+        rate = torch.where(square > 0, square / (state.residual * product).sum(-1), 0.0)[..., None]
+        residual, value = state.residual - rate * product, state.value + rate * state.residual
+        size = torch.linalg.vector_norm(residual, dim=-1)
+        new = replace(state, residual_norm=size, residual=residual, value=value)
+        rows = {}
+        for field in fields(new):
+            after, before = getattr(new, field.name), getattr(state, field.name)
+            rows[field.name] = torch.where(active if after.ndim == active.ndim else active[..., None], after, before)
+        return replace(new, **rows)
 
     def correction(self, state):
         return state.value
@@ -65,3 +75,27 @@ class SteepestDescent(LinearSolver[DescentState]):
 
 class TestAUsersSolver(LinearSolverContract):
     solver = SteepestDescent()
+
+
+class Liar(SteepestDescent):
+    """Steps the wrong way and claims a residual of zero."""
+
+    symmetric = False
+    monotone = True
+
+    def step(self, matvec, state, active):
+        matvec(state.residual)
+        return replace(state, residual_norm=0 * state.residual_norm, value=-state.residual)
+
+
+class BoldLiar(Liar):
+    monotone = False
+
+
+def test_a_claim_of_convergence_is_checked_and_a_harmful_sweep_undone_but_the_first_of_a_method_that_may_rise():
+    b = random(2, 3)
+    for method, value, residual in ((Liar(), 0 * b, b), (BoldLiar(), -b, 2 * b)):
+        solution = method.solve(lambda v: v, b)
+        assert solution.status.tolist() == [Status.STALLED] * 2
+        torch.testing.assert_close(solution.value, value, rtol=0, atol=0)
+        torch.testing.assert_close(solution.residual, residual.norm(dim=-1))

@@ -64,6 +64,14 @@ def test_gmres_matches_scipy_in_value_and_cost():
     assert abs(int(solution.num_steps) - calls) <= 2
 
 
+def test_gmres_of_long_vectors_near_the_identity():
+    # Each product is nearly in the span of those before, from which one pass does not free it.
+    diagonal, b = 1 + 0.05 * spread(1100), random(2, 1100, seed=1)
+    solution = GMRES(rtol=1e-12).solve(lambda v: diagonal * v, b)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, b / diagonal, rtol=1e-10, atol=1e-11)
+
+
 def test_minres_and_gmres_minimise_the_residual_over_the_krylov_space():
     matrix, b = symmetric_matrices(eigenvalues=spread(12, -2.0, 3.0)), random(12, seed=1)
     for step in range(1, 8):
@@ -81,12 +89,6 @@ def test_neumann_sums_the_series():
     for step in range(1, 9):
         total, power = total + power, power - matrix @ power
         torch.testing.assert_close(Neumann(rtol=1e-12, max_steps=step).solve(dense_map(matrix), b).value, total)
-
-
-def test_cg_needs_one_step_per_distinct_eigenvalue():
-    eigenvalues = torch.tensor([1.0, 2, 3]).double().repeat_interleave(10)
-    solution = CG(rtol=1e-10).solve(dense_map(symmetric_matrices(2, eigenvalues=eigenvalues)), random(2, 30, seed=1))
-    assert solution.num_steps.tolist() == [3, 3]
 
 
 # Rounding
@@ -110,31 +112,12 @@ def test_refinement_pays_for_a_drifted_recurrence():
     assert relative_residual(matrix, b, refined.value) <= 1e-4
 
 
-def test_a_sweep_that_rounding_made_worse_is_undone():
-    matrix, b = symmetric_matrices(8, eigenvalues=torch.logspace(-5, 0, 64, dtype=F64)), random(8, 64, seed=1)
-    for method in (MINRES, GMRES):
-        solution = method().solve(dense_map(matrix.float()), b.float())
-        assert (solution.residual <= b.float().norm(dim=-1)).all()
-
-
 def test_an_invariant_subspace_ends_a_sweep_even_without_a_tolerance():
     matrix, b = diagonal(1, 1, 1, 1, 1, 2, 2, 2, 2, 2), random(4, 10, seed=1)
     for method in (MINRES, GMRES):
         solution = method(rtol=0.0).solve(dense_map(matrix), b)
         assert solution.num_steps.max() < 15
         assert solution.residual.max() < 1e-14
-
-
-def test_runs_inside_a_functional_transform():
-    matrix, b = symmetric_matrices(eigenvalues=spread(8)), random(8, seed=1)
-    for method in (CG, MINRES, GMRES, Neumann):
-        product = dense_map(matrix / 2)
-
-        def scaled(x, method=method, product=product):
-            return (x * method().solve(product, x).value).sum()
-
-        gradient = torch.func.grad(scaled)(b)
-        torch.testing.assert_close(gradient, method().solve(product, b).value)  # the solution is a constant
 
 
 def test_matvec_may_use_autograd_itself():
@@ -149,16 +132,3 @@ def test_matvec_may_use_autograd_itself():
     torch.testing.assert_close(
         CG(rtol=1e-10).solve(product, b).value, torch.linalg.solve(matrix, b), rtol=1e-7, atol=1e-7
     )
-
-
-def test_default_budget_grows_with_n_between_its_limits():
-    assert [CG().default_max_steps(n) for n in (1, 20, 1000)] == [50, 200, 500]
-    hard = symmetric_matrices(eigenvalues=torch.logspace(-14, 0, 8, dtype=F64))
-    solution = CG(rtol=1e-15).solve(dense_map(hard), random(8, seed=1))
-    assert solution.num_steps <= 80
-
-
-def test_declared_needs():
-    assert CG.symmetric
-    assert MINRES.symmetric
-    assert not GMRES.symmetric

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from implicit_attention.linear import extreme_eigenvalues, lanczos, spectral_radius
-from implicit_attention.testing.linear import dense_map, symmetric_matrices
+from implicit_attention.testing.linear import dense_map
 from implicit_attention.testing.numerics import random
 
 F64 = torch.float64
@@ -32,9 +32,10 @@ def test_basis_is_orthonormal_and_reduces_the_map():
     torch.testing.assert_close(basis @ matrix @ basis.mT, tridiagonal, rtol=0, atol=1e-12)
 
 
-def test_orthogonality_survives_a_spectrum_on_which_one_pass_loses_it():
-    matrix = symmetric_matrices(2, eigenvalues=torch.logspace(-12, 0, 40, dtype=F64))
-    basis = lanczos(dense_map(matrix), random(2, 40, seed=1), 30).basis
+@pytest.mark.parametrize("n", [40, 1100])
+def test_orthogonality_survives_a_spectrum_on_which_one_pass_loses_it(n):
+    spectrum = torch.logspace(-12, 0, n, dtype=F64)
+    basis = lanczos(lambda v: spectrum * v, random(2, n, seed=1), 30).basis
     torch.testing.assert_close(basis @ basis.mT, torch.eye(30, dtype=F64).expand(2, 30, 30), rtol=0, atol=1e-13)
 
 
@@ -98,14 +99,6 @@ def test_spectral_radius_of_nonsymmetric_maps():
     assert abs(float(spectral_radius(dense_map(half_turn), torch.eye(2, dtype=F64)[0])) - 0.7) < 1e-12
     nilpotent = torch.diag(torch.ones(3, dtype=F64), 1)
     assert spectral_radius(dense_map(nilpotent), torch.ones(4, dtype=F64), 4) < 1e-3
-
-
-def test_a_few_steps_estimate_the_spectral_radius():
-    matrix = symmetric_matrices(2, eigenvalues=torch.linspace(-0.5, 0.5, 100, dtype=F64))
-    matrix = matrix + 2.0 / 100  # one eigenvalue near 2 stands out
-    estimate = spectral_radius(dense_map(matrix), random(2, 100, seed=1), 15)
-    exact = torch.linalg.eigvalsh(matrix).abs().amax(-1)
-    torch.testing.assert_close(estimate, exact, rtol=1e-6, atol=0)
 
 
 def test_nan_stays_in_its_problem():
