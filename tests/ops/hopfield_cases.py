@@ -1,10 +1,15 @@
 """Small problems of every form that the operations take, and the map of each written out by itself."""
 
+import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Status, solve
-from implicit_attention.ops import AdjointAnswer, Solved
+from implicit_attention.ops import AdjointAnswer, Solved, native_status
 from implicit_attention.testing.numerics import random
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_status().isa is None, reason=str(native_status())))
+#: What answers float64: native operations and, by "auto", torch's kernel or, of few keys, products written out.
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", [NATIVE, "auto"])
 
 
 def attended(*shape, seed=5):
