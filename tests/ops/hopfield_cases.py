@@ -10,6 +10,8 @@ from implicit_attention.testing.numerics import random
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_status().isa is None, reason=str(native_status())))
 #: What answers float64: native operations and, by "auto", torch's kernel or, of few keys, products written out.
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", [NATIVE, "auto"])
+#: What answers both precisions, of at least 64 keys.
+KERNELS = pytest.mark.parametrize("impl", [NATIVE, "tiled"])
 
 
 def attended(*shape, seed=5):
