@@ -1,15 +1,12 @@
 """One native call answers attention over plain tensors: what it says, and its derivatives, are those of the loop."""
 
 import copy
-import random as python_random
 import re
 import warnings
 
 import pytest
 import torch
-from layouts import MATRICES
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
 from implicit_attention.linear import CG
@@ -102,27 +99,6 @@ def test_function(shape, options, grad):
 
 
 @native
-@pytest.mark.parametrize("layout", MATRICES)
-@pytest.mark.parametrize("explicit", [True, False])
-def test_every_layout(layout, explicit):
-    rng = python_random.Random(3)
-
-    def make(shape):
-        return 0.6 * random(*shape, seed=rng.randrange(1000), dtype=torch.float32)
-
-    make.scale, make.dtype = 0.6, torch.float32
-    draws = [MATRICES[layout](make, shape, rng) for shape in ((B, H, N, D), (B, H, M, D), (B, H, M, D))]
-    leaves = [t.requires_grad_() for t in draws]
-    cotangent = MATRICES[layout](make, (B, H, N, D), rng).detach()
-
-    def run(impl):
-        output = ia.equilibrium_attention(*leaves, max_steps=0 if explicit else None, impl=impl)
-        return output, torch.autograd.grad(output, leaves, cotangent)
-
-    agree(run)
-
-
-@native
 @pytest.mark.parametrize("anchor", [0.0, 0.5, 1.0, "per head", "per entry"])
 @pytest.mark.parametrize("scale", [None, 0.3, 2, "per head", "per entry"])
 def test_numbers_and_tensors_of_them(anchor, scale):
@@ -137,31 +113,6 @@ def test_numbers_and_tensors_of_them(anchor, scale):
         return output, torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
 
     agree(run, rtol=2e-3, atol=2e-4)
-
-
-def pairs():
-    boolean = random(N, M, seed=7) > -0.3
-    empty = boolean.clone()
-    empty[2] = False
-    added = random(H, N, M, seed=6, dtype=torch.float32)
-    return {
-        "boolean": boolean,
-        "of keys": boolean[:1],
-        "of samples": random(B, 1, N, M, seed=5) > -0.3,
-        "a query without keys": empty,
-        "added": added,
-        "added, of keys": added[:, :1],
-        "added, a query without keys": added.masked_fill(~empty, -torch.inf),
-    }
-
-
-@native
-@pytest.mark.parametrize("kind", pairs())
-@pytest.mark.parametrize("count", [M, 80])
-def test_masks(kind, count):
-    mask = torch.cat([pairs()[kind]] * 12, -1)[..., :count]
-    leaves = tensors(m=count)
-    agree(lambda impl: attended(leaves, impl, attn_mask=mask))
 
 
 @native
@@ -229,20 +180,6 @@ def test_a_graph_of_the_gradient_is_that_of_the_loop():
         return first, second, again, torch.autograd.grad(output.sum(), leaves)
 
     agree(run, rtol=1e-3, atol=1e-4)
-
-
-@native
-@pytest.mark.parametrize("options", [{}, {"max_steps": 0}])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(reentrant, options):
-    leaves = tensors()
-
-    def call(*leaves):
-        return ia.equilibrium_attention(*leaves, **options)
-
-    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
-    checkpoint(call, *leaves, use_reentrant=reentrant).square().sum().backward()
-    assert all(torch.equal(t.grad, by) for t, by in zip(leaves, expected, strict=True))
 
 
 @native

@@ -170,18 +170,6 @@ def test_second_order_through_the_fused_kernel():
         assert torch.autograd.gradgradcheck(lambda *t: equilibrium_attention(*t, **options), arguments, fast_mode=True)  # noqa: B023
 
 
-def test_implicit_gradients_equal_unrolled_ones():
-    given = [t.requires_grad_() for t in inputs()]
-    mask = masks()["rows empty"]
-    exact = Picard(rtol=0, atol=0, max_steps=400)
-    ours = torch.autograd.grad(equilibrium_attention(*given, mask, solver=TIGHT).square().sum(), given)
-    theirs = torch.autograd.grad(
-        equilibrium_attention(*given, mask, solver=exact, adjoint=Unrolled()).square().sum(), given
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
 def test_one_tensor_as_query_key_and_value():
     x = random(B, N, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: equilibrium_attention(x, x, x, solver=TIGHT), x)

@@ -240,29 +240,6 @@ def test_a_query_alone_has_its_bits_over_the_smallest_keys(size, dtype, impl):
             assert torch.equal(alone.state, whole.state[:, rows])
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("case", ["plain", "causal and padded", "grouped and masked", "one memory of all samples"])
-def test_a_head_has_the_bits_it_has_beside_harder_ones(case, impl):
-    query, keys, options = make(case)
-    query = torch.cat([query] * 8, -2)
-    if options.get("mask") is not None and options["mask"].shape[-2] > 1:
-        options["mask"] = torch.cat([options["mask"]] * 8, -2)
-    keys = keys.expand(*query.shape[:1], *keys.shape[1:])
-    # The first sample is done long before the second.
-    keys = torch.stack([keys[0] / 10, keys[1] * 2])
-    whole = hopfield_solve(query, keys, **options, impl=impl)
-    assert whole.num_evals[0].max() < whole.num_evals[1].max()
-    for sample in range(2):
-        mask = options.get("mask")
-        if mask is not None and mask.ndim == query.ndim and len(mask) > 1:
-            mask = mask[sample : sample + 1]
-        alone = hopfield_solve(
-            query[sample : sample + 1], keys[sample : sample + 1], **{**options, "mask": mask}, impl=impl
-        )
-        for one, other in zip(alone, whole, strict=True):
-            assert torch.equal(one[0], other[sample])
-
-
 # Precision.
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from implicit_attention import Status, UnsupportedImplementation, _safeguard
+from implicit_attention import Status, UnsupportedImplementation
 from implicit_attention.errors import KernelWarning
 from implicit_attention.ops import NativeStatus, hopfield_solve, native_status
 from implicit_attention.ops.native import library
@@ -22,7 +22,6 @@ from implicit_attention.ops.native import library
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(library.__file__).parent
 #: As setup.py defines them.
-MACROS = [f"-D{name}={value}" for name, value in vars(_safeguard).items() if name.isupper()]
 X86 = platform.machine() == "x86_64"
 COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 needs_library = pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)
@@ -277,27 +276,6 @@ def test_a_compiler_makes_the_libraries_of_the_processor(tmp_path):
     found, libraries = built(tmp_path)
     assert found.returncode == 0, found.stderr
     assert libraries == sorted(library.SETS[platform.machine()])
-
-
-CROSS = [["aarch64-linux-gnu-g++"], ["clang++", "--target=aarch64-linux-gnu"]]
-
-
-def test_neon_compiles_where_a_cross_compiler_is_at_hand(tmp_path):
-    program = tmp_path / "program.cpp"
-    program.write_text("#include <cstring>\n#include <arm_neon.h>\n")
-    for command in CROSS:
-        if shutil.which(command[0]) is None:
-            continue
-        probe = subprocess.run([*command, "-fsyntax-only", str(program)], capture_output=True)
-        if probe.returncode == 0:
-            break
-    else:
-        pytest.skip("no cross-compiler for aarch64 is installed")
-    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fPIC", "-c"]
-    target = str(tmp_path / "neon.o")
-    subprocess.run(
-        [*command, *flags, '-DIA_ISA="neon"', *MACROS, str(SOURCE / "kernels.cpp"), "-o", target], check=True
-    )
 
 
 def test_what_nobody_ran_is_called_unverified():

@@ -9,6 +9,7 @@ from triton_harness import (
     MAGIC,
     MASKS,
     SHAPES,
+    TILED_MASKS,
     Poison,
     case,
     cases,
@@ -143,38 +144,6 @@ def solve_gathers(max_steps=16, **options):
 def solve_gathers_masked():
     problem = tiled_problem("keys", beta=2.0, anchor=0.3)
     check_solved(problem, solve(problem, problem.field, ends=(1, 2, 3, 4, 6, 9)))
-
-
-@case
-def solve_gathers_where_it_pays():
-    from implicit_attention.ops.triton import layout
-    from implicit_attention.ops.triton import solve as module
-
-    problem = problem_of(lead=(2,), n=130, m=40, dim=16)
-    assert layout.gathered_after(problem, STOP) == () or harness.DEVICE == "cuda"
-    launches, launch = [], module.launch
-
-    def counted(*arguments, **options):
-        launches.append(options["picked"])
-        launch(*arguments, **options)
-
-    least, layout.LEAST_WORK, module.launch = layout.LEAST_WORK, 0.0, counted
-    try:
-        assert layout.gathered_after(problem, STOP) == (3, 4, 5, 6, 7, 8, 10, 12)
-        assert layout.gathered_after(problem, STOP._replace(rtol=0.0)) == ()
-        whole = solve(problem, problem.field)
-        assert launches == [False]
-        found = dispatch.solve(problem, problem.field, STOP, "triton")
-        assert launches[-9:] == [False] + [True] * 8
-        few = problem._replace(field=problem.field[:, :60])
-        assert layout.gathered_after(few, STOP) == () or harness.DEVICE == "cuda"
-        masked = problem._replace(mask=torch.ones(1, 1, problem.keys.shape[-2], dtype=torch.bool))
-        assert len(layout.gathered_after(masked, STOP)) == 8
-        assert layout.gathered_after(masked._replace(first=0), STOP) == ()
-    finally:
-        layout.LEAST_WORK, module.launch = least, launch
-    for field, before in zip(found, whole, strict=True):
-        assert torch.allclose(field.double(), before.double(), rtol=1e-3, atol=1e-3)
 
 
 @case
@@ -364,3 +333,22 @@ def solve_nothing():
     solved = solve(problem, problem.field)
     assert error(solved.state, problem.field / 2) < 1e-3
     assert bool((solved.mean == 0).all())
+
+
+# Masks whose pairs stand in tiles of every kind: which tiles are visited, and what is read of them.
+
+
+@cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
+def solve_tiles(name, **options):
+    problem = tiled_problem(name, **options)
+    check_solved(problem, solve(problem, problem.field))
+
+
+@cases(keys=dict(name="keys"), bias=dict(name="bias_of_documents"), gathered=dict(name="keys", ends=(1, 2, 4)))
+def solve_reads_no_tile_that_is_masked(name, ends=()):
+    problem = tiled_problem(name)
+    problem.mask[..., : large(35)] = -torch.inf if problem.mask.is_floating_point() else False
+    clean = solve(problem, problem.field, ends=ends)
+    problem.keys[..., :32, :] = torch.nan
+    for field, before in zip(solve(problem, problem.field, ends=ends), clean, strict=True):
+        assert torch.equal(field, before)
