@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
 from implicit_attention.linear import CG
@@ -177,9 +179,26 @@ def test_a_graph_of_the_gradient_is_that_of_the_loop():
         first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(t.square().sum() for t in first), leaves, retain_graph=True)
         again = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
-        return first, second, again, torch.autograd.grad(output.sum(), leaves)
+        last = torch.autograd.grad(output.sum(), leaves)
+        with pytest.raises(RuntimeError, match="a second time"):
+            torch.autograd.grad(output.sum(), leaves)
+        return first, second, again, last
 
     agree(run, rtol=1e-3, atol=1e-4)
+
+
+@native
+@pytest.mark.parametrize("options", [{}, {"max_steps": 0}])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(reentrant, options):
+    leaves = tensors()
+
+    def call(*leaves):
+        return ia.equilibrium_attention(*leaves, **options)
+
+    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    checkpoint(call, *leaves, use_reentrant=reentrant).square().sum().backward()
+    assert all(torch.equal(t.grad, by) for t, by in zip(leaves, expected, strict=True))
 
 
 @native
@@ -262,6 +281,24 @@ def test_failures_are_told_alike(door, what, on_failure):
 
 
 @native
+@pytest.mark.parametrize("on_failure", ["raise", "warn", "ignore"])
+def test_backward_solves_that_fail_are_told_alike(on_failure):
+    # Half-way between two clusters of keys the energy is flat along their difference: there is no gradient.
+    key = torch.zeros(70, 6).index_fill_(1, torch.tensor([0]), 2.0)
+    key[35:] *= -1
+    query = leaf(random(2, 6, dtype=torch.float32).index_fill_(1, torch.tensor([0]), 0.0))
+
+    def run(impl):
+        options = {"scale": 0.3125, "anchor": 0.2, "on_failure": on_failure, "impl": impl}
+        torch.autograd.grad(ia.equilibrium_attention(query, key, key, **options)[:, 0].sum(), query)
+        return torch.zeros(0)
+
+    _, (error, *messages) = agree(run)
+    assert ("the adjoint solve" in error) == (on_failure == "raise")
+    assert any("the adjoint solve" in message for message in messages) == (on_failure == "warn")
+
+
+@native
 def test_a_failed_query_changes_no_gradient_of_others():
     query, key, value = (t.detach() for t in tensors())
     cotangent = random(B, H, N, D, seed=5, dtype=torch.float32)
@@ -336,6 +373,11 @@ def unusual(leaves, impl):
         with torch.no_grad():
             return ia.solve(ia.AnchoredEnergy(potential, query, 0.5), query, impl=impl, **options)
 
+    def with_an_attribute():
+        potential = ia.LogSumExp(key, 0.3)
+        potential.shift = torch.ones(1)
+        return solved(potential).value
+
     def deterministic():
         torch.use_deterministic_algorithms(True)
         try:
@@ -381,6 +423,7 @@ def unusual(leaves, impl):
         "a subclass of tensor": lambda: call(query.detach().as_subclass(Labelled)).as_subclass(torch.Tensor),
         "a subclass of solver": lambda: call(solver=Mine()),
         "a subclass of potential": lambda: solved(Peculiar(key, 0.3)).value,
+        "a potential with an attribute": with_an_attribute,
         "another linear solver": lambda: call(adjoint=ia.Implicit(CG())),
         "another history": lambda: call(solver=ia.Anderson(history=3)),
         "trace": lambda: solved(ia.LogSumExp(key, 0.3), trace=True).trace.residual,
@@ -398,8 +441,10 @@ def test_other_calls_get_the_answer_of_the_loop(case):
 
 @pytest.mark.parametrize("options", [{"on_failure": "ignore"}, {"max_steps": 0}])
 def test_shapes_alone_get_a_shape(options):
-    query, key, value = (t.detach().to("meta") for t in tensors())
-    output = ia.equilibrium_attention(query, key, value, **options)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t.detach()) for t in tensors()]
+        assert ia.equilibrium_attention(*fake, **options).shape == (B, H, N, D)
+    output = ia.equilibrium_attention(*(t.detach().to("meta") for t in tensors()), **options)
     assert output.is_meta
     assert output.shape == (B, H, N, D)
 
@@ -411,4 +456,5 @@ def test_an_explicit_query_that_is_not_finite_reads_nan():
         output = ia.equilibrium_attention(query, key, value, max_steps=0)
         assert output.isnan().any(-1).sum() == 1
         assert output[0, 0, 1].isnan().all()
+    query, key, value = (t.detach() for t in tensors())
     assert ia.equilibrium_attention(query, key * torch.nan, value, max_steps=0).isnan().all()

@@ -240,6 +240,13 @@ def test_a_query_alone_has_its_bits_over_the_smallest_keys(size, dtype, impl):
             assert torch.equal(alone.state, whole.state[:, rows])
 
 
+def test_sets_too_many_for_one_evaluation_are_solved_in_groups():
+    query, keys = random(2, 2048, 1), random(2, 2100, 1, seed=1)
+    options = {"beta": 0.5, "anchor": 0.5, "max_steps": 1}
+    together = hopfield_solve(query, keys, **options).state
+    assert torch.equal(together[1], hopfield_solve(query[1], keys[1], **options).state)
+
+
 # Precision.
 
 

@@ -175,6 +175,15 @@ def test_as_many_steps_as_anybody_allows():
 # Layouts.
 
 
+@DTYPES
+def test_transposed_memory_changes_no_bit(dtype):
+    query, keys, cotangent = problem(2, 3, dtype=dtype)
+    expected = solved(query, keys)
+    across = [t.mT.contiguous().mT for t in (query, keys, expected.state, cotangent)]
+    check_equal(solved(*across[:2]), expected)
+    check_equal(adjoint(*across), adjoint(query, keys, expected.state, cotangent))
+
+
 def test_axes_of_size_one_and_expanded_tensors():
     query, keys, cotangent = problem(2, 1, 3, dtype=torch.float64)
     mask = random(3, 1, 150, seed=4) > -0.5

@@ -14,7 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, UnsupportedImplementation, solve
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    LogSumExp,
+    UnsupportedImplementation,
+    equilibrium_attention,
+    solve,
+)
 from implicit_attention.errors import KernelWarning
 from implicit_attention.ops import attention, hopfield_solve, kernel_checks, trust
 from implicit_attention.ops.native.operands import Operands
@@ -300,13 +307,17 @@ def handler_that_raises():
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the kernel", "after the kernel"])
 @pytest.mark.parametrize(
-    ("owner", "name", "dtype"),
-    [(Operands, "call", torch.float32), (attention, "_FLASH_FOR_CPU", torch.float64)],
-    ids=["native library", "torch's kernel"],
+    ("owner", "name", "dtype", "door"),
+    [
+        (Operands, "call", torch.float32, hopfield_solve),
+        (Operands, "call", torch.float32, lambda query, keys, beta: [equilibrium_attention(query, keys, keys)]),
+        (attention, "_FLASH_FOR_CPU", torch.float64, hopfield_solve),
+    ],
+    ids=["native library", "native attention", "torch's kernel"],
 )
-def test_an_exception_of_a_signal_handler_is_no_verdict(owner, name, dtype, late, monkeypatch):
+def test_an_exception_of_a_signal_handler_is_no_verdict(owner, name, dtype, door, late, monkeypatch):
     query, keys = problem(dtype)
-    kernel, expected = getattr(owner, name), hopfield_solve(query, keys, beta=0.4)
+    kernel, expected = getattr(owner, name), door(query, keys, beta=0.4)
 
     def signalled(*arguments, **options):
         if not late:
@@ -318,9 +329,9 @@ def test_an_exception_of_a_signal_handler_is_no_verdict(owner, name, dtype, late
     with handler_that_raises(), monkeypatch.context() as patched:
         patched.setattr(owner, name, signalled)
         with pytest.raises(Interrupted):
-            hopfield_solve(query, keys, beta=0.4)
+            door(query, keys, beta=0.4)
     assert set(verdicts()) == {"verified"}
-    assert torch.equal(hopfield_solve(query, keys, beta=0.4).state, expected.state)
+    assert torch.equal(door(query, keys, beta=0.4)[0], expected[0])
 
 
 def test_an_exception_of_a_signal_handler_during_a_check_goes_to_the_caller():
