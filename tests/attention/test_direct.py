@@ -378,22 +378,10 @@ def unusual(leaves, impl):
         potential.shift = torch.ones(1)
         return solved(potential).value
 
-    def deterministic():
-        torch.use_deterministic_algorithms(True)
-        try:
-            return call()
-        finally:
-            torch.use_deterministic_algorithms(False)
-
     def learned_mask():
         bias = leaf(random(N, M, seed=4, dtype=torch.float32))
         output = call(attn_mask=bias)
         return output, gradients(output, [bias])
-
-    def dual():
-        with torch.autograd.forward_ad.dual_level():
-            made = torch.autograd.forward_ad.make_dual(query.detach(), torch.ones_like(query))
-            return tuple(torch.autograd.forward_ad.unpack_dual(call(made)))
 
     def in_a_mode():
         with Passing():
@@ -416,16 +404,13 @@ def unusual(leaves, impl):
         "a mode that sees every operation": in_a_mode,
         "autocast": under_autocast,
         "inference mode": in_inference,
-        "dual numbers": dual,
         "compile": lambda: torch.compile(lambda q: call(q, on_failure="ignore"), backend="eager")(query),
-        "deterministic": deterministic,
         "a tensor to be negated": lambda: call(torch.complex(torch.zeros_like(query), query).conj().imag),
         "a subclass of tensor": lambda: call(query.detach().as_subclass(Labelled)).as_subclass(torch.Tensor),
         "a subclass of solver": lambda: call(solver=Mine()),
         "a subclass of potential": lambda: solved(Peculiar(key, 0.3)).value,
         "a potential with an attribute": with_an_attribute,
         "another linear solver": lambda: call(adjoint=ia.Implicit(CG())),
-        "another history": lambda: call(solver=ia.Anderson(history=3)),
         "trace": lambda: solved(ia.LogSumExp(key, 0.3), trace=True).trace.residual,
         "an additive mask that requires grad": learned_mask,
         "no queries": lambda: call(query[..., :0, :]),

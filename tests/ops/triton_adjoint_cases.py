@@ -27,7 +27,6 @@ from implicit_attention import Status
 from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
 from implicit_attention.ops.rule import AdjointRule
-from implicit_attention.ops.tiled.adjoint import solve_adjoint as tiled_adjoint
 
 
 def at_solution(problem, steps=60):
@@ -105,17 +104,6 @@ def adjoint_mask(name):
 
 
 @case
-def adjoint_agrees_with_the_tiled_one():
-    problem = masked_problem("padding", first=0)
-    _, z, _, _ = at_solution(problem)
-    cotangent = torch.randn(z.shape).to(harness.DEVICE)
-    ours = dispatch.solve_adjoint(problem, z, cotangent, 1e-5, 60, "triton")
-    theirs = tiled_adjoint(problem, z, cotangent, AdjointRule(1e-5, 60))
-    for name in ("value", "status", "negative_curvature", "by_beta", "by_keys"):
-        assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, atol=1e-4), name
-
-
-@case
 def adjoint_signs_kept_aside():
     problem = problem_of(lead=(2,), dim=16)
     _, z, mean, logsumexp = at_solution(problem)
@@ -136,21 +124,6 @@ def adjoint_signs_kept_aside():
 )
 def adjoint_scale(dtype, factor):
     check_adjoint(problem_of(lead=(2, 2), keys_lead=(1, 2), n=20, m=33, dim=16, dtype=dtype), factor)
-
-
-@case
-def adjoint_by_hand_of_many_readers():
-    from implicit_attention.ops.triton import keys as kernel
-
-    problem = problem_of(lead=(2, 3), keys_lead=(1, 1), n=20, m=33, dim=16)
-    split = check_adjoint(problem)
-    most, kernel.MOST_SPLITS = kernel.MOST_SPLITS, 1
-    try:
-        whole = check_adjoint(problem)
-    finally:
-        kernel.MOST_SPLITS = most
-    # Sums in another order: had the queries not been split, they would be the same bits.
-    assert not torch.equal(split.by_keys, whole.by_keys)
 
 
 @case

@@ -18,7 +18,6 @@ from triton_harness import (
     large,
     masked_problem,
     problem_of,
-    shrink_tiles,
     sign_aside,
     tiled_problem,
 )
@@ -26,9 +25,7 @@ from triton_oracle import Dense, follow
 
 from implicit_attention import Status
 from implicit_attention._fused_rule import FusedRule
-from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.tiled.solve import solve as tiled_solve
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
@@ -147,20 +144,6 @@ def solve_gathers_masked():
 
 
 @case
-def solve_default_tiles():
-    from implicit_attention.ops.triton import layout
-
-    problem = problem_of(lead=(1,), n=150, m=140, dim=16)
-    assert layout.tiles("solve", problem).rows == 32 or harness.DEVICE == "cuda"
-    layout.TILES.update(harness.SHIPPED)
-    try:
-        assert layout.tiles("solve", problem).rows > 32
-        check_solved(problem, solve(problem, problem.field))
-    finally:
-        shrink_tiles()
-
-
-@case
 def solve_with_every_kind_of_step():
     # At the edge of retrieval every kind of step occurs.
     problem = problem_of(lead=(2,), n=32, m=32, dim=16, beta=3.0, anchor=0.2, seed=2)
@@ -249,21 +232,6 @@ def solve_float16_keys_and_large_states():
     assert bool((solved.status == Status.CONVERGED).all())
     mean, _ = Dense.of(problem).attend(solved.state.double())
     assert error(solved.mean, mean) < 1e-3
-
-
-@cases(iterating=dict(), budget=dict(rtol=0.0, max_steps=5), explicit=dict(max_steps=0), at_once=dict(plain_steps=1))
-def solve_agrees_with_the_tiled_one(**stop):
-    problem = masked_problem("padding", first=0, beta=1.5, anchor=0.2)
-    problem.field[0, 0, 3] = torch.nan
-    stop = STOP._replace(**stop)
-    ours = dispatch.solve(problem, problem.field, stop, "triton")
-    theirs = tiled_solve(problem, problem.field, stop, fused=False)
-    for name, field, other in zip(ours._fields, ours, theirs, strict=True):
-        if field.is_floating_point():
-            assert torch.allclose(field, other, rtol=1e-4, atol=1e-4, equal_nan=True), name
-        else:
-            share = (field == other).float().mean().item()
-            assert share >= (1.0 if harness.DEVICE == "cpu" else 0.95), name
 
 
 @cases(fp16=dict(dtype=FP16), bf16=dict(dtype=BF16))
