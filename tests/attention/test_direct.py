@@ -180,11 +180,18 @@ def test_a_graph_of_the_gradient_is_that_of_the_loop():
         second = torch.autograd.grad(sum(t.square().sum() for t in first), leaves, retain_graph=True)
         again = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
         last = torch.autograd.grad(output.sum(), leaves)
-        with pytest.raises(RuntimeError, match="a second time"):
-            torch.autograd.grad(output.sum(), leaves)
         return first, second, again, last
 
     agree(run, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 0, "impl": "tiled"}])
+def test_a_graph_is_used_up_by_a_backward_pass(options):
+    leaves = tensors(m=70)
+    output = ia.equilibrium_attention(*leaves, **options)
+    gradients(output, leaves)
+    with pytest.raises(RuntimeError, match="a second time"):
+        gradients(output, leaves)
 
 
 @native
@@ -286,11 +293,12 @@ def test_backward_solves_that_fail_are_told_alike(on_failure):
     # Half-way between two clusters of keys the energy is flat along their difference: there is no gradient.
     key = torch.zeros(70, 6).index_fill_(1, torch.tensor([0]), 2.0)
     key[35:] *= -1
+    key.requires_grad_()
     query = leaf(random(2, 6, dtype=torch.float32).index_fill_(1, torch.tensor([0]), 0.0))
 
     def run(impl):
         options = {"scale": 0.3125, "anchor": 0.2, "on_failure": on_failure, "impl": impl}
-        torch.autograd.grad(ia.equilibrium_attention(query, key, key, **options)[:, 0].sum(), query)
+        gradients(ia.equilibrium_attention(query, key, key, **options), [query, key])
         return torch.zeros(0)
 
     _, (error, *messages) = agree(run)
@@ -443,3 +451,19 @@ def test_an_explicit_query_that_is_not_finite_reads_nan():
         assert output[0, 0, 1].isnan().all()
     query, key, value = (t.detach() for t in tensors())
     assert ia.equilibrium_attention(query, key * torch.nan, value, max_steps=0).isnan().all()
+
+
+WRONG = {
+    "another width": lambda q, k, v: ia.equilibrium_attention(q, k[..., :3], v),
+    "heads that do not fit": lambda q, k, v: ia.equilibrium_attention(q, k[:, :2], v[:, :2]),
+    "scales of another shape": lambda q, k, v: ia.equilibrium_attention(q, k, v, scale=torch.ones(5)),
+    "anchors above 1": lambda q, k, v: ia.equilibrium_attention(q, k, v, anchor=2 * torch.ones(H)),
+    "another shape to start at": lambda q, k, v: ia.solve(ia.AnchoredEnergy(ia.LogSumExp(k, 0.3), q, 0.5), q[0]),
+    "explicit steps of a solve": lambda q, k, v: ia.equilibrium_attention(q, k, v, max_steps=0, impl="native"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_plain_tensors_that_do_not_fit_are_refused(case):
+    with pytest.raises((ValueError, ia.UnsupportedImplementation), match=r"must|`impl='native'`"):
+        WRONG[case](*tensors())
