@@ -8,6 +8,7 @@ from hopfield_cases import NATIVE, make, written_out
 
 from implicit_attention import (
     AnchoredEnergy,
+    Anderson,
     ConvergenceWarning,
     ImplicitAttention,
     LogSumExp,
@@ -255,6 +256,29 @@ def test_a_tangent_of_something_else_disturbs_nothing():
     with torch.autograd.forward_ad.dual_level():
         torch.autograd.forward_ad.make_dual(query.clone(), query)
         assert torch.equal(hopfield_solve(query, keys, beta=beta, anchor=anchor).state, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_has_forward_mode_and_compiled_never_zero(compiled):
+    query, keys = random(2, 3, 4), random(2, 64, 4, seed=1)
+
+    def attention(x):
+        return equilibrium_attention(x, keys, keys, scale=0.5, anchor=0.4, solver=Anderson(rtol=1e-12))
+
+    def slope(x, t):
+        return torch.func.jvp(attention, (x,), (t,))[1]
+
+    tangent = random(2, 3, 4, seed=2)
+    step = 1e-5
+    truth = (attention(query + step * tangent) - attention(query - step * tangent)) / (2 * step)
+    try:
+        found = torch.compile(slope, backend="aot_eager")(query, tangent) if compiled else slope(query, tangent)
+    except Exception:
+        # The compiler of torch fails at what it leaves out inside torch.func.
+        assert compiled
+    else:
+        assert relative_error(found, truth) < 1e-7
 
 
 # Saddles, and systems without an answer, where the backward pass is an operation.
