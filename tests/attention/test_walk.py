@@ -4,12 +4,14 @@ import re
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
-from direct_ways import native
 from walk import frames, walked
 
 import implicit_attention as ia
+from implicit_attention.ops import native_status
 
+native = pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)
 GUIDE = Path(ia.__file__).parents[1] / "CONTRIBUTING.md"
 
 

@@ -8,9 +8,9 @@ from layouts import MATRICES, Layouts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention
-from implicit_attention.ops import attention
+from implicit_attention._fused_rule import FusedRule
+from implicit_attention.ops import attention, dispatch
 from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.tiled.rows import TiledRows
 from implicit_attention.testing.numerics import random
 
 PRIVATE = ("torch.ops", "_scaled_dot_product", "torch._efficient_attention", "torch._flash_attention")
@@ -91,30 +91,16 @@ def test_the_kernel_on_cuda_is_given_what_torch_would_give_it(count, kind, monke
     torch.testing.assert_close(mean, (0.5 * query @ keys.mT + mask).softmax(-1) @ keys, rtol=1e-12, atol=1e-13)
 
 
-def rows(*lead, n=16):
-    """An empty working set of n queries over 64 keys of 8 numbers."""
-    number = torch.full((1,) * (len(lead) + 2), 0.5, dtype=torch.float64)
-    return TiledRows(Hopfield(random(*lead, n, 8), random(*lead, 64, 8), number, number), fused=True)
-
-
-@pytest.mark.parametrize("kind", MATRICES)
-@pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 3)], ids=str)
-def test_states_are_laid_out_in_rows_of_their_own(lead, kind):
-    draw = Layouts(0)
-    states = MATRICES[kind](draw.normal, (*lead, 16, 8), draw.rng)
-    laid = rows(*lead).laid(states)
-    assert torch.equal(laid.flatten(), states.flatten())
-    flat = laid.flatten(0, 1)
-    assert flat.stride(1) == 1
-    assert flat.stride(0) >= 8
-    assert flat.data_ptr() == laid.data_ptr()
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "sliced", "one of three beside each other", "every other row"])
-def test_states_that_lie_in_rows_are_not_copied(kind):
-    draw = Layouts(0)
-    states = MATRICES[kind](draw.normal, (16, 8), draw.rng)
-    assert rows().laid(states).data_ptr() == states.data_ptr()
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_fixed_budget_never_waits_for_an_accelerator(first):
+    """Tensors without data: every look of the host at a number is an error."""
+    query, keys, one = (torch.empty(2, *size, device="meta") for size in ((9, 8), (70, 8), (1, 1)))
+    problem = Hopfield(query, keys, one, one, None, first)
+    for plain_steps in (2, 9):
+        found = dispatch.solve(problem, query, FusedRule(0.0, 0.0, 6, plain_steps), "auto")
+        assert found.state.shape == query.shape
+    with pytest.raises(NotImplementedError, match="meta"):
+        dispatch.solve(problem, query, FusedRule(1e-4, 0.0, 6, 3), "auto")
 
 
 def test_nobody_else_calls_private_operations():

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hopfield_cases import make, written_out
+from hopfield_cases import NATIVE, make, written_out
 
 from implicit_attention import (
     AnchoredEnergy,
@@ -15,12 +15,9 @@ from implicit_attention import (
     UnsupportedImplementation,
     equilibrium_attention,
 )
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve, native_status
-from implicit_attention.ops.api import laid_out
-from implicit_attention.ops.registration import adjoint_op, solve_op
+from implicit_attention.ops import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 
-NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_status().isa is None, reason=str(native_status())))
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["auto", NATIVE, "tiled"])
 TIGHT = {"rtol": 0.0, "atol": 1e-12, "max_steps": 500}
 
@@ -48,14 +45,15 @@ def masks():
 @pytest.mark.parametrize("mask", masks(), ids=["no mask", "boolean", "added"])
 @pytest.mark.parametrize("operation", ["solve", "adjoint"])
 def test_opcheck(operation, mask, first, impl):
-    query, keys, beta, anchor = small(grad=operation == "solve")
-    causal = {"is_causal": first is not None, "query_offset": first or 0}
-    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, **causal)
+    query, keys, *numbers = small(grad=operation == "solve")
+    problem = query, keys, *(number[None, :, None, None] for number in numbers)
+    problem = *problem, None if mask is None else mask[(None,) * (4 - mask.ndim)], first
     state, vector = random(*query.shape, seed=3), random(*query.shape, seed=4)
+    known = torch.ops.implicit_attention
     if operation == "solve":
-        call = solve_op, (*problem, state, 1e-6, 1e-8, 50, 3, impl, "warn")
+        call = known.hopfield_solve.default, (*problem, state, 1e-6, 1e-8, 50, 3, impl, "warn")
     else:
-        call = adjoint_op, (*problem, state, vector, 1e-6, 50, impl, "ignore")
+        call = known.hopfield_adjoint.default, (*problem, state, vector, 1e-6, 50, impl, "ignore")
     # The last test compiles; one compiled call is tested below.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(*call, test_utils=tests)
@@ -136,13 +134,6 @@ def test_a_second_derivative_is_refused(impl):
     for first in gradients:
         with pytest.raises(RuntimeError):
             torch.autograd.grad(first.square().sum(), (query, keys, beta, anchor))
-
-
-def test_the_solve_refuses_a_mask_that_requires_grad():
-    query, keys, beta, anchor = small()
-    mask = random(3, 64).requires_grad_()
-    with pytest.raises(ValueError, match=r"`mask` must not require grad.*use solve\(\) with LogSumExp\(bias=mask\)"):
-        hopfield_solve(query, keys, beta=beta, anchor=anchor, mask=mask)
 
 
 def test_the_adjoint_solve_has_no_derivative():

@@ -22,9 +22,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import compiled_kernels  # noqa: E402
-from implicit_attention.ops.problem import Hopfield  # noqa: E402
-from implicit_attention.ops.triton import layout  # noqa: E402
-from implicit_attention.ops.triton.support import unsupported  # noqa: E402
+from implicit_attention import UnsupportedImplementation  # noqa: E402
+from implicit_attention.ops import hopfield_solve  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)
@@ -117,13 +116,6 @@ def test_no_loop_over_keys_goes_to_local_memory(kernel, rows):
             assert row["loop"]["spills"] == 0, row
 
 
-def test_no_tile_gives_a_warp_fewer_rows_than_the_tensor_cores_take():
-    for (kernel, _), table in layout.TILES.items():
-        for tile in table.values():
-            # The kernel for the keys has these as the rows of its sums.
-            assert (tile.keys if kernel == "keys" else tile.rows) >= 16 * tile.warps
-
-
 def test_instructions_are_counted_in_the_innermost_loop_that_multiplies():
     lines = ["MOV R1, R2", "LDL R3, [R1]", "HGMMA.64x64x16 R4", "@!P2 LDGSTS.E [R1]", "@P0 BRA 0x0010", "STL [R1], R3"]
     text = "".join(f"        /*{16 * at:04x}*/  {code} ;" for at, code in enumerate([*lines, "BRA 0x0000"]))
@@ -151,31 +143,28 @@ def test_sweeps_that_read_and_write_one_place_have_a_barrier_between(file):
     assert both == {"solve": 1, "adjoint": 4}[file]
 
 
-def problem(dim=16, lead=(2,), dtype=torch.float32, **options):
-    x = torch.zeros(*lead, 3, dim, dtype=dtype)
-    one = torch.ones((1,) * (len(lead) + 2))
-    return Hopfield(**{"field": x, "keys": x, "beta": one, "anchor": one, **options})
+def refused(*, dim=16, lead=(2,), keys_lead=None, dtype=torch.float32, **options):
+    """Why the Triton kernels do not solve such a problem."""
+    query, keys = (torch.zeros(*axes, 3, dim, dtype=dtype) for axes in (lead, lead if keys_lead is None else keys_lead))
+    with pytest.raises(UnsupportedImplementation) as caught:
+        hopfield_solve(query, keys, **{"beta": 1.0, **options}, impl="triton")
+    return str(caught.value)
 
 
 def test_what_is_unsupported_is_said(monkeypatch):
-    assert "device 'cpu'; use a CUDA device or impl='tiled'" in unsupported(problem())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "device 'cpu'; use a CUDA device or impl='tiled'" in refused()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert unsupported(problem()) is None
-    assert "head dimension of 129; use at most 128 with keys in torch.float32" in unsupported(problem(dim=129))
-    assert unsupported(problem(dim=256, dtype=torch.bfloat16)) is None
-    assert "head dimension of 257; use at most 256" in unsupported(problem(dim=257, dtype=torch.float16))
-    assert "float64 (field)" in unsupported(problem(dtype=torch.float64))
-    assert "float64 (keys)" in unsupported(problem(keys=torch.zeros(2, 3, 16).double()))
-    assert "float64 masks" in unsupported(problem(mask=torch.zeros(2, 3, 3).double()))
-    irregular = problem(lead=(2, 2, 2, 2))
-    assert unsupported(irregular) is None
-    irregular = irregular._replace(keys=irregular.keys[:, :1, :, :1], beta=irregular.beta.expand(2, 1, 1, 2, 1, 1))
-    assert "at most 3 leading axes" in unsupported(irregular)
+    assert "head dimension of 129; use at most 128 with keys in torch.float32" in refused(dim=129)
+    assert "head dimension of 257; use at most 256" in refused(dim=257, dtype=torch.float16)
+    assert "float64 (field)" in refused(dtype=torch.float64)
+    irregular = {"lead": (2, 2, 2, 2), "keys_lead": (2, 1, 2, 1), "beta": torch.ones(2, 1, 1, 2)}
+    assert "at most 3 leading axes" in refused(**irregular)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton is not installed" in unsupported(problem())
+    assert "Triton is not installed" in refused()
 
 
 @pytest.mark.slow
 def test_asking_does_not_import_triton():
-    code = "import sys; import implicit_attention.ops.triton.support; assert 'triton' not in sys.modules"
+    code = "import sys, implicit_attention.ops; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

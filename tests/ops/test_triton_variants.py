@@ -171,3 +171,10 @@ def test_numbers_are_laid_out_in_any_order(order, shape, dtype):
     assert torch.equal(found, tensor)
     if order != "columns" or shape[-2] > 1:
         assert layout.order_of(found) == order
+
+
+def test_no_tile_gives_a_warp_fewer_rows_than_the_tensor_cores_take():
+    for (kernel, _), table in layout.TILES.items():
+        for tile in table.values():
+            # The kernel for the keys has these as the rows of its sums.
+            assert (tile.keys if kernel == "keys" else tile.rows) >= 16 * tile.warps

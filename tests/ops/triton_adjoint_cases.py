@@ -9,6 +9,7 @@ from triton_harness import (
     MAGIC,
     MASKS,
     SHAPES,
+    TILED_MASKS,
     Poison,
     case,
     cases,
@@ -17,14 +18,15 @@ from triton_harness import (
     masked_problem,
     problem_of,
     sign_aside,
+    tiled_problem,
 )
 from triton_oracle import Dense, adjoint
+from triton_solve_cases import STOP, check_solved, solve
 
 from implicit_attention import Status
 from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
 from implicit_attention.ops.rule import AdjointRule
-from implicit_attention.ops.tiled.adjoint import solve_adjoint as tiled_adjoint
 
 
 def at_solution(problem, steps=60):
@@ -102,17 +104,6 @@ def adjoint_mask(name):
 
 
 @case
-def adjoint_agrees_with_the_tiled_one():
-    problem = masked_problem("padding", first=0)
-    _, z, _, _ = at_solution(problem)
-    cotangent = torch.randn(z.shape).to(harness.DEVICE)
-    ours = dispatch.solve_adjoint(problem, z, cotangent, 1e-5, 60, "triton")
-    theirs = tiled_adjoint(problem, z, cotangent, AdjointRule(1e-5, 60))
-    for name in ("value", "status", "negative_curvature", "by_beta", "by_keys"):
-        assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, atol=1e-4), name
-
-
-@case
 def adjoint_signs_kept_aside():
     problem = problem_of(lead=(2,), dim=16)
     _, z, mean, logsumexp = at_solution(problem)
@@ -133,21 +124,6 @@ def adjoint_signs_kept_aside():
 )
 def adjoint_scale(dtype, factor):
     check_adjoint(problem_of(lead=(2, 2), keys_lead=(1, 2), n=20, m=33, dim=16, dtype=dtype), factor)
-
-
-@case
-def adjoint_by_hand_of_many_readers():
-    from implicit_attention.ops.triton import keys as kernel
-
-    problem = problem_of(lead=(2, 3), keys_lead=(1, 1), n=20, m=33, dim=16)
-    split = check_adjoint(problem)
-    most, kernel.MOST_SPLITS = kernel.MOST_SPLITS, 1
-    try:
-        whole = check_adjoint(problem)
-    finally:
-        kernel.MOST_SPLITS = most
-    # Sums in another order: had the queries not been split, they would be the same bits.
-    assert not torch.equal(split.by_keys, whole.by_keys)
 
 
 @case
@@ -260,3 +236,66 @@ def adjoint_nothing():
     answer = solve_adjoint(problem, z, z, torch.zeros_like(z), torch.zeros_like(z[..., 0]), AdjointRule(1e-5, 9))
     assert error(answer.value, z) < 1e-6
     assert answer.by_keys.shape == problem.keys.shape
+
+
+# Masks whose pairs stand in tiles of every kind.
+
+
+@cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
+def adjoint_tiles(name, **options):
+    check_adjoint(tiled_problem(name, **options))
+
+
+@case
+def adjoint_reads_no_tile_that_is_masked():
+    problem = tiled_problem("documents")
+    problem.mask[..., : large(35)] = False
+    _, z, mean, logsumexp = at_solution(problem)
+    cotangent = torch.randn(z.shape).to(harness.DEVICE)
+    clean = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
+    problem.keys[..., :32, :] = torch.nan
+    found = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
+    for field, before in zip(found, clean, strict=True):
+        assert torch.equal(field, before)
+    assert bool((found.by_keys[..., :32, :] == 0).all())
+
+
+def blocks(*lead, n=20, m=40):
+    """Masks with tiles of 16 x 16 of every kind, other ones for every entry."""
+    kinds = torch.randint(0, 3, (*lead, -(-n // 16), -(-m // 16)))
+    kinds = kinds.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., :n, :m]
+    return (kinds == 2) | ((kinds == 1) & (torch.rand(*lead, n, m) < 0.5))
+
+
+MASK_LAYOUTS = {
+    "samples": dict(mask=lambda: blocks(2, 1)),
+    "heads": dict(mask=lambda: blocks(1, 3)),
+    "transposed": dict(mask=lambda: blocks(3, 2).transpose(0, 1)),
+    "expanded": dict(mask=lambda: blocks(1, 3).expand(2, 3, 20, 40), keys_lead=(2, 1)),
+    "three_axes": dict(mask=lambda: blocks(2, 2, 2).permute(2, 0, 1, 3, 4), lead=(2, 2, 2), keys_lead=(2, 1, 2)),
+    "keys_of_samples": dict(mask=lambda: blocks(2, 1, n=1)),
+    "keys_of_heads_causal": dict(mask=lambda: blocks(1, 3, n=1), keys_lead=(2, 1), first=5),
+    "rows_alike": dict(mask=lambda: blocks(2, 3, n=1).expand(2, 3, 20, 40)),
+    "columns_alike": dict(mask=lambda: blocks(2, 3)[..., :1].expand(2, 3, 20, 40), first=3),
+    "bias_causal": dict(mask=lambda: torch.zeros(2, 1, 20, 40).masked_fill(~blocks(2, 1), -torch.inf), first=7),
+}
+
+
+@cases(**{name: dict(name=name) for name in MASK_LAYOUTS})
+def solve_mask_laid_out(name):
+    from implicit_attention.ops.triton import layout
+
+    options = {"lead": (2, 3), **MASK_LAYOUTS[name]}
+    # At twice the inverse temperature queries of three keys end on saddles.
+    problem = problem_of(**options | {"n": 20, "m": 40, "dim": 16, "beta": 0.3, "mask": None})
+    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
+    if harness.DEVICE == "cuda":
+        return
+    layout.TILES.update({kernel: {max(table): layout.Tiles(16, 16, 1, 1)} for kernel, table in tables.items()})
+    try:
+        problem = problem._replace(mask=options["mask"]())
+        stop = STOP._replace(max_steps=6)
+        check_solved(problem, solve(problem, problem.field, stop), stop)
+        check_adjoint(problem)
+    finally:
+        layout.TILES.update(tables)

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_adjoint_cases  # noqa: F401 - its cases register themselves
 import triton_harness as harness
-import triton_mask_cases  # noqa: F401
 import triton_solve_cases  # noqa: F401
 import triton_trust_cases  # noqa: F401
 

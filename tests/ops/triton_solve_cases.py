@@ -9,6 +9,7 @@ from triton_harness import (
     MAGIC,
     MASKS,
     SHAPES,
+    TILED_MASKS,
     Poison,
     case,
     cases,
@@ -17,7 +18,6 @@ from triton_harness import (
     large,
     masked_problem,
     problem_of,
-    shrink_tiles,
     sign_aside,
     tiled_problem,
 )
@@ -25,9 +25,7 @@ from triton_oracle import Dense, follow
 
 from implicit_attention import Status
 from implicit_attention._fused_rule import FusedRule
-from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.tiled.solve import solve as tiled_solve
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
@@ -146,52 +144,6 @@ def solve_gathers_masked():
 
 
 @case
-def solve_gathers_where_it_pays():
-    from implicit_attention.ops.triton import layout
-    from implicit_attention.ops.triton import solve as module
-
-    problem = problem_of(lead=(2,), n=130, m=40, dim=16)
-    assert layout.gathered_after(problem, STOP) == () or harness.DEVICE == "cuda"
-    launches, launch = [], module.launch
-
-    def counted(*arguments, **options):
-        launches.append(options["picked"])
-        launch(*arguments, **options)
-
-    least, layout.LEAST_WORK, module.launch = layout.LEAST_WORK, 0.0, counted
-    try:
-        assert layout.gathered_after(problem, STOP) == (3, 4, 5, 6, 7, 8, 10, 12)
-        assert layout.gathered_after(problem, STOP._replace(rtol=0.0)) == ()
-        whole = solve(problem, problem.field)
-        assert launches == [False]
-        found = dispatch.solve(problem, problem.field, STOP, "triton")
-        assert launches[-9:] == [False] + [True] * 8
-        few = problem._replace(field=problem.field[:, :60])
-        assert layout.gathered_after(few, STOP) == () or harness.DEVICE == "cuda"
-        masked = problem._replace(mask=torch.ones(1, 1, problem.keys.shape[-2], dtype=torch.bool))
-        assert len(layout.gathered_after(masked, STOP)) == 8
-        assert layout.gathered_after(masked._replace(first=0), STOP) == ()
-    finally:
-        layout.LEAST_WORK, module.launch = least, launch
-    for field, before in zip(found, whole, strict=True):
-        assert torch.allclose(field.double(), before.double(), rtol=1e-3, atol=1e-3)
-
-
-@case
-def solve_default_tiles():
-    from implicit_attention.ops.triton import layout
-
-    problem = problem_of(lead=(1,), n=150, m=140, dim=16)
-    assert layout.tiles("solve", problem).rows == 32 or harness.DEVICE == "cuda"
-    layout.TILES.update(harness.SHIPPED)
-    try:
-        assert layout.tiles("solve", problem).rows > 32
-        check_solved(problem, solve(problem, problem.field))
-    finally:
-        shrink_tiles()
-
-
-@case
 def solve_with_every_kind_of_step():
     # At the edge of retrieval every kind of step occurs.
     problem = problem_of(lead=(2,), n=32, m=32, dim=16, beta=3.0, anchor=0.2, seed=2)
@@ -282,21 +234,6 @@ def solve_float16_keys_and_large_states():
     assert error(solved.mean, mean) < 1e-3
 
 
-@cases(iterating=dict(), budget=dict(rtol=0.0, max_steps=5), explicit=dict(max_steps=0), at_once=dict(plain_steps=1))
-def solve_agrees_with_the_tiled_one(**stop):
-    problem = masked_problem("padding", first=0, beta=1.5, anchor=0.2)
-    problem.field[0, 0, 3] = torch.nan
-    stop = STOP._replace(**stop)
-    ours = dispatch.solve(problem, problem.field, stop, "triton")
-    theirs = tiled_solve(problem, problem.field, stop, fused=False)
-    for name, field, other in zip(ours._fields, ours, theirs, strict=True):
-        if field.is_floating_point():
-            assert torch.allclose(field, other, rtol=1e-4, atol=1e-4, equal_nan=True), name
-        else:
-            share = (field == other).float().mean().item()
-            assert share >= (1.0 if harness.DEVICE == "cpu" else 0.95), name
-
-
 @cases(fp16=dict(dtype=FP16), bf16=dict(dtype=BF16))
 def solve_logsumexp_of_rounded_states(dtype):
     # The energy test needs more digits than scores of rounded states have.
@@ -364,3 +301,22 @@ def solve_nothing():
     solved = solve(problem, problem.field)
     assert error(solved.state, problem.field / 2) < 1e-3
     assert bool((solved.mean == 0).all())
+
+
+# Masks whose pairs stand in tiles of every kind: which tiles are visited, and what is read of them.
+
+
+@cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
+def solve_tiles(name, **options):
+    problem = tiled_problem(name, **options)
+    check_solved(problem, solve(problem, problem.field))
+
+
+@cases(keys=dict(name="keys"), bias=dict(name="bias_of_documents"), gathered=dict(name="keys", ends=(1, 2, 4)))
+def solve_reads_no_tile_that_is_masked(name, ends=()):
+    problem = tiled_problem(name)
+    problem.mask[..., : large(35)] = -torch.inf if problem.mask.is_floating_point() else False
+    clean = solve(problem, problem.field, ends=ends)
+    problem.keys[..., :32, :] = torch.nan
+    for field, before in zip(solve(problem, problem.field, ends=ends), clean, strict=True):
+        assert torch.equal(field, before)
