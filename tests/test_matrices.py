@@ -72,7 +72,8 @@ def test_no_other_file_factorizes_by_lu():
 
 LARGE = """
 import sys, torch, warnings
-from implicit_attention.spins import *
+from implicit_attention.spins import AdaTAP, Bethe, GaussianClosure, KineticPlefka, MeanField, SaddlePoint, TAP
+from implicit_attention.spins import SpinSystem, fit_ising, magnetization, stability, thermodynamics
 torch.set_num_threads(2)
 warnings.simplefilter("ignore")
 generator = torch.Generator().manual_seed(0)

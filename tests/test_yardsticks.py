@@ -1,6 +1,7 @@
 """What `size.py` and `walk.py` count, in texts and calls whose numbers are known."""
 
 import dataclasses
+import json
 from typing import NamedTuple
 
 import size
@@ -46,6 +47,21 @@ def test_imports_that_are_not_promised_are_found_wherever_they_stand():
     assert found("def f():\n    from PACKAGE.spins.system import SpinSystem") == system
     assert found("code = '''\n    from PACKAGE.spins.system import SpinSystem\n'''") == system
     assert not found("message = 'the files of PACKAGE'")
+
+
+#: Tests of the core with private imports: kernels beside their references, their checks, the library that holds them.
+OF_KERNELS = "flash native native_library triton_adjoint_cases triton_harness triton_solve_cases triton_trust_cases"
+OF_KERNELS += " triton_variants trust"
+
+
+def test_few_tests_import_what_is_not_promised():
+    promised, tests = json.loads((size.ROOT / "tests/promises/names.json").read_text()), size.ROOT / "tests"
+    files = [path for path in tests.rglob("*.py") if size.unpromised(path.read_text(), promised)]
+    assert len(files) <= 40
+    of_core = [
+        path.stem.removeprefix("test_") for path in files if path.parent != tests and path.parent.name in size.CORE
+    ]
+    assert sorted(of_core) == OF_KERNELS.split()
 
 
 def test_a_return_is_to_a_place_that_was_left():

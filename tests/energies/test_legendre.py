@@ -11,7 +11,7 @@ from implicit_attention.linear import CG, GMRES, MINRES
 from implicit_attention.potentials import LayerNormPotential, Polynomial, Potential, TokenAttention, TokenMemory
 from implicit_attention.solvers import Broyden, GradientDescent, NewtonKrylov
 from implicit_attention.testing.energy import EnergyContract
-from implicit_attention.testing.numerics import dense_jacobian, random
+from implicit_attention.testing.numerics import check_close, dense_jacobian, random
 
 F64 = torch.float64
 
@@ -24,6 +24,7 @@ def given(
     return truth.norm(), attention + TokenMemory(Polynomial(truth.MEMORIES, 1.0)), truth.TOKENS
 
 
+G = truth.norm().mean(truth.TOKENS)
 TIGHT = Anderson(rtol=1e-13, atol=1e-13, max_steps=500)
 
 
@@ -284,3 +285,32 @@ def test_lipschitz_bound_holds_where_the_map_leads_to(event_ndim: int) -> None:
 def test_no_lipschitz_bound_with_attention() -> None:
     norm, phi, x = given()
     assert LegendreEnergy(norm, phi, x).lipschitz() is None
+
+
+# Its attention.
+
+GRADIENTS = {
+    False: [-2.614210814517, -1.293619124461, 1.611951229669, 2.906493896127],
+    True: [-1.976403267136, -1.315578765418, 0.950413992998, 2.213593348303],
+}
+PRODUCTS = {
+    False: [0.370364743646, 0.212716420095, -0.305426973936, -0.593972549847],
+    True: [0.357999029715, 0.261000492361, -0.240885268842, -0.572512557939],
+}
+
+
+@pytest.mark.parametrize(("exclude", "energy"), [(False, -16.084745348194), (True, -5.343008174763)])
+def test_numbers_of_its_attention(exclude: bool, energy: float) -> None:
+    """Of the attention alone, and gradient and curvature with the memory."""
+    attention = truth.attention(exclude_self=exclude)
+    assert abs(float(-attention.value(G)) - energy) < 1e-9
+    _, phi, _ = given(exclude_self=exclude)
+    check_close(-phi.mean(G)[0], torch.tensor(GRADIENTS[exclude], dtype=F64), 0, 1e-9)
+    check_close(-phi.covariance_product(G, truth.V)[1], torch.tensor(PRODUCTS[exclude], dtype=F64), 0, 1e-9)
+
+
+def test_numbers_of_attention_on_a_path_graph() -> None:
+    attention = truth.attention(mask=torch.tensor([[0, 1, 0], [1, 0, 1], [0, 1, 0]]).bool())
+    assert abs(float(-attention.value(G)) - 8.299383251163) < 1e-9
+    expected = torch.tensor([1.2135123715, -0.3531692983, -1.5951487439, -1.3705557908], dtype=F64)
+    check_close(-attention.mean(G)[0], expected, 0, 1e-9)

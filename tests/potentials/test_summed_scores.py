@@ -213,20 +213,3 @@ def test_large_degrees_do_not_overflow():
     potential, z = Polynomial(torch.eye(2), 16.0, degree=30), torch.tensor([[2.0, 1.0]])
     torch.testing.assert_close(potential.mean(z), 16 * z**29)
     assert potential.value(z).isfinite().all()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_arguments_of_keys_are_checked(name):
-    make, keys, z = FAMILIES[name][1], torch.zeros(2, 7, 5), torch.zeros(2, 3, 5)
-    with pytest.raises(ValueError, match="`beta` must be > 0, got 0"):
-        make(keys, 0.0)
-    with pytest.raises(TypeError, match="`mask` must be a boolean tensor"):
-        make(keys, 1.0, mask=torch.zeros(7))
-    with pytest.raises(ValueError, match=r"`bias` must broadcast to .* M = 7 keys"):
-        make(keys, 1.0, bias=torch.zeros(6))
-    with pytest.raises(ValueError, match="`z` must have the keys' dimension 5"):
-        make(keys, 1.0).check_state("z", z[..., :4])
-    with pytest.raises(ValueError, match="`mask` must broadcast to"):
-        make(keys, 1.0, mask=torch.ones(4, 7, dtype=torch.bool)).check_state("z", z)
-    assert make(keys[:0], 1.0).mean(z[:0]).shape == (0, 3, 5)
-    assert make(keys, 1.0).value(z[:, :0]).shape == (2, 0)
