@@ -73,7 +73,7 @@ FACTORIES = {
 each = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 
 
-# Numbers of the issues.
+# Printed numbers.
 
 #: Value, mean, covariance product and, where it was printed, equilibrium of a potential over four keys.
 NUMBERS = """
