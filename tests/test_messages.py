@@ -1,6 +1,5 @@
 """What a solution says of itself: hints that fit the problem, sentences without an index, names of statuses."""
 
-import importlib
 import re
 import warnings
 
@@ -10,6 +9,7 @@ import torch
 from implicit_attention import (
     AnchoredEnergy,
     EnergyFunction,
+    Equilibrium,
     FixedPointMap,
     Implicit,
     ImplicitAttention,
@@ -23,12 +23,10 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.energies import Energy
-from implicit_attention.integrations.transformers import LayerReport
+from implicit_attention.integrations.transformers import report
 from implicit_attention.solution import Record
 from implicit_attention.spins import SpinSystem, thermodynamics
 
-# The package has a function of the same name.
-reports = importlib.import_module("implicit_attention.integrations.transformers.report")
 BOUND = "check that E has a lower bound, and no kink (as |z| has) where it is lowest"
 
 
@@ -234,19 +232,22 @@ def test_a_solution_inside_vmap_can_be_shown():
     assert shown == ["Solution(problems (3,), which the host cannot see)"]
 
 
-def test_a_report_of_many_layers_prints_few_lines(monkeypatch, capsys):
-    def row(name, bad):
-        return LayerReport(name, 0.9, 4.5, 6, 1e-6, 0.5 if bad else 1.0, 1.0, 3.2, 7.5, 8)
+class Halves(torch.nn.Module):
+    def forward(self, z, x):
+        return z / 2 + x
 
-    for bad, lines in ((set(), 2 + 12 + 1), ({20}, 2 + 13 + 1), (set(range(48)), 2 + 24 + 1)):
-        rows = [(f"layer{i}", i in bad) for i in range(48)]
-        monkeypatch.setattr(reports, "last_calls", lambda model, rows=rows: rows)
-        monkeypatch.setattr(reports, "_row", row)
-        monkeypatch.setattr(reports, "attention_names", lambda model: {})
-        found = reports.report(torch.nn.Identity())
-        printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == lines
-        assert printed[-1].startswith(f"and {48 - (lines - 3)} layers more")
-        assert all(any(line.startswith(f"layer{i} ") for line in printed) for i in list(bad)[:24])
+
+def test_a_report_of_many_layers_prints_few_lines(capsys):
+    blocks, x = torch.nn.ModuleList(Equilibrium(Halves(), on_failure="ignore") for _ in range(48)), torch.ones(1, 2)
+    for bad, shown in ((set(), 12), ({20}, 13), (set(range(48)), 24)):
+        for i, block in enumerate(blocks):
+            block(x, solver=Picard(max_steps=1 if i in bad else 100))
+        found = report(blocks)
+        names, _, told = capsys.readouterr().out.partition("and ")
+        names = [line.split()[0] for line in names.splitlines()[-shown:]]
+        assert set(names) >= set(map(str, sorted(bad)[:24]))
+        assert names[0] == "0"
+        assert told.startswith(f"{48 - shown} layers more")
+        assert told.count("MAX_STEPS") == len(bad)
         assert len(found) == 48
         assert repr(found) == "LayerReports(48 layers)"
