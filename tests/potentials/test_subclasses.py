@@ -15,7 +15,18 @@ from implicit_attention import (
     Status,
     solve,
 )
-from implicit_attention.potentials import GaussianMixture, HiddenUnits, Polynomial, SignUnits, SoftcapLogSumExp
+from implicit_attention.potentials import (
+    EluFeatures,
+    GaussianMixture,
+    HiddenUnits,
+    KernelPotential,
+    Polynomial,
+    SignUnits,
+    SoftcapLogSumExp,
+    Softmax1,
+    Tilted,
+    TokenAttention,
+)
 from implicit_attention.testing.numerics import random, relative_error
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
@@ -106,6 +117,34 @@ def test_a_solve_answers_what_the_subclass_computes(name, change):
     assert bound is None or bound >= 2 * torch.linalg.matrix_norm(jacobian, ord=2).max()
     assert potential.select(torch.tensor([0, 2])) is None
     assert not potential.convex or change == "both"
+
+
+def over_given_keys():
+    """name -> a potential of keys (2, 5, 4)."""
+    covariance, heads = torch.eye(4, dtype=torch.float64), 0.3 * random(2, 2, 3, 4, seed=3)
+    return {
+        "Softmax1": lambda keys: Softmax1(keys, 0.7),
+        "GaussianMixture": lambda keys: GaussianMixture(keys, covariance, torch.zeros(5, dtype=torch.float64)),
+        "HiddenUnits": lambda keys: HiddenUnits(0.3 * keys.mT, SignUnits()),
+        "KernelPotential": lambda keys: KernelPotential(0.3 * keys, 0.5, features=EluFeatures()),
+        "Tilted": lambda keys: Tilted(LogSumExp(keys, 0.7), keys[:, :1]),
+        "TokenAttention": lambda keys: TokenAttention(*(heads * keys.mean()), 0.5),
+    }
+
+
+@pytest.mark.parametrize("name", over_given_keys())
+def test_a_tensor_that_no_formula_knows_changes_no_derivative(name):
+    """Gradients written in the order of a class's own tensors would go to others."""
+    found = []
+    for further in (False, True):
+        keys, x = 0.4 * random(2, 5, 4).requires_grad_(), random(2, 5, 4, seed=2).requires_grad_()
+        potential = over_given_keys()[name](keys)
+        if further:
+            potential.further = random(3)
+        value = solve(AnchoredEnergy(potential, x, 0.6), x.detach(), solver=Picard(**TIGHT)).value
+        found.append(torch.autograd.grad(value.square().sum(), (keys, x), allow_unused=True))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
 def test_a_mean_alone_leaves_no_value():
