@@ -213,3 +213,9 @@ def test_large_degrees_do_not_overflow():
     potential, z = Polynomial(torch.eye(2), 16.0, degree=30), torch.tensor([[2.0, 1.0]])
     torch.testing.assert_close(potential.mean(z), 16 * z**29)
     assert potential.value(z).isfinite().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arguments_of_keys_are_checked(name):
+    with pytest.raises(ValueError, match="`beta` must be > 0, got 0"):
+        FAMILIES[name][1](torch.zeros(2, 7, 5), 0.0)
