@@ -142,6 +142,7 @@ def test_an_approximation_of_spins_is_one_file_and_one_line(copy):
     file, line, contract = blocks("A new approximation of spins")
     copy.write("spins/weak_coupling.py", file)
     copy.add_line("spins/methods.py", line, before=")\n\n\ndef listed")
+    copy.add_line("spins/__init__.py", "from .weak_coupling import WeakCoupling\n\n", before="__all__ = [")
     docs = copy.folder / "docs"
     (docs / "spin_systems").mkdir(parents=True)
     (docs / "reference").mkdir()

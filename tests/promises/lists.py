@@ -34,7 +34,7 @@ ROOT = HERE.parents[1]
 SOURCE = Path(implicit_attention.__file__).parent
 IMPORT = re.compile(r"^[ >.]*from (implicit_attention[\w.]*) import (\([^)]*\)|[^\n\\]*)", re.MULTILINE)
 #: CONTRIBUTING.md shows with these how a class is added.
-SHOWN = {"HeavyBall", "Ridge"}
+SHOWN = {"HeavyBall", "Ridge", "WeakCoupling"}
 
 
 def read(name: str) -> Any:
