@@ -255,6 +255,18 @@ def test_one_tensor_in_several_places_has_the_sum_of_their_gradients(door, creat
     torch.testing.assert_close(found.detach(), sum(g for g in given if g is not None), rtol=1e-4, atol=1e-5)
 
 
+@native
+@pytest.mark.parametrize("shared", [(), (H,), (1, H), (B, H)], ids=str)
+def test_one_call_takes_few_of_the_operations_of_torch_that_a_loop_takes(shared):
+    counts = []
+    with torch.no_grad():
+        for impl in ("auto", "reference"):
+            with torch.profiler.profile() as seen:
+                ia.equilibrium_attention(*tensors(shared=shared), anchor=0.4, impl=impl)
+            counts.append(sum(event.name.startswith("aten::") for event in seen.events()))
+    assert 20 * counts[0] < counts[1]
+
+
 # Failures.
 
 
