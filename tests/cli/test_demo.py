@@ -19,6 +19,10 @@ from implicit_attention.studies.thinking.puzzles import PUZZLES
 SEED = 1
 
 
+#: The demonstration runs once for all of them.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The whole demonstration, in a folder that did not exist."""
@@ -126,7 +130,6 @@ def test_half_way_is_where_the_curve_crosses(made):
 # ------------------------------------------------------------------ options
 
 
-@pytest.mark.slow
 def test_weights_can_be_trained_anew(monkeypatch, tmp_path):
     """No option makes a training short: the recipes are cut here."""
     for name, count in (("POOL", 40), ("CROSSED", 6)):

@@ -162,6 +162,7 @@ def test_a_method_that_raises_stays_in_the_table(tmp_path, monkeypatch):
     assert "enumeration          failed: RuntimeError: it broke" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_log_is_told_what_goes_on_where_nothing_was_written_for_seconds(tmp_path, monkeypatch):
     """A terminal has a bar instead."""
     usual, waits = Enumeration.log_partition, []

@@ -92,6 +92,7 @@ def test_the_gaussian_prior():
     np.testing.assert_allclose(v[0], [[0.0621491512, 0.0048675431], [0.0048675431, 0.1234424707]], rtol=0, atol=6e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "log_partition", "m"), [(100, 0.808367915705, 0.774241720703), (1000, 0.805501483472, 0.786407322718)]
 )

@@ -94,6 +94,7 @@ def glass(samples, sites, seed):
     return couplings + couplings.mT
 
 
+@pytest.mark.slow
 def test_a_spin_glass_below_the_line():
     """Against the replica-symmetric values of infinitely many sites."""
     sites = 200
