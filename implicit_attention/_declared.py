@@ -192,7 +192,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield from leaves(part)
 
 
-def _modules(value: Any) -> Iterator[nn.Module]:
+def modules_in(value: Any) -> Iterator[nn.Module]:
     """The modules in `value`, in all places where `named` looks for tensors."""
     if isinstance(value, nn.Module):
         yield value
@@ -200,7 +200,7 @@ def _modules(value: Any) -> Iterator[nn.Module]:
         parts = vars(value) if isinstance(value, Declared) else value
         for part in parts.values() if isinstance(parts, dict) else parts:
             if isinstance(part, HOLDERS):
-                yield from _modules(part)
+                yield from modules_in(part)
 
 
 #: How many entries of a tuple, list or dict are named where an object is shown.
@@ -337,14 +337,14 @@ class Declared:
         Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
         in a module gives the module up for all later calls.)
         """
-        if not any(_is_compiled(part) or part.training for module in _modules(self) for part in parts_of(module)):
+        if not any(_is_compiled(part) or part.training for module in modules_in(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(_inside(module), _kept_apart, copies))
 
     def unwritten(self) -> Self:
         """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
-        if not any(part.training for module in _modules(self) for part in parts_of(module)):
+        if not any(part.training for module in modules_in(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _own_buffers, copies))
@@ -355,7 +355,7 @@ class Declared:
         These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
         where their computation changes buffers.
         """
-        if not any(_computes(part) for module in _modules(self) for part in parts_of(module)):
+        if not any(_computes(part) for module in modules_in(self) for part in parts_of(module)):
             return self
         copies: dict[int, nn.Module] = {}
         return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _computed, copies))

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
 from . import _validate
 from ._autograd import transforms_active
-from ._declared import HOLDERS, changed, leaves, named, parts_of, picked
+from ._declared import HOLDERS, changed, leaves, modules_in, named, parts_of, picked
 from .problem import Problem, is_like, refuse_writes, writes_to
 
 
@@ -109,6 +110,13 @@ class UserProblem(Problem):
         # Other objects among the inputs may make the next problem read another tensor.
         legible = all(isinstance(leaf, Tensor | numbers.Number | str | None) for leaf in leaves(self.inputs))
         self._passed = _passed_by(function) if legible else set()
+
+    @property
+    def mixes(self) -> bool:  # type: ignore[override]
+        """Whether a batch normalisation takes its statistics from the batch."""
+        parts = (part for module in modules_in(self) for part in parts_of(module))
+        norms = (part for part in parts if isinstance(part, _BatchNorm))
+        return any(norm.training or norm.running_mean is None for norm in norms)
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -257,10 +265,11 @@ class FixedPointMap(UserProblem):
 
     With an input that is `PerSample`, or with all inputs wrapped, problems leave the work as they finish: f is then
     called with fewer problems than the initial state has, and inputs that are not wrapped are shared. The last bits of
-    a value may depend on how many others are left, as those of torch's kernels do; nothing else does. A map that mixes
-    problems (batch normalisation in training), that draws random numbers, or that takes one number of problems only is
-    found by one call on those that would stay, before any leaves, and keeps all to the end. Where it mixes them they
-    are one problem: make the axis that numbers them a part of the event.
+    a value may depend on how many others are left, as those of torch's kernels do; nothing else does. After some have
+    left, one call on all, which `num_evals` leaves out, measures the residuals that are reported: problems above their
+    tolerance go on, all together where the map mixes them (sums over graphs). None leaves a batch normalisation in
+    training, or a map that raises for fewer problems. Where a map mixes problems they are one problem: make the axis
+    that numbers them a part of the event.
 
     Gradients: with respect to every declared tensor, first and second order. A tensor that requires grad and is read
     without being declared raises ValueError in `solve`.

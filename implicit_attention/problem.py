@@ -165,9 +165,11 @@ class Problem(Declared, general=True):
     #: Whether E(f(z)) <= E(z) - divergence(z, f(z)) is guaranteed, |f(z) - z|^2/2 without a metric (with
     #: `steps_rescaled`: times a number > 0 that depends on z), so that plain steps need no test.
     plain_steps_descend: bool = False
-    #: Whether f is known to compute each problem by itself. Otherwise f of a part of the problems is compared with f of
-    #: all before any problem is left out, and adjoints keep all together.
+    #: Whether f is known to compute each problem by itself. Otherwise one evaluation of all judges the answers of a
+    #: solve where problems have left the work, and adjoints keep all together.
     separates: bool = True
+    #: Whether f is known to read other problems: none has finished then before all have.
+    mixes: bool = False
     #: Whether solves before have shown that f leaves its state alone and returns new memory.
     tested: bool = False
     #: Where the axis before the last numbers tokens that read no later ones: the loop then stops each on its own.
@@ -217,10 +219,6 @@ class Problem(Declared, general=True):
 
     def pass_tests(self) -> None:
         """Take note that the first two evaluations of a solve have passed their tests."""
-
-    def leaves_others(self, test: Callable[[], bool]) -> bool:
-        """Whether f of some problems alone is that of all, by a `test`, or as solves before have shown."""
-        return test()
 
     def linearize(self, z: Tensor) -> Linearization:
         """The Jacobian of f at z, for many products at one state."""
@@ -434,15 +432,18 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
     if not batched and z.device.type == "cpu" and not bool(left_out.any()):
         return problem, z
     rows = left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim))
-    z, problem = z.masked_fill(rows, 0.0), problem.without(left_out)
+    z, apart = z.masked_fill(rows, 0.0), problem.without(left_out)
     if problem.knows_own or batched or not bool(left_out.any()):
-        return problem, z
+        return apart, z
 
     def others(problem: Problem) -> Tensor:
         with torch.no_grad():
             return problem.fixed_point_map(z.detach()).detach().masked_fill(rows, 0.0)
 
     expected = others(problem)
+    if same(others(apart), expected):
+        # Others may read what looks like a row's own, as with a table of as many rows.
+        problem = apart
     for good in (torch.isfinite, lambda t: ~torch.isnan(t)):
         filled = problem.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in problem.tensors()))
         if same(others(filled), expected):

@@ -263,9 +263,10 @@ def test_whether_a_map_is_random_is_asked_after_failures_alone():
     z = torch.zeros(2, 3)
     with torch.no_grad():
         hasty = Picard(max_steps=9)
-        assert count(z, solver=hasty, on_failure="ignore") == 0
+        # The best states of both are judged together.
+        assert count(z, solver=hasty, on_failure="ignore") == 1
         with pytest.warns(ConvergenceWarning, match="`f` is random"):
-            assert count(z, solver=hasty, on_failure="warn") == 2
+            assert count(z, solver=hasty, on_failure="warn") == 3
         assert count(z, solver=Picard(rtol=0.9), on_failure="warn") == 0
 
     def value(z):

@@ -33,7 +33,7 @@ from .._reporting import stays_out
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
 from ..solution import Record, Remedies, Trace
-from ..solvers._rows import maps_alone
+from ..solvers._rows import agree
 from ..solvers.iterate import Outcome
 from ..status import Status
 from .base import Adjoint, Request
@@ -135,7 +135,7 @@ def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tenso
         # Those that have converged make no steps, where the problem can be restricted.
         index = first_of(failed)
         part = None if index is None else problem.select(index)
-        if part is None or index is None or not (problem.separates or _separates(problem, index, failed, value)):
+        if part is None or index is None or not (problem.separates or _separates(problem, part, index, failed, value)):
             index, part = None, problem
         problem = part
     steps = fallback.through(problem, rows_of(value.detach(), index))
@@ -144,9 +144,17 @@ def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tenso
 
 
 @torch.no_grad()
-def _separates(problem: Problem, index: Tensor, failed: Tensor, value: Tensor) -> bool:
-    """Whether the problems that `failed` make the same steps by themselves as among all."""
-    return maps_alone(problem, index, failed, value, problem.apart().fixed_point_map(value))
+def _separates(problem: Problem, part: Problem, index: Tensor, failed: Tensor, value: Tensor) -> bool:
+    """Whether f of the problems `index` alone, the `part`, is that of all where they have `failed`."""
+    rows = rows_of(value, index)
+    try:
+        alone = part.apart().fixed_point_map(rows)
+    except Exception:
+        # f may take no other number of problems than all.
+        return False
+    among = rows_of(problem.apart().fixed_point_map(value), index)
+    shape = (*rows.shape[: rows.ndim - problem.event_ndim], -1)
+    return agree(alone.reshape(shape), among.reshape(shape), rows_of(failed, index))
 
 
 def fixed_point(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look, transforms_active
+from .._autograd import host_may_look, is_batched, transforms_active
 from .._declared import first_of, pick, put
 from .._norm import length, norm
 from .._reporting import left_out, lost, report_gradients
@@ -234,9 +234,12 @@ def _solve(
     product, right = system.flat(problem)
     # With a metric the unknowns are others than those of the answer.
     initial = None if start is None or (method.symmetric and problem.has_metric) else start.reshape(right.shape)
-    answer = natively(method).solve(product, right, initial=initial, check=both)
+    # Problems that read each other take steps that know nothing of the residual.
+    check = both if problem.separates or both is not None else product
+    answer = natively(method).solve(product, right, initial=initial, check=check)
     answer = replace(answer, value=answer.value.reshape(rhs.shape))
-    if not problem.separates and host_may_look(answer.status) and bool((answer.status > Status.UNSTABLE).any()):
+    failed = answer.status > Status.UNSTABLE
+    if not problem.separates and not is_batched(failed) and bool(failed.any()):
         answer = _together(method, problem, system, answer)
     if isinstance(method, CG) and bool(answer.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)

@@ -21,6 +21,7 @@ class VmappedProblem(Problem):
         self.event_ndim, self.token_order = inner.event_ndim, inner.token_order
         self.symmetric, self.has_energy, self.has_metric = inner.symmetric, inner.has_energy, inner.has_metric
         self.plain_steps_descend, self.steps_rescaled = inner.plain_steps_descend, inner.steps_rescaled
+        self.separates, self.mixes = inner.separates, inner.mixes
 
     def _vmap(self, method: str, *states: Tensor) -> Tensor:
         def call(*arguments: Tensor) -> Tensor:

@@ -58,8 +58,9 @@ class Equilibrium(Remembering):
     leaves the work when it is done. For that the layer must know which tensors have an entry for each sample: those
     whose first axes number the samples, and all that are wrapped in `PerSample`; the others, and all that are wrapped
     in `Shared`, are shared. The axes leave one case open, a floating-point argument where the first axis of the event
-    is as long as there are samples: it is shared unless it is wrapped. A tensor of the wrong kind costs work, as no
-    sample leaves then, and changes no value.
+    is as long as there are samples: it is shared unless it is wrapped. A tensor of the wrong kind, and a block that
+    mixes samples, cost work and change no answer: after some have left, the residuals of all are measured together, and
+    samples above their tolerance go on.
 
     Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). Pass a
     state of another shape or structure as `start`.
@@ -197,7 +198,7 @@ class Equilibrium(Remembering):
         self._identity = object()
         self._memory = AdjointMemory()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
-        self._checked: set[tuple[bool, str]] = set()
+        self._checked: set[tuple[Any, str]] = set()
         self._drawing: set[bool] = set()
 
     @staticmethod

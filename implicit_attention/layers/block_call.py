@@ -52,7 +52,7 @@ class BlockCall:
     inputs: tuple[PerSample | Shared, ...]
     options: SolveOptions
     on_failure: Any
-    checked: set[tuple[bool, str]]
+    checked: set[tuple[Any, str]]
     graphs: Graphs | None = None
     memory: AdjointMemory | None = None
 

@@ -158,7 +158,7 @@ LEVERS = {
 
 
 class BlockProblem(FixedPointMap):
-    """The fixed points of a `BlockMap`. Whether it reads undeclared tensors is checked once per layer and mode."""
+    """The fixed points of a `BlockMap`. Whether it reads undeclared tensors is checked once per layer and its modes."""
 
     if_random = (
         "numbers that come from numpy or a Generator of its own cannot be held: draw them from torch's default "
@@ -167,9 +167,10 @@ class BlockProblem(FixedPointMap):
 
     function: BlockMap
 
-    def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[bool, str]]) -> None:
+    def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[Any, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
-        self.checked, self.mode, self.draws = checked, function.block.training, function.draws
+        self.checked, self.draws = checked, function.draws
+        self.mode = tuple(part.training for part in function.block.modules())
         self.graphs: Graphs | None = None
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
@@ -189,22 +190,12 @@ class BlockProblem(FixedPointMap):
 
     @property
     def tested(self) -> bool:  # type: ignore[override]
-        """Whether a solve of the layer, in this mode, has shown that the block writes to nothing it is given."""
+        """Whether a solve of the layer, in these modes, has shown that the block writes to nothing it is given."""
         return (self.mode, "writes") in self.checked
 
     def pass_tests(self) -> None:
         if not transforms_active():
             self.checked.add((self.mode, "writes"))
-
-    def leaves_others(self, test: Callable[[], bool]) -> bool:
-        function = self.function
-        if not function.frame.flat:
-            return test()
-        kinds = [(tuple(t.shape), own) for t, own in zip(self.inputs, self._own, strict=True)]
-        key = (self.mode, f"alone: {function.layout.events} {kinds} {function.frame.others}")
-        if key not in self.checked and test():
-            self.checked.add(key)
-        return key in self.checked
 
     @property
     def to_contract(self) -> str:

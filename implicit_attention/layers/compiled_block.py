@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -23,7 +24,8 @@ from ..options import SolveOptions
 from ..problem import Problem, share_memory, writes_to
 from ..solution import Record
 from ..solvers import Outcome, Picard, Solver
-from ..solvers._rows import COMPACT_BELOW, Best, Rows, flat, unflat
+from ..solvers._rows import COMPACT_BELOW, Rows, flat, unflat
+from ..solvers.iterate import Ended, judged, loop
 from ..solvers.progress import Iteration, compared, progress_of
 from ..status import Status
 from .compiled_graphs import Graphs, System
@@ -69,7 +71,8 @@ class CompiledPicard(Picard):
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         lead = initial.ndim - problem.event_ndim
-        if trace or graph or not lead or initial.numel() == 0 or not may_compile(self.graphs, problem, initial):
+        fits = lead and initial.numel() > 0 and may_compile(self.graphs, problem, initial)
+        if trace or graph or not fits or problem.mixes:
             return super().run(problem, initial, trace=trace, graph=graph)
         assert isinstance(problem, FixedPointMap)
         with torch.no_grad():
@@ -77,15 +80,16 @@ class CompiledPicard(Picard):
             if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
                 # Inside a graph without autograd a compiler has no use for theirs, and warns of it.
                 problem = problem.replace(*(tensor.detach() for tensor in tensors))
-            rows = _FewSizes(problem, initial, pad=True, compact=True)
-            value, record = rows.all(self._stretched(rows))
+            rows = _FewSizes(problem, initial, compact=True)
+            going = functools.partial(loop, self, every=1, traced=None, callback=None)
+            value, record = judged(self, rows, self._stretched, going, every=1)
             self.graphs.evaluations = int(record.num_evals.max())
         if share_memory(value, initial):
             value = value.clone()
         return Outcome(value.reshape(initial.shape), record)
 
-    def _stretched(self, rows: Rows) -> Best:
-        """The best states, by one stretch of evaluations after the other."""
+    def _stretched(self, rows: Rows) -> Ended:
+        """The best states, by one stretch of evaluations after the other, and the last evaluation."""
         z, event, rule = rows.initial.contiguous(), rows.event, self.end_rule
         progress = progress_of(rule, rows, energy=False, descends=False, plain=True)
         done, needed, most, before = 0, float(self.graphs.evaluations), self.max_steps + 1, None
@@ -102,19 +106,19 @@ class CompiledPicard(Picard):
                 # Decisions read states and sizes alone.
                 point = Iteration(states[i], states[i + 1], states[i + 1], residual[i], None, done + i, event)
                 progress.decide(point, tolerance[i], None, None)
-            done, z = done + count, states[-1]
+            done, z, rows.untried = done + count, states[-1], False
             if done == most or not progress.unfinished():
                 break
             before = residual[-2] if count > 1 else before
             needed = _remaining(residual[-1], before, tolerance[-1], progress.active, self.graphs.evaluations - done)
             before = residual[-1]
-            if needed >= WORTH and progress.may_shrink(COMPACT_BELOW):
-                order = rows.compaction(progress.active, states[-2], mapped)
-                if order is not None:
-                    z, before, parts = rows.take(order, progress.best, (z, before, progress.tree()))
-                    progress.restrict(*parts)
+            shrinks = needed >= WORTH and progress.may_shrink(COMPACT_BELOW)
+            if shrinks and (order := rows.compaction(progress.active)) is not None:
+                z, before, parts = rows.take(order, progress.best, (z, before, progress.tree()))
+                progress.restrict(*parts)
         progress.end(progress.active, self.exhausted)
-        return progress.result()
+        point = Iteration(states[-2], mapped, mapped - states[-2], residual[-1], None, done - 1, event)
+        return Ended(progress.result(), point, tolerance[-1])
 
     def _measured_anew(self, states: list[Tensor], mapped: Tensor) -> tuple[Tensor, Tensor]:
         """|r| and the tolerances of all evaluations of a stretch, where squares leave the range of the precision."""

@@ -68,7 +68,7 @@ def check_update(problem: CausalProblem, cache: BlockCache) -> None:
 
 
 def _passed(problem: CausalProblem) -> str:
-    """The tokens that passed in this mode: those "alone", or "beside others" of a cache; "" for none."""
+    """The tokens that passed in these modes: those "alone", or "beside others" of a cache; "" for none."""
     return next((at for at in ("alone", "beside others") if (problem.mode, f"past {at}") in problem.checked), "")
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._autograd import is_batched, transforms_active
-from .._norm import norm
 from ..attention.masks import triangle
 from ..linear._vectors import along
 from ..problem import Problem, TokenOrder
@@ -102,9 +101,7 @@ class TokenSolve:
         if is_batched(outcome.record.status) or transforms_active() or not isinstance(problem, CausalProblem):
             record = of_problems(outcome.record, problem.event_ndim - tokens.event_ndim)
             return outcome._replace(record=record)
-        with torch.no_grad():
-            record = tokens.measured_again(outcome.record, outcome.value)
-        value, record = self._with_exits(outcome.value, record, exits)
+        value, record = self._with_exits(outcome.value, outcome.record, exits)
         return self._kept(outcome._replace(value=value, record=record, trace=tokens.course(outcome.trace)))
 
     def _holds_windows(self, problem: CausalProblem) -> bool:
@@ -191,14 +188,7 @@ class TokenSolve:
             else:
                 order = self.order.restricted(torch.arange(begin, end, device=initial.device))
                 outcome = solver.run(TokensInWindow(window, order, event_ndim, exits), start)
-            record, value = outcome.record, outcome.value
-            if not window.is_at(value):
-                # The best state of a token that failed, or states that later tokens did not see last.
-                again = window(value.nan_to_num(0.0, 0.0, 0.0)) - value
-                left = record.status != Status.CONVERGED
-                residual = torch.where(left, norm(again.flatten(axis + 1)), record.residual)
-                record = record._replace(residual=residual)
-            value, record = self._with_exits(value, record, exits)
+            value, record = self._with_exits(outcome.value, outcome.record, exits)
             values.append(value)
             records.append(record)
         value = torch.cat(values, dim=axis) if len(values) > 1 else values[0]

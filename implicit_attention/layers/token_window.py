@@ -135,7 +135,7 @@ class TokensTogether(Tokens):
 
     def __init__(self, problem: Problem, exits: Exits | None = None) -> None:
         self.inner, self.exits, self.exists = problem, exits, getattr(problem, "in_mask", None)
-        self.event_ndim = problem.event_ndim - 1
+        self.event_ndim, self.mixes = problem.event_ndim - 1, problem.mixes
         self.token_order = problem.token_order or TokenOrder()
 
     def settled_of(
@@ -155,14 +155,14 @@ class TokensTogether(Tokens):
     ) -> tuple[Tensor | None, Tensor]:
         if self.exits is None:
             return super().settled_of(active, converged, broken, point)
-        broken = active & self._behind(broken)
+        broken = active & self.behind(broken)
         # A rule ends a token whatever its past does.
         ended, small = self.exits.end(active & ~broken, converged, point, self.index)
-        settled = small & ~self._behind(active & ~(small | ended))
-        self.exits.mark_behind(settled, self._behind(self.exits.ended_at(self.index)), self.index)
+        settled = small & ~self.behind(active & ~(small | ended))
+        self.exits.mark_behind(settled, self.behind(self.exits.ended_at(self.index)), self.index)
         return (ended | settled) & ~broken, broken
 
-    def _behind(self, tokens: Tensor) -> Tensor:
+    def behind(self, tokens: Tensor) -> Tensor:
         return self.token_order.behind(tokens)
 
 
@@ -177,7 +177,6 @@ class TokenWindow:
         before: the number of tokens before those of the call.
         begin, end: the tokens of the call.
         index: some of them, (*batch, K), counted from `begin`; None for all.
-        shared: what the windows of one solve share: the last state that was evaluated, and its index.
     """
 
     def __init__(
@@ -190,12 +189,11 @@ class TokenWindow:
         begin: int,
         end: int,
         index: Tensor | None = None,
-        shared: list[Any] | None = None,
     ) -> None:
         self.problem = problem
         self.made_of = (problem, start, reads, memory, before, begin, end)
         batch = problem.lead_of(start)
-        self.index, self.shared = index, [] if shared is None else shared
+        self.index = index
         self.function = problem.function
         device = self.function.layout.device
         own = torch.arange(begin, end, device=device) if index is None else begin + index
@@ -225,7 +223,7 @@ class TokenWindow:
 
     def at(self, index: Tensor) -> TokenWindow:
         """The window of some of its tokens, (*batch, K)."""
-        return TokenWindow(*self.made_of, index, self.shared)
+        return TokenWindow(*self.made_of, index)
 
     def __call__(self, z: Tensor) -> Tensor:
         """f of the states (*batch, K, *event) of these tokens."""
@@ -240,12 +238,11 @@ class TokenWindow:
             function._refuse_writes([False])
         cast = function.autocast is not None
         mapped = function.layout.pack(function.layout.check_output(function.__name__, result, state, cast=cast))
-        self.shared[:] = z, self.index
         return only_existing(mapped, self.exists)
 
     def later(self) -> Callable[[Tensor], Tensor] | None:
         """The same for plain states after the first evaluation, with the tests of `BlockMap.later`; None for others."""
-        function, past, shared, index = self.function, self.past, self.shared, self.index
+        function, past = self.function, self.past
         plain = self.exists is None and function.flat and function.autocast is None
         if not plain or function.draws.repeated or function.draws.watching:
             return None
@@ -260,16 +257,9 @@ class TokenWindow:
                 function._refuse_writes([False])
             if not is_like(result, z):
                 result = function.layout.check_output(function.__name__, result, z, cast=False)
-            shared[:] = z, index
             return cast(Tensor, result)
 
         return mapped
-
-    def is_at(self, value: Tensor) -> bool:
-        """Whether the last evaluation of the solve was at these states of all its tokens, or of those left."""
-        z, index = self.shared
-        rows = value if index is None else rows_at(value, index, index.ndim - 1 - value.ndim)
-        return bool(torch.equal(rows, z))
 
 
 class TokensInWindow(TokensTogether):
@@ -279,6 +269,7 @@ class TokensInWindow(TokensTogether):
 
     def __init__(self, window: TokenWindow, order: TokenOrder, event_ndim: int, exits: Exits | None = None) -> None:
         self.window, self.token_order, self.event_ndim = window, order, event_ndim
+        self.mixes = window.problem.mixes
         self.exits, self.index, self.exists = exits, window.index, window.in_mask
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
@@ -286,10 +277,6 @@ class TokensInWindow(TokensTogether):
 
     def check_undeclared(self, z: Tensor) -> None:
         """Nothing is differentiated here."""
-
-    def leaves_others(self, test: Callable[[], bool]) -> bool:
-        # Tokens that have left are read by their keys.
-        return True
 
     def select(self, index: Tensor) -> Self:
         order = self.token_order.restricted(index)

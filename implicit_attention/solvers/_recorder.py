@@ -140,21 +140,27 @@ class Recorder:
 
     def round_to(self, problem: Problem, dtype: torch.dtype) -> None:
         """Round the values to another precision, and measure the residuals of `problem` at the rounded values."""
-        value = self.value.to(dtype)
-        mapped, energy = problem.evaluate(value.reshape(self.shape), energy=self.energy is not None)
+        self._measure(problem, self.value.to(dtype))
+        self.num_evals += 1
+        self._take_down(self.rows)
+
+    def _measure(self, problem: Problem, value: Tensor) -> None:
+        states = value.nan_to_num(0.0, 0.0, 0.0).reshape(self.shape)
+        mapped, energy = problem.evaluate(states, energy=self.energy is not None)
         mapped = mapped.reshape(value.shape)
         residual = norm(mapped - value)
-        self.value, self.residual = value, torch.where(self.unreadable, self.residual.to(dtype), residual)
+        self.value, self.residual = value, torch.where(self.unreadable, self.residual.to(value.dtype), residual)
         self.tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
         self.energy = None if energy is None else energy.reshape(-1)
         if not self.solver.fixed_budget:
             self.stalled |= self.done
             self.done = torch.isfinite(self.residual) & (self.residual <= self.tolerance)
-        self.num_evals += 1
-        self._take_down(self.rows)
 
     def outcome(self) -> Outcome:
         """All of it, with the leading axes of the initial state."""
+        if not self.problem.separates and len(self.rows) > 1 and self.value.dtype == self.initial.dtype:
+            # A problem may read others that have moved since its own end.
+            self._measure(self.problem, self.value)
         status = torch.full_like(self.num_steps, int(self.solver.exhausted), dtype=torch.int8)
         status[self.stalled] = int(Status.STALLED)
         status[self.broken] = int(Status.DIVERGED)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look, is_batched
+from .._autograd import host_may_look
 from .._declared import pick, put
 from ..problem import Problem
 from ..solution import Record
+from ..status import Status
 
 # The working set is restricted anew when the unfinished problems are less than this part of it.
 COMPACT_BELOW = 2 / 3
@@ -43,28 +44,11 @@ def finite_rows(z: Tensor) -> Tensor:
     return z.detach().sum(-1).abs() < torch.inf
 
 
-def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
-    """Whether f of the problems `index` alone agrees with f of all problems, where they are `wanted` (*lead).
+def agree(rows: Tensor, expected: Tensor, wanted: Tensor) -> bool:
+    """Whether rows (*lead, n) are the expected ones but for rounding, where `wanted` (*lead).
 
-    z, mapped: (*lead, *event), a state of all problems and f of it.
+    Kernels may round otherwise for another number of rows.
     """
-    part = problem.apart().select(index)
-    if part is None:
-        # The map has drawn random numbers since the solve began.
-        return False
-    wanted, z, mapped = (pick(t, index) for t in (wanted, z, mapped))
-    try:
-        alone = part.fixed_point_map(z)
-    except (RuntimeError, ValueError, IndexError):
-        # The map takes no other number of problems than it was given first.
-        return False
-    # Kernels may round otherwise for another number of rows.
-    event = z.shape[wanted.ndim :]
-    return _agree(flat(alone, event), flat(mapped, event), wanted)
-
-
-def _agree(rows: Tensor, expected: Tensor, wanted: Tensor) -> bool:
-    """Whether rows (*lead, n) are the expected ones but for rounding, where `wanted` (*lead)."""
     off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (rows - expected, expected))
     return bool(((off <= torch.finfo(rows.dtype).eps ** (2 / 3) * size) | ~wanted).all())
 
@@ -83,7 +67,7 @@ def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mappe
     wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
     other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
     again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
-    return _agree(again, mapped, wanted & (torch.linalg.vector_norm(mapped, dim=-1) < torch.inf))
+    return agree(again, mapped, wanted & (torch.linalg.vector_norm(mapped, dim=-1) < torch.inf))
 
 
 def _picked(tree: Any, order: Tensor) -> Any:
@@ -104,15 +88,28 @@ class Best(NamedTuple):
     energy: Tensor | None
 
 
+#: The record of a solve that goes on, None for one that begins, and the number of its steps so far.
+Begun: TypeAlias = tuple[Record | None, int]
+
+
 class Rows:
     """The working set: which rows of the last leading axis are still being iterated.
 
-    Rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's bits do not depend
-    on how many others are left. A problem that cannot be restricted keeps all its rows to the end, and so does one that
-    is found to mix them (`Problem.separates`).
+    Without a graph rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's
+    bits do not depend on how many others are left, unless they may read each other (`Problem.separates`). A problem
+    that cannot be restricted keeps all its rows to the end.
+
+    Args:
+        problem: of all rows.
+        initial: their states, (*lead, *event).
+        compact: whether finished ones may leave.
+        together: whether none has finished before all have, as they read each other.
+        begun: the record of steps that led to `initial`, of which those with MAX_STEPS go on, and how many were made.
     """
 
-    def __init__(self, problem: Problem, initial: Tensor, *, pad: bool, compact: bool) -> None:
+    def __init__(
+        self, problem: Problem, initial: Tensor, *, compact: bool, together: bool = False, begun: Begun = (None, 0)
+    ) -> None:
         lead = initial.shape[: initial.ndim - problem.event_ndim]
         self.event = initial.shape[len(lead) :]
         self.initial = flat(initial, self.event)
@@ -121,10 +118,15 @@ class Rows:
         self.base = self.problem = problem
         self.rows: Tensor | None = None
         self.full: Best | None = None
-        self.compact = compact and pad and self.count > 0 and initial.numel() > 0
-        #: Whether unfinished problems were seen not to read finished ones; None before that is tried.
-        self.unread: bool | None = True if problem.separates else None
-        padded = self._rounded_up(self.count) if pad and initial.numel() > 0 else self.count
+        self.compact = compact and not together and self.count > 0 and initial.numel() > 0
+        self.together = together
+        self.begun, self.made = begun
+        if self.begun is not None:
+            self.active = self.begun.status == Status.MAX_STEPS
+        #: Whether f was not evaluated yet since some left.
+        self.untried = False
+        pad = problem.separates and initial.numel() > 0 and not torch.is_grad_enabled()
+        padded = self._rounded_up(self.count) if pad else self.count
         if padded > self.count:
             index = torch.arange(padded, device=initial.device)
             selected = problem.select(index.clamp(max=self.count - 1).expand(*lead[:-1], -1))
@@ -144,10 +146,10 @@ class Rows:
     def _rounded_up(self, count: int) -> int:
         return -(-count // self.base.row_block) * self.base.row_block
 
-    def compaction(self, active: Tensor, z: Tensor, mapped: Tensor) -> Tensor | None:
+    def compaction(self, active: Tensor, *measured: Any) -> Tensor | None:
         """The working rows to keep, unfinished ones first, or None if too few have finished.
 
-        z, mapped: the last evaluation, (*lead, n), of all working rows.
+        measured: as of `_pays`, to let none leave where it is not worth while.
         """
         if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
@@ -156,34 +158,23 @@ class Rows:
         needed = self._rounded_up(most)
         if needed > COMPACT_BELOW * active.shape[-1]:
             return None
+        begins = self.rows is None
+        if begins and measured and not (self.base.separates or _pays(active, needed, *measured)):
+            return None
         if unfinished is not None and needed == most:
             order = unfinished
         else:
             # All distinct: finished rows fill up the block and are carried along unchanged.
             order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
-        if self.rows is None:
+        if begins:
             # Some problems cannot be restricted.
             self.compact = self.base.select(order) is not None
-            if self.compact and not self.base.separates:
-                states = [unflat(t, self.event) for t in (z, mapped)]
-                self.compact = self.base.leaves_others(lambda: maps_alone(self.base, order, active, *states))
         return order if self.compact else None
-
-    def recorded(self, active: Tensor, z: Tensor, mapped: Tensor) -> Tensor:
-        """Which working rows keep their graph: the `active` ones, and all that others may still read.
-
-        z, mapped: as for `compaction`.
-        """
-        if self.unread or is_batched(active, z, mapped) or bool(active.all()):
-            return active
-        if self.unread is None:
-            state, image = (unflat(t, self.event) for t in (z, mapped))
-            self.unread = stay_where(self.problem, ~active, active, state, image)
-        return active if self.unread else active | finite_rows(z) & finite_rows(mapped)
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
         """Restrict problem and solver memory to the rows `order` of the present working set, with the best states."""
         self.full = self._merged(best)
+        self.untried = True
         self.rows = order if self.rows is None else self.rows.gather(-1, order)
         selected = self.base.select(self.rows)
         assert selected is not None
@@ -210,3 +201,13 @@ class Rows:
         value = put(self.full.value, self.rows, best.value)
         record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
         return best._replace(value=value, record=record)
+
+
+def _pays(active: Tensor, needed: int, step: int, first: Tensor, residual: Tensor, tolerance: Tensor) -> bool:
+    """Whether evaluations of the `needed` rows alone save more than the one costs that judges all at the end.
+
+    first, residual: the first residuals, and those after so many steps.
+    """
+    fall = (first / residual).log().clamp(min=0.0) / step
+    steps = ((residual / tolerance).log() / fall).masked_fill(~active, 0.0)
+    return float(steps.nan_to_num(torch.inf).amax()) * (1 - needed / active.shape[-1]) >= 1

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .._autograd import is_batched
 from .._norm import norm
 from ..problem import Problem, TokenOrder
 from ..solution import Record, Trace
@@ -23,10 +22,12 @@ class Tokens(Problem):
 
     event_ndim = 1
     separates = False
+    #: Which of them other rules have ended than that of their residual.
+    exits: Any = None
 
     def __init__(self, inner: Problem) -> None:
         assert inner.token_order is not None
-        self.inner = inner
+        self.inner, self.mixes = inner, inner.mixes
         self.token_order: TokenOrder = inner.token_order
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
@@ -42,33 +43,16 @@ class Tokens(Problem):
 
         point: the `Iteration`, for subclasses with rules of their own.
         """
-        broken = active & self._behind(broken)
+        broken = active & self.behind(broken)
         if converged is None:
             return None, broken
         # A token that was given up is not active, nor is any token that reads it.
-        return converged & ~self._behind(active & ~converged), broken
+        return converged & ~self.behind(active & ~converged), broken
 
-    def _behind(self, tokens: Tensor) -> Tensor:
+    def behind(self, tokens: Tensor) -> Tensor:
         # In a problem with more axes a token may read all parts of the tokens before it.
         parts = tuple(range(1 - self.inner.event_ndim, -1))
         return self.token_order.behind(tokens.any(parts, keepdim=True) if parts else tokens)
-
-    def record(self, record: Record, value: Tensor) -> Record:
-        """Return the record of the whole problems, (*lead)."""
-        return of_problems(self.measured_again(record, value), self.inner.event_ndim - 1)
-
-    def measured_again(self, record: Record, value: Tensor) -> Record:
-        """Return the record of all tokens, where those that were left while others still moved are measured again.
-
-        Their residual is that at the value which is returned.
-        """
-        # The last state of a fixed budget was measured as a whole.
-        left = (record.status != Status.CONVERGED) & (record.status != Status.BUDGET)
-        if not (is_batched(left) or bool(left.any())):
-            return record
-        change = self.fixed_point_map(value.detach()) - value.detach()
-        again = norm(change.flatten(change.ndim - self.event_ndim) if self.event_ndim > 1 else change)
-        return record._replace(residual=torch.where(left, again, record.residual))
 
     def course(self, trace: Trace | None) -> Trace | None:
         """The course of the whole problems, from that of all tokens."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
 from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
-from .in_order import Tokens
-from .progress import Iteration, LibrarySteps, NativeLoopState, Stretch, progress_of
+from .in_order import Tokens, of_problems
+from .progress import Iteration, LibrarySteps, NativeLoopState, Stretch, compared, progress_of
 
 
 class Outcome(NamedTuple):
@@ -48,6 +49,20 @@ class Outcome(NamedTuple):
     trace: Trace | None = None
     states: tuple[Tensor, ...] = ()
 
+
+class Ended(NamedTuple):
+    """The best states of a working set, and the last evaluation with the tolerances that hold there."""
+
+    best: Best
+    point: Iteration
+    tolerance: Tensor
+
+
+#: Runs a solver on a working set.
+Run: TypeAlias = Callable[..., Ended]
+
+#: An evaluation with its tolerances.
+Given: TypeAlias = tuple[Iteration, Tensor] | None
 
 #: Called with (step, residuals (*lead), which problems are unfinished (*lead)) after every evaluation of a solve.
 Callback: TypeAlias = Callable[[int, Tensor, Tensor], object]
@@ -95,7 +110,8 @@ class Solver:
             (1e-4 by default) it decides, and for data of its own scale any state has converged: lower it, or scale the
             data. `repr(solution)` and `solution.message()` say where that happened. With rtol = atol = 0 exactly
             `max_steps` steps are made, status BUDGET.
-        max_steps: largest number of updates; 0 returns the initial state, status EXPLICIT.
+        max_steps: largest number of updates; 0 returns the initial state, status EXPLICIT. Where problems turn out to
+            read each other, updates since the first of them ended do not count.
         check_every: steps between two looks at whether all problems are finished, each of which makes the host wait;
             None is 1 on a CPU and 4 on an accelerator. Results do not depend on it.
 
@@ -200,19 +216,19 @@ def iterate(
     Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
     Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
-    problem with a `token_order` stops on its own.
+    problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
+    together at the end.
     """
     if problem.token_order is None or isinstance(problem, Tokens):
         return _iterated(solver, problem, initial, trace, graph, callback)
     tokens, start = Tokens(problem), 1 - problem.event_ndim
 
-    def of_problems(step: int, residual: Tensor, active: Tensor) -> None:
+    def by_problem(step: int, residual: Tensor, active: Tensor) -> None:
         assert callback is not None
         callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
 
-    outcome = _iterated(solver, tokens, initial, trace, graph, None if callback is None else of_problems)
-    with torch.no_grad():
-        record = tokens.record(outcome.record, outcome.value)
+    outcome = _iterated(solver, tokens, initial, trace, graph, None if callback is None else by_problem)
+    record = of_problems(outcome.record, problem.event_ndim - 1)
     return outcome._replace(record=record, trace=tokens.course(outcome.trace))
 
 
@@ -222,11 +238,15 @@ def _iterated(
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
-        rows = Rows(problem, initial, pad=not graph, compact=not trace and callback is None)
+        compact = not trace and not graph and callback is None
+        rows = Rows(problem, initial, compact=compact, together=problem.mixes)
         # Nothing is batched outside of transforms, and a search for tensors costs as much as a small evaluation.
         every = looks_every(solver.check_every, initial, *(problem.tensors() if transforms_active() else ()))
-        best, traced = _loop(solver, rows, every, trace, graph, callback)
-        value, record = rows.all(best)
+        traced: list[Any] = []
+        numbers = itertools.count()
+        told = callback and (lambda _, *shown: callback(next(numbers), *shown))
+        begin = functools.partial(loop, solver, every=every, traced=traced if trace else None, callback=told)
+        value, record = judged(solver, rows, begin, begin, every=every)
         if share_memory(value, initial):
             value = value.clone()
         kept = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
@@ -235,45 +255,123 @@ def _iterated(
         return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), course, states)
 
 
-def _loop(
-    solver: Solver, rows: Rows, every: int, trace: bool, graph: bool, callback: Callback | None
-) -> tuple[Best, list[Any]]:
-    z, event = rows.initial, rows.event
+def judged(solver: Solver, rows: Rows, begin: Run, go_on: Run, *, every: int) -> tuple[Tensor, Record]:
+    """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
+
+    A problem may read others that have moved on, or left the work, since it was found to have converged. One evaluation
+    of all tells, unless the last one was at these states. Problems above their tolerance go on: by themselves where
+    their residual differs from what they had found by rounding only, and else all together, as they read each other.
+
+    Args:
+        begin: runs the solver on a working set.
+        go_on: the same from an evaluation, `given`.
+        every: as for the loop.
+    """
+    problem, event, rule, compact = rows.problem, rows.event, solver.end_rule, rows.compact
+    run, rest, before = begin, rows.active, torch.empty(0)
+    point: Any
+    while True:
+        try:
+            best, point, tolerance = run(rows)
+        except Exception:
+            if problem.separates or not rows.untried:
+                raise
+            # f may take no other number of problems than all.
+            best, point, rows.rows, compact = cast(Best, rows.full), None, None, False
+        value, record = rows.all(best)
+        if rows.begun is not None:
+            # Steps are counted for each problem: those of before, and those of this run.
+            more = record.num_steps - rows.made
+            record = record._replace(num_steps=torch.where(rest & (more >= 0), before + more, record.num_steps))
+        if problem.separates or not (every or not rule.fixed_budget):
+            return value, record
+        states, raised, given = value.nan_to_num(0.0, 0.0, 0.0), point is None, None
+        beside = point is None or not every or not torch.equal(point.z, states)
+        if beside:
+            with torch.no_grad():
+                point, tolerance = evaluated(problem, states, False, 2, event, None, functools.partial(compared, rule))
+        if not torch.is_grad_enabled():
+            given = point._replace(step=0), tolerance
+        small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
+        solved, known = record.status == Status.CONVERGED, record.status != Status.NONFINITE
+        if isinstance(problem, Tokens) and problem.exits is not None:
+            known = known & ~problem.exits.ended_at(None)
+        change = (point.residual - record.residual).abs()
+        residual = torch.where(known, point.residual.detach(), record.residual)
+        record = record._replace(residual=residual, tolerance=torch.where(known, tolerance.detach(), record.tolerance))
+        if rule.fixed_budget or (every and bool((solved & (small | ~known)).all())):
+            return value, record
+        late, ended = solved & known & ~small, record.status != Status.MAX_STEPS
+        early = small & known & (~ended | (record.status == Status.STALLED))
+        if isinstance(problem, Tokens):
+            early = early & ~problem.behind(~small)
+        status = record.status.masked_fill(late, int(Status.MAX_STEPS)).masked_fill(early, int(Status.CONVERGED))
+        record = record._replace(status=status)
+        if not every:
+            return value, record
+        rounding = torch.finfo(value.dtype).eps ** (2 / 3) * norm(point.mapped)
+        mixes = rows.together or bool((known & (change < torch.inf) & (change > rounding)).any())
+        rest, steps = late, record.num_steps.masked_fill(~late, 0).amax()
+        if rows.together:
+            rest, steps = status == Status.MAX_STEPS, record.num_steps.amax()
+        elif mixes or raised:
+            # Steps since the first problem has ended do not count: others left it, or moved beside it.
+            rest, steps = known & ~small, record.num_steps.masked_fill(~ended, solver.max_steps).amin()
+        made = max(int(steps), 1)
+        if made >= solver.max_steps or not bool(rest.any()):
+            return value, record
+        if mixes:
+            rest = known & (point.residual < torch.inf)
+        before, again = record.num_steps, rest if given is not None and not beside else torch.zeros_like(rest)
+        # An evaluation that was counted already is given once more.
+        counts = {"num_steps": before.clone(), "num_evals": record.num_evals - again.to(before.dtype)}
+        begun = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), **counts), made
+        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=begun)
+        run = functools.partial(go_on, given=given)
+
+
+def loop(
+    solver: Solver, rows: Rows, given: Given = None, *, every: int, traced: list[Any] | None, callback: Callback | None
+) -> Ended:
+    """Make steps until all problems have finished, with a graph where gradients are enabled.
+
+    given: the first evaluation, with its tolerances.
+    traced: takes the course; None where nobody wants it.
+    """
+    trace, graph = traced is not None, torch.is_grad_enabled()
+    z = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
+    event, last = rows.event, solver.max_steps - rows.made
     state = solver.init(rows.problem, z)
     trace_energy = trace and rows.problem.has_energy
-    traced: list[Any] = []
     point: Iteration | None = None
     falls, floor, begun = rows.falls(), None, None
-    ordered = isinstance(rows.problem, Tokens)
     # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual of a
     # token holds for the last states of the tokens before it.
-    descends = ordered or (rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None)
+    descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
+    descends = descends or rows.together or isinstance(rows.problem, Tokens)
     plain = not (trace or graph or callback)
     progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
     later: Callable[[Tensor], Tensor] | None = None
     stretch: Stretch | None = None
-    shape = (*z.shape[:-1], *event)
     index = 0
     while True:
         before, measured = point, None
         if stretch is not None and later is not None:
-            z, index, measured = stretch.run(later, z, index, every, solver.max_steps)
+            z, index, measured = stretch.run(later, z, index, every, last)
         if stretch is not None and measured is not None:
-            point, accepted = measured, stretch.planned.accepted
+            point, accepted, tolerance = measured, stretch.planned.accepted, stretch.planned.tolerance
         else:
             # The plan of a stretch holds addresses of tensors that are replaced here.
             stretch = None
             energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
-            if ordered:
-                # Tokens behind a finished one read the state that is returned for it; a NaN stays where it is.
-                z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
-            if later is not None and not energy:
-                mapped = later(z.reshape(shape)).reshape(z.shape)
-                r, residual, tolerance = progress.measured(z, mapped)
-                point = Iteration(z, mapped, r, residual, None, index, event)
+            if given is not None and not energy:
+                (point, tolerance), given = given, None
             else:
-                z = flat(rows.problem.retract(unflat(z, event)), event)
-                point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured)
+                mapping = None if energy else later
+                if mapping is None:
+                    z = flat(rows.problem.retract(unflat(z, event)), event)
+                point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured, mapping)
+            rows.untried = False
             if index < 2 and (index == 1 or rows.problem.tested) and isinstance(progress, NativeLoopState):
                 later = rows.problem.later_map()
             if point.energy is not None:
@@ -293,36 +391,42 @@ def _loop(
                 fallen = _below(floor, point, progress.everyone() if judged is None else judged)
             progress.decide(point, tolerance, judged, fallen)
             accepted = progress.everyone() if judged is None else judged
-        if trace:
+        if traced is not None and (index > 0 or rows.begun is None):
             best = progress.best
             course = (best.record.residual, best.energy, progress.num_evals, unflat(best.value, event))
             traced.append([t for t in course if t is not None])
-        if callback is not None:
+        if callback is not None and (index > 0 or rows.begun is None):
             shown = progress.best.record.residual, progress.active
             callback(index, *(rows.unpadded(t.detach(), 0).clone() for t in shown))
-        if index == solver.max_steps:
+        if index == last:
             break
         if every and index % every == 0:
             if not progress.unfinished():
                 break
             shrinks = progress.may_shrink(COMPACT_BELOW)
-            if shrinks and (order := rows.compaction(progress.active, point.z, point.mapped)) is not None:
+            if index == 0:
+                first = point.residual
+            measures = (index, first, point.residual, tolerance)
+            if shrinks and (order := rows.compaction(progress.active, *measures)) is not None:
                 state, point, accepted, falls, floor, begun, parts = rows.take(
                     order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
                 progress.restrict(*parts)
-                later, shape, stretch = later and rows.problem.later_map(), (*point.z.shape[:-1], *event), None
+                later, stretch = later and rows.problem.later_map(), None
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
-            # Further steps of a finished problem are detached, unless others read them: at the first 0/0 their
-            # gradient of zero would turn into NaN.
-            live = rows.recorded(progress.active, point.z, point.mapped)
-            state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=live), (state, z))
+            # Further steps of a finished problem are detached: at the first 0/0 their gradient of zero would turn into
+            # NaN.
+            live = functools.partial(_live, active=progress.active)
+            state, z = pytree.tree_map_only(Tensor, live, (state, z))
         if update.num_evals is not None:
             progress.spend(update.num_evals)
         if update.stalled is not None:
             progress.end(update.stalled, Status.STALLED)
+        if not (rows.problem.separates or (host_may_look(progress.active) and bool(progress.active.all()))):
+            # Others read the state that is returned for a finished problem; a NaN stays where it is.
+            z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
         if stretch is None and later is not None and falls is None and isinstance(progress, NativeLoopState):
             stretch = Stretch.of(progress, solver.library_steps(rows.problem, state), z, event)
         index += 1
@@ -332,7 +436,7 @@ def _loop(
         downward = downward | rows.problem.curves_down(unflat(point.z, event))
         progress.end(falls & downward, Status.DIVERGED)
     progress.end(progress.active, solver.exhausted)
-    return progress.result(), traced
+    return Ended(progress.result(), point, tolerance)
 
 
 def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
@@ -351,9 +455,16 @@ def evaluated(
     event: torch.Size,
     before: Iteration | None,
     measured: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    later: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Iteration, Tensor]:
-    """The evaluation of states (*lead, n), of which `measured` gives r, its length and the tolerance."""
-    mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
+    """The evaluation of states (*lead, n), of which `measured` gives r, its length and the tolerance.
+
+    later: f with fewer tests (`Problem.later_map`), where no energy is wanted.
+    """
+    if later is None:
+        mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
+    else:
+        mapped, value = later(unflat(z, event)), None
     mapped = flat(mapped, event)
     if index == 1 and before is not None and share_memory(mapped, before.mapped):
         # A map may return the same numbers twice, but no others in their place.

@@ -78,10 +78,11 @@ class LoopState:
         unknown = torch.full_like(per_problem, torch.inf)
         count, steps = (torch.zeros_like(per_problem, dtype=torch.int32) for _ in range(2))
         status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-        self.num_evals = count
-        self.best = Best(
-            z, Record(status, unknown, torch.zeros_like(unknown), steps, count), unknown if energy else None
-        )
+        record = Record(status, unknown, torch.zeros_like(unknown), steps, count) if rows.begun is None else rows.begun
+        self.num_evals = record.num_evals
+        if energy and rows.begun is not None:
+            unknown = rows.problem.energy(z.reshape(*z.shape[:-1], *rows.event))
+        self.best = Best(z, record, unknown if energy else None)
 
     def measured(self, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return r = f(z) - z (*lead, n), its length and the tolerance, (*lead)."""
@@ -111,30 +112,34 @@ class LoopState:
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
         broken = candidates & ~finite
         converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
+        if self.rows.together and converged is not None:
+            converged = converged & ~(self.active & ~converged).any()
         if fallen is not None:
             fallen = self.active & fallen
             broken = broken | (fallen if converged is None else fallen & ~converged)
         if isinstance(self.rows.problem, Tokens):
-            converged, broken = self.rows.problem.settled_of(self.active, converged, broken, point)
+            numbered = point._replace(step=self.rows.made + point.step)
+            converged, broken = self.rows.problem.settled_of(self.active, converged, broken, numbered)
         settled = broken if converged is None else converged | broken
         self._improve(point, tolerance, candidates, converged)
         if not (host_may_look(settled) and not bool(settled.any())):
             if converged is not None:
                 self._finish(converged, Status.CONVERGED)
-            self._finish(broken, Status.NONFINITE if point.step == 0 else Status.DIVERGED)
+            self._finish(broken, Status.NONFINITE if self.rows.made + point.step == 0 else Status.DIVERGED)
             self.active = self.active & ~settled
 
     def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
         """Keep the candidates that are better; where the energy `descends` all candidates are."""
         value, record, energy = self.best
-        if converged is None or point.step == 0:
+        number = self.rows.made + point.step
+        if converged is None or number == 0:
             better = candidates
         elif self.descends:
             better = candidates & (point.residual < torch.inf)
         else:
             better = candidates & (point.residual < record.residual) | converged
-        new = first_state(point) if point.step == 0 else point.z
-        residual, steps = point.residual, torch.full_like(record.num_steps, point.step)
+        new = first_state(point) if number == 0 else point.z
+        residual, steps = point.residual, torch.full_like(record.num_steps, number)
         reached = None if energy is None else point.energy
         if not (host_may_look(better) and bool(better.all())):
             new = rows_where(better, new, value)
@@ -219,12 +224,12 @@ class NativeLoopState(LoopState):
             # The residual is that of the point.
             self._own(self.best.record.map(torch.clone))
             return
-        residual = point.residual
+        residual, number = point.residual, self.rows.made + point.step
         if not measured:
             residual, tolerance = residual.contiguous(), tolerance.contiguous()
         improved, self.left = self.decisions.decide(
             self.library,
-            point.step,
+            number,
             residual,
             tolerance,
             None if accepted is None else accepted.contiguous(),
@@ -232,7 +237,7 @@ class NativeLoopState(LoopState):
             descends=self.descends,
         )
         # Where all go on, all are finite.
-        new = first_state(point) if point.step == 0 and self.left < self.active.numel() else point.z
+        new = first_state(point) if number == 0 and self.left < self.active.numel() else point.z
         if 0 < improved < self.active.numel():
             new = torch.where(self.decisions.better[..., None], new, self.best.value)
         if improved:
@@ -272,6 +277,9 @@ class Stretch:
         self.progress, self.steps, self.event = progress, steps(self.planned), event
         self.shape = (*z.shape[:-1], *event)
         rows, count = progress.rows, progress.active.numel()
+        self.shown = progress.active.view((*z.shape[:-1], *(1,) * len(event)))
+        #: Whether others may read the state that is returned for a finished problem, until some have left.
+        self.holds = not rows.problem.separates and rows.rows is None
         #: With so few unfinished problems the host has to decide.
         self.few = COMPACT_BELOW * count if rows.compact else 0
 
@@ -300,11 +308,11 @@ class Stretch:
             mapped = mapped.contiguous()
             planned.measure(state, mapped)
             steps.accept()
-            improved, left = planned.decide(index)
+            improved, left = planned.decide(progress.rows.made + index)
             if improved == count:
                 value = state
             elif improved:
-                better = progress.decisions.better.view(*z.shape[:-1], *(1,) * len(self.event))
+                better = progress.decisions.better.view(self.shown.shape)
                 value = torch.where(better, state, value)
             if index == last or (left <= self.few and index % every == 0):
                 measured = planned.r, planned.residual, None, index, self.event
@@ -312,6 +320,8 @@ class Stretch:
                 progress.left = left
                 break
             state, index = steps.next(state, mapped, index), index + 1
+            if left < count and self.holds:
+                state = torch.where(self.shown, state, value.nan_to_num(0.0, 0.0, 0.0))
         progress.best = progress.best._replace(value=value.view(z.shape))
         return state.view(z.shape), index, point
 
@@ -321,7 +331,8 @@ def progress_of(rule: FusedRule, rows: Rows, *, energy: bool, descends: bool, pl
 
     plain: whether nobody sees its course, and no graph is recorded.
     """
-    loaded = library_for(rows.initial) if plain and not isinstance(rows.problem, Tokens) else None
+    plain = plain and not (rows.together or isinstance(rows.problem, Tokens))
+    loaded = library_for(rows.initial) if plain else None
     if loaded is None:
         return LoopState(rule, rows, energy=energy, descends=descends)
     return NativeLoopState(loaded, rule, rows, descends=descends)

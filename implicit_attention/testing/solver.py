@@ -14,7 +14,7 @@ from torch import Tensor
 from .._solve import solve
 from ..energies import AnchoredEnergy
 from ..errors import ConvergenceError
-from ..fixed_point_map import FixedPointMap
+from ..fixed_point_map import FixedPointMap, PerSample
 from ..potentials import LogSumExp, SquaredScores
 from ..problem import Problem
 from ..solution import Solution
@@ -209,6 +209,22 @@ class SolverContract:
             if self.bitwise:
                 check_close((alone.value[:35], alone.num_evals[:35]), (other.value[:35], other.num_evals[:35]), 0.0)
             torch.testing.assert_close(alone.value[:35], other.value[:35], rtol=1e-3, atol=1e-3)
+
+    def test_problems_that_read_each_other_are_measured_together(self) -> None:
+        if self.needs_energy:
+            return
+        x, slope = random(9, 4), torch.full((9, 1), 0.02, dtype=torch.float64)
+        slope[::3] = 0.4
+        tables = PerSample(x), PerSample(slope)
+
+        def mapped(z: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+            return x + slope * torch.sin(z) + 0.3 * z.mean(0)
+
+        for inputs in (tables, (x, slope)):
+            problem = FixedPointMap(mapped, *inputs, event_ndim=1)
+            solution = self.solved(problem, torch.zeros_like(x), 1e-8, 0.0)
+            check_close(solution.residual, recomputed_residual(problem, solution), 1e-13)
+            assert (solution.residual <= solution.tolerance)[solution.converged].all()
 
     def test_a_state_that_is_not_finite_is_never_returned_as_an_answer(self) -> None:
         energy = self.energy()

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from implicit_attention import FixedPointMap, Implicit, OneStep, PerSample, Phantom, Picard, Status, solve
+from implicit_attention import FixedPointMap, Implicit, OneStep, Phantom, Picard, Status, solve
 from implicit_attention.linear import GMRES
 from implicit_attention.testing.adjoint import AdjointContract, attention_energy, attention_inputs
 from implicit_attention.testing.numerics import random
@@ -152,19 +152,3 @@ def test_the_report_says_what_the_gradient_is_and_nothing_warns_of_it():
     assert "gradient by Phantom(5)" in solution.message(1)
     assert "gradient" not in solution.message(0)
     assert not solution.adjoint.failed.any()
-
-
-def test_a_map_that_mixes_samples_makes_the_steps_of_all():
-    def mixing(z, weight, shift, steep):
-        # With the mean of the batch, as batch normalisation in training has it.
-        return mapped(z, weight, shift, steep) + 0.1 * shift.mean(0, keepdim=True)
-
-    found = {}
-    for name, wrapped in (("restricted", PerSample), ("whole", lambda t: t)):
-        weight, shift, steep = inputs()
-        problem = FixedPointMap(mixing, weight, wrapped(shift), wrapped(steep), event_ndim=2)
-        solution = solve(problem, torch.zeros_like(shift), solver=HASTY, adjoint=MIXED, on_failure="ignore")
-        assert solution.converged.tolist() == [True, False, True, False]
-        found[name] = torch.autograd.grad(loss(solution.value), (weight, shift, steep))
-    for ours, theirs in zip(found["restricted"], found["whole"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -592,23 +592,6 @@ def test_dropout_keeps_all_samples_to_the_end():
     assert set(layer.block.counts) == {12}
 
 
-def test_a_block_that_mixes_samples_keeps_them_all():
-    class Normed(Counting):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(6)
-
-        def forward(self, z, x):
-            self.counts.append(len(z))
-            normed = self.norm((0.2 * self.mix(z) + self.read(x)).transpose(-1, -2)).transpose(-1, -2)
-            return torch.tanh(normed)
-
-    layer, x = made(Normed(), solver=ia.Picard(rtol=1e-10))
-    z = layer(x)
-    want = unrolled(layer.block, x * 0, x)
-    assert_close([z], [want], atol=1e-8)
-
-
 # Random numbers that cannot be held, compilers, transforms, several processes.
 
 

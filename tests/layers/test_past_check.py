@@ -116,7 +116,7 @@ class Chooses(Gated):
 @torch.no_grad()
 def test_another_number_of_updates_is_refused(first, parts, steps):
     layer = Equilibrium(Chooses(first), causal=True, solver=TIGHT).double()
-    layer._checked.add((True, "past alone"))
+    layer._checked.add((tuple(part.training for part in layer.block.modules()), "past alone"))
     layer.block.left = 3
     with pytest.raises(
         ValueError, match=r"call `past.update` as often at every evaluation, [12] times, got [12] calls"
