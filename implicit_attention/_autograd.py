@@ -402,6 +402,30 @@ def jvp_by_vjp(function: Callable[..., Tensor], primals: Sequence[Tensor], tange
     return tangent
 
 
+def tangent_rule(rule: Callable[..., Any]) -> Any:
+    """The jvp of an autograd function, given as rule(ctx, saved, *tangents), for every nesting of forward levels.
+
+    Torch lets no outer level see what a jvp computes, and gives it the saved tensors with tangents of its own level.
+    """
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            return rule(ctx, [_primal(t) for t in ctx.saved_tensors], *tangents)
+
+    return staticmethod(jvp)
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    """`tensor` without its tangent of this level."""
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(tensor):
+        # Torch cannot ask this of a tensor inside torch.vmap.
+        place = functorch.maybe_get_bdim(tensor), functorch.maybe_get_level(tensor)
+        return functorch._add_batch_dim(_primal(functorch.get_unwrapped(tensor)), *place)
+    primal: Tensor = forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
+    return primal
+
+
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Undo a broadcast: the gradient of an expanded tensor."""
     if tensor.shape == shape:

@@ -24,6 +24,7 @@ from .._autograd import (
     is_batched,
     is_differentiated,
     jvp_by_vjp,
+    tangent_rule,
     transforms_active,
     unobserved,
     vjp,
@@ -236,9 +237,9 @@ class _FixedPoint(torch.autograd.Function):
         gradients = gradients_at(ctx.request, z, tensors, cotangents[0], _needed(ctx, tensors))
         return (None, None, *gradients)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        z, *tensors = ctx.saved_tensors
+    @tangent_rule
+    def jvp(ctx: Any, saved: list[Tensor], *tangents: Any) -> tuple[Tensor | None, ...]:
+        z, *tensors = saved
         request = cast(Request, ctx.request)
         with exact_precision(z):
             forcing = _pushforward(request.problem, z, tensors, tangents[2:])
@@ -278,9 +279,9 @@ class _AdjointSolve(torch.autograd.Function):
             by_z, *by_tensors = _bilinear_gradient(ctx.request.problem, z, tensors, left, right, _needed(ctx, tensors))
         return (None, None, by_z, v, *by_tensors)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        z, x, *tensors = ctx.saved_tensors
+    @tangent_rule
+    def jvp(ctx: Any, saved: list[Tensor], *tangents: Any) -> Tensor:
+        z, x, *tensors = saved
         request = cast(Request, ctx.request)
         _, _, dz, drhs, *dtensors = tangents
         transpose = ctx.transpose

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._autograd import applied, is_plain, unobserved
+from .._autograd import applied, is_plain, tangent_rule, unobserved
 from . import _debye
 
 #: Bytes of t that are read at a time, of G alone and of functions that keep all dimensions on the way in memory.
@@ -276,9 +276,9 @@ class _WithSlope(torch.autograd.Function):
         terms = [u * slope for u, slope in zip(cotangents, slopes, strict=True) if u is not None]
         return (sum(terms[1:], terms[0]) if terms else None), None, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        x, *y = ctx.saved_tensors
+    @tangent_rule
+    def jvp(ctx: Any, saved: list[Tensor], tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        x, *y = saved
         return tuple(tangent * slope for slope in ctx.functions.slope(x, ctx.dim, tuple(y)))
 
 

@@ -7,13 +7,14 @@ it is the log-sum-exp, and p the softmax.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._autograd import host_may_look, is_plain, sum_to_shape, uncompiled
+from .._autograd import host_may_look, is_plain, sum_to_shape, tangent_rule, uncompiled
 
 # Numbers in one block of work.
 BLOCK = 2**18
@@ -90,16 +91,16 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, p = _kept(ctx)
+        a, p = _kept(ctx, ctx.saved_tensors)
         by_scores = _turned(slopes(p, a), gradient) if ctx.needs_input_grad[0] else None
         by_a = None
         if ctx.needs_input_grad[1]:
             by_a = sum_to_shape((gradient * by_order(p, a)).sum((-1, -2), keepdim=True), a.shape)
         return by_scores, by_a
 
-    @staticmethod
-    def jvp(ctx: Any, by_scores: Tensor | None, by_a: Tensor | None) -> Tensor:
-        a, p = _kept(ctx)
+    @tangent_rule
+    def jvp(ctx: Any, saved: list[Tensor], by_scores: Tensor | None, by_a: Tensor | None) -> Tensor:
+        a, p = _kept(ctx, saved)
         moved = torch.zeros_like(p) if by_scores is None else _turned(slopes(p, a), by_scores)
         return moved if by_a is None else moved + by_a * by_order(p, a)
 
@@ -121,7 +122,7 @@ class _Maximum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        a, p = _kept(ctx)
+        a, p = _kept(ctx, ctx.saved_tensors)
         by_scores = gradient[..., None] * p if ctx.needs_input_grad[0] else None
         by_a = None
         if ctx.needs_input_grad[2]:
@@ -129,9 +130,9 @@ class _Maximum(torch.autograd.Function):
         # The value is stationary in p.
         return by_scores, None, by_a
 
-    @staticmethod
-    def jvp(ctx: Any, by_scores: Tensor | None, _: Tensor | None, by_a: Tensor | None) -> Tensor:
-        a, p = _kept(ctx)
+    @tangent_rule
+    def jvp(ctx: Any, saved: list[Tensor], by_scores: Tensor | None, _: Tensor | None, by_a: Tensor | None) -> Tensor:
+        a, p = _kept(ctx, saved)
         moved = torch.zeros_like(p[..., 0]) if by_scores is None else (p * by_scores).sum(-1)
         return moved if by_a is None else moved + by_a.squeeze(-1) * _entropy_by_order(p, a)
 
@@ -185,7 +186,7 @@ def _keep(ctx: Any, a: float | Tensor, p: Tensor) -> None:
     ctx.save_for_forward(*kept)
 
 
-def _kept(ctx: Any) -> tuple[Any, Tensor]:
+def _kept(ctx: Any, saved: Sequence[Tensor]) -> tuple[Any, Tensor]:
     """Restore a and p; p has a graph, so that derivatives have derivatives."""
-    p, *rest = ctx.saved_tensors
+    p, *rest = saved
     return (rest[0] if rest else ctx.a), p

@@ -1,5 +1,6 @@
 """Every adjoint under the contract; the exact ones against each other and against torchdeq; what each refuses."""
 
+import itertools
 import warnings
 
 import pytest
@@ -11,9 +12,11 @@ from implicit_attention import (
     Broyden,
     ConvergenceError,
     ConvergenceWarning,
+    Equilibrium,
     FixedPointMap,
     GradientDescent,
     Implicit,
+    ImplicitAttention,
     LogSumExp,
     NewtonKrylov,
     OneStep,
@@ -289,3 +292,47 @@ def test_from_an_exact_solution_accelerated_steps_have_no_derivative_and_plain_o
         shift = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         gradients.append(torch.autograd.grad(answer(shift, solver).sum(), shift)[0])
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+FORWARD_OR_REVERSE = {"jacfwd": torch.func.jacfwd, "jacrev": torch.func.jacrev, "grad": torch.func.grad}
+#: The solution of z = t exp(-z) at t = 1, and its derivatives by t.
+LAMBERT = [0.5671432904097838, 0.3618962566348892, -0.2145406463, 0.273668524]
+
+
+def nested(function, derivatives):
+    for name in derivatives:
+        function = FORWARD_OR_REVERSE[name](function)
+    return function
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_every_nesting_of_forward_and_reverse_mode(order):
+    def value(t):
+        problem = FixedPointMap(lambda z, t: t * torch.exp(-z), t, event_ndim=1)
+        return solve(problem, torch.full_like(t, 0.5).expand(1), solver=Anderson(**TIGHT)).value.sum()
+
+    at = torch.ones((), dtype=torch.float64)
+    for derivatives in itertools.product(FORWARD_OR_REVERSE, repeat=order):
+        derivative = nested(value, derivatives)
+        for found in (derivative(at), *torch.vmap(derivative)(at.expand(2))):
+            assert abs(float(found) - LAMBERT[order]) < 1e-9, derivatives
+
+
+class Squashed(torch.nn.Module):
+    def forward(self, z, x, weight):
+        return torch.tanh(z @ weight + x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_the_hessians_of_layers_are_the_same_by_every_nesting():
+    torch.manual_seed(0)
+    tokens, direction = random(2, 1, 5, 4)
+    solver = Anderson(rtol=1e-13, atol=0.0, max_steps=500)
+    block, weight = Equilibrium(Squashed(), solver=solver), 0.4 * random(4, 4, seed=1)
+    for layer in (lambda x: block(x, weight), ImplicitAttention(4, heads=2, solver=solver).double()):
+        value = lambda t, layer=layer: layer(tokens + t * direction).square().sum()  # noqa: E731
+        at = torch.tensor(0.3, dtype=torch.float64)
+        expected = nested(value, ("jacrev", "jacrev"))(at)
+        for derivatives in itertools.product(("jacfwd", "jacrev"), repeat=2):
+            torch.testing.assert_close(nested(value, derivatives)(at), expected, rtol=1e-9, atol=1e-11)

@@ -108,3 +108,8 @@ def test_forward_mode_equals_reverse_mode():
     inputs = random(2, 3, 5), random(*KEYS, seed=1), tensor([1.25, 1.6])
     of = lambda z, keys, alpha: Entmax(keys, 0.7, alpha=alpha).evaluate(z)  # noqa: E731
     check_close(torch.func.jacfwd(of, (0, 1, 2))(*inputs), torch.func.jacrev(of, (0, 1, 2))(*inputs), 1e-11)
+    z, keys, alpha = inputs
+    value = lambda t: Entmax(keys, 0.7, alpha=alpha + t).value(z + t * z.roll(1, 0)).sum()  # noqa: E731
+    at = torch.tensor(0.1).double()
+    by_reverse = torch.func.jacrev(torch.func.jacrev(value))(at)
+    check_close(torch.func.jacfwd(torch.func.jacfwd(value))(at), by_reverse, 1e-11)

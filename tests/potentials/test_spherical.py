@@ -272,8 +272,11 @@ def test_transforms_of_torch_func(response):
     def total(f, beta):
         return response.log_partition(f, beta, radius).sum() + response.entropy(0.1 * f / (1 + f**2), radius).sum()
 
-    hessian = torch.func.jacfwd(torch.func.jacrev(total))(field, 0.7)
-    close(hessian, torch.func.jacrev(torch.func.jacrev(total))(field, 0.7))
+    by_reverse = torch.func.jacrev(torch.func.jacrev(total))(field, 0.7)
+    by_site = lambda f, beta: torch.vmap(lambda f: total(f[None], beta))(f).sum()  # noqa: E731
+    for gradient in (torch.func.jacrev, torch.func.jacfwd):
+        for function in (total, by_site):
+            close(torch.func.jacfwd(gradient(function))(field, 0.7), by_reverse)
     by_beta = torch.func.vmap(torch.func.grad(total, argnums=1), in_dims=(None, 0))(field, BETA)
     close(by_beta[1], torch.func.grad(total, argnums=1)(field, BETA[1]))
     # A pullback whose transform is over leaves no graph.
