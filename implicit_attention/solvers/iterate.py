@@ -214,7 +214,8 @@ def iterate(
     """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
 
     Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
-    with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
+    with the smallest residual; the last one where the budget is fixed, where every accepted step lowers the energy, and
+    of problems that go on together.
     Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
@@ -259,8 +260,8 @@ def judged(solver: Solver, rows: Rows, begin: Run, go_on: Run, *, every: int) ->
     """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
 
     A problem may read others that have moved on, or left the work, since it was found to have converged. One evaluation
-    of all tells, unless the last one was at these states. Problems above their tolerance go on: by themselves where
-    their residual differs from what they had found by rounding only, and else all together, as they read each other.
+    of all tells, unless the last one was at these states. Problems above their tolerance go on. Where residuals differ
+    from those found before by rounding only, the others stand still; elsewhere problems read each other, and all go on.
 
     Args:
         begin: runs the solver on a working set.
