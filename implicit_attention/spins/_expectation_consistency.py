@@ -90,7 +90,8 @@ class SiteEquations(SampleProblem):
 
     def gaussian(self, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(x, log det x^{-1}, whether it is positive) of the covariance C = sqrt(c) x sqrt(c) at Lambda = V + 1/c."""
-        return guarded_inverse(torch.diag_embed(self.spread(1 + v * c)) - self.scaled(c))
+        own, scaled = self.spread(v * c), self.scaled(c)
+        return guarded_inverse(torch.diag_embed(1 + own) - scaled, own - scaled.diagonal(dim1=-2, dim2=-1))
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         m, c = self.moments(z)
@@ -151,11 +152,12 @@ class SiteEquations(SampleProblem):
         return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
 
 
-def guarded_inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(A^{-1}, log det A, whether A > 0), the first two those of 1, without derivatives, where A is not positive."""
+def guarded_inverse(a: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `inverse_and_logdet`, the first two those of 1, without derivatives, where A is not positive."""
     positive = (torch.linalg.cholesky_ex(a.detach()).info == 0) & torch.isfinite(a.detach()).all(-1).all(-1)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    x, logdet, _ = inverse_and_logdet(torch.where(_events(positive), a, eye))
+    own = None if own is None else torch.where(positive[..., None], own, 0.0)
+    x, logdet, _ = inverse_and_logdet(torch.where(_events(positive), a, eye), own)
     return x, logdet, positive
 
 

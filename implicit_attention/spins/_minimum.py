@@ -28,7 +28,7 @@ class Minimum:
     def __init__(self, problem: Multipliers, t: Tensor, converged: Tensor) -> None:
         self.problem, self.t, self.converged = problem, t, converged
         constant = problem._replace(couplings=problem.couplings.detach(), field=problem.field.detach())
-        self._constant = None if forward_mode() else constant.moments(t)
+        self._constant = None if forward_mode() else constant.moments(t, precise=True)
         own = (t, t, t) if self._constant is None else (t, *self._constant[:2])
         #: The inputs of the derivatives in reverse mode.
         self._arguments = (problem.couplings, problem.field, *own, converged, problem.live, problem.tie)
@@ -36,7 +36,7 @@ class Minimum:
     def value(self) -> Tensor:
         """phi, (*batch)."""
         if self._constant is None:
-            return self.problem.moments(self._attached(steps=2)).value
+            return self.problem.moments(self._attached(steps=2), precise=True).value
         return _Value.apply(self._constant.value, *self._arguments)  # type: ignore[no-any-return, no-untyped-call]
 
     def multipliers(self) -> Tensor:

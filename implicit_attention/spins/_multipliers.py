@@ -183,9 +183,11 @@ class Multipliers(NamedTuple):
         square = self.mean(torch.linalg.vecdot(field, field))
         return 2 / (1 + (1 + 4 * self.rows(square)).sqrt())
 
-    def moments(self, t: Tensor) -> GaussianMoments:
+    def moments(self, t: Tensor, *, precise: bool = False) -> GaussianMoments:
+        """The moments at t; with `precise` phi keeps its digits where couplings and field are weak."""
         spread = self.rows(t, 1.0)
-        x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings)
+        own = spread - 1 - self.couplings.diagonal(dim1=-2, dim2=-1) if precise else None
+        x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings, own)
         m = x @ self.field
         # Summed row by row, so that rows without couplings add no rounding error.
         energies = spread - 1 + (self.field * m).sum(-1)

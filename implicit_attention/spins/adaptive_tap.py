@@ -214,8 +214,9 @@ class AdaTAP(FixedPointApproximation):
 
 def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
     """Return the covariance of Gaussian sites in units of a site's own, minus its log det, and whether it exists."""
-    eye = torch.eye(problem.couplings.shape[-1], dtype=problem.field.dtype, device=problem.field.device)
-    return guarded_inverse(eye - problem.radius**2 / problem.field.shape[-1] * problem.couplings)
+    scaled = problem.radius**2 / problem.field.shape[-1] * problem.couplings
+    eye = torch.eye(scaled.shape[-1], dtype=scaled.dtype, device=scaled.device)
+    return guarded_inverse(eye - scaled, -scaled.diagonal(dim1=-2, dim2=-1))
 
 
 def _gaussian_answer(method: AdaTAP, system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:

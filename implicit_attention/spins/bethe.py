@@ -7,9 +7,10 @@ import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .._autograd import host_may_look
+from ..potentials import SignUnits
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
@@ -109,6 +110,9 @@ class Bethe(FixedPointApproximation):
         return _indefinite(own + torch.finfo(own.dtype).eps ** 0.5, torch.sign(bonds) * weights)
 
 
+_log_cosh = SignUnits().cumulant
+
+
 class _Messages(SampleProblem):
     """u = f(u) for messages u, with fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
 
@@ -160,33 +164,34 @@ def _cavity(messages: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:
 
 def _passed_on(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
     """The messages that these messages lead to."""
-    cavity = _cavity(messages, field)[1]
-    # atanh(tanh a tanh b), in a form that holds where tanh is 1 to rounding.
-    return (_log_cosh(cavity + bonds) - _log_cosh(cavity - bonds)) / 2
+    return _message(_cavity(messages, field)[1], bonds)
+
+
+def _message(a: Tensor, b: Tensor) -> Tensor:
+    """atanh(tanh a tanh b): where it is small, and where tanh is 1 to rounding, too."""
+    large, product = b.detach().abs() >= 1, torch.tanh(a) * torch.tanh(b)
+    if host_may_look(large) and not bool(large.any()):
+        return torch.atanh(product)
+    large = large & (a.detach().abs() >= 1)
+    c, d = (-2 * x.abs().clamp(min=1) for x in (a, b))
+    # log cosh(a + b) - log cosh(a - b) of large numbers, without those that cancel.
+    far = torch.sign(a) * torch.sign(b) * (torch.log1p(torch.exp(c + d)) - torch.logaddexp(c, d)) / 2
+    return torch.where(large, far, torch.atanh(product.clamp(-0.8, 0.8)))
 
 
 def _log_partition(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
     """The Bethe log Z; at the fixed point its derivative in every message is 0."""
     total, cavity = _cavity(messages, field)
-    equal = bonds + _log_cosh(cavity + cavity.mT)
-    opposite = -bonds + _log_cosh(cavity - cavity.mT)
-    # log of (exp(equal) + exp(opposite))/2: a pair with the fields that all others leave it.
-    pairs = opposite + _softplus(equal - opposite) - math.log(2.0)
+    other = cavity.mT
+    # A pair with the fields a and b that all others leave it: the mean of exp(K + log cosh(a + b)) and of
+    # exp(-K + log cosh(a - b)), as terms that are positive, so that they do not cancel where they are small.
+    pairs = (_log_cosh(cavity + other) + _log_cosh(cavity - other)) / 2 + _log_cosh(bonds + _message(cavity, other))
     sites = _log_cosh(total)
     pairs = pairs - sites[..., :, None] - sites[..., None, :]
     others = 1 - torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
     return sites.sum(-1) + (others * pairs).sum((-2, -1)) / 2
 
 
-def _softplus(x: Tensor) -> Tensor:
-    # Torch's own threshold of 20 would leave an error of 2e-9.
-    return F.softplus(x, threshold=50.0)
-
-
 def _log_sinh(x: Tensor) -> Tensor:
     """Return log sinh x for x >= 0."""
     return x + torch.log(-torch.expm1(-2 * x)) - math.log(2.0)
-
-
-def _log_cosh(x: Tensor) -> Tensor:
-    return _softplus(2 * x) - x - math.log(2.0)

@@ -48,7 +48,9 @@ class Enumeration(Approximation):
         _validate.require(n <= LARGEST, "system", required, n, remedy)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
-        count = 2**system.num_sites
+        count, dtype = 2**system.num_sites, system.field.dtype
+        # Energies in strong fields differ by less than they round to in float32.
+        system = system.wide()
         couplings, field = system.live_couplings, system.live_field[..., 0]
         parts = []
         for start in range(0, count, BLOCK):
@@ -58,9 +60,24 @@ class Enumeration(Approximation):
             # The largest weight is taken out before beta is multiplied in, or derivatives by beta lose digits.
             top = weight.detach().amax(-1, keepdim=True)
             beta = system.beta_over(1)
-            parts.append((beta * (weight - top)).logsumexp(-1) + (beta * top)[..., 0])
-        value = torch.stack(parts, dim=-1).logsumexp(-1) - system.num_sites * math.log(2.0)
+            parts.append(log_mean_exp(beta * (weight - top)) + (beta * top)[..., 0])
+        value = log_mean_exp(torch.stack(parts, dim=-1)).to(dtype)
         return LogPartition(value, closed_form(value))
+
+
+def log_mean_exp(x: Tensor, dim: int = -1, log_weights: Tensor | None = None) -> Tensor:
+    """L = log sum w exp(x) for weights that sum to 1, all equal if None: it loses no digit where x is small."""
+    if log_weights is None:
+        log_weights = x.new_full((), -math.log(x.shape[dim]))
+        value = x.logsumexp(dim) + log_weights
+    else:
+        value = (x + log_weights).logsumexp(dim)
+    with torch.no_grad():
+        # sum w (exp(x - L) - 1) is 0 but for the rounding of L.
+        terms = log_weights.exp() * torch.expm1(x - value.unsqueeze(dim))
+        rest = terms.sum(dim)
+        rest = torch.where(rest.abs() < 1e-6, rest, 0.0)
+    return value + rest
 
 
 def states(start: int, stop: int, sites: int, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ._matrix_inverse import inverse_and_logdet
 from ._minimum import Minimum
 from ._multipliers import Multipliers, minimise
 from .approximation import Answer, Approximation, Check, LogPartition
-from .system import SpinSystem
+from .system import SpinSystem, wide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class SaddlePoint(Approximation):
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z consists of: D, or 1 where couplings mix dimensions."""
         n, d, radius = system.num_sites, system.dim, system.radius
-        field, couplings, tie = _wide(system.live_field), _wide(system.flat_couplings), 1
+        field, couplings, tie = wide(system.live_field), wide(system.flat_couplings), 1
         if system.block:
             # N D sites of one dimension each, D of which share a multiplier. The field of a site is spread over them.
             field, tie = field.flatten(-2)[..., None] * math.sqrt(d), d
@@ -148,8 +148,3 @@ def _judged(report: SolveReport, value: Tensor, dtype: torch.dtype) -> SolveRepo
     nowhere = report.converged & value.detach().isnan()
     status = report.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
     return report.amended(status=status, residual=report.residual.to(dtype), tolerance=report.tolerance.to(dtype))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In float64, but on a device that has none."""
-    return tensor if tensor.device.type == "mps" else tensor.double()

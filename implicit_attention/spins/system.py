@@ -228,6 +228,10 @@ class SpinSystem(Declared):
         clone.row_sums = None
         return clone
 
+    def wide(self) -> Self:
+        """The same numbers in float64, but on a device that has none."""
+        return self.at(wide(self.field), wide(self.couplings), wide(self.beta_tensor()))
+
     def select(self, index: Tensor) -> Self:
         """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
         axes = {"couplings": self.pair_axes, "beta": 0, "row_sums": 1, "known_couplings": 2, "known_state": 2}
@@ -290,6 +294,11 @@ class _Undeclared:
     def ask(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
         """The function of the field, and of `mask` if it has that argument."""
         return self.function(field, mask=mask) if self.masked else self.function(field)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float64, but on a device that has none."""
+    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:

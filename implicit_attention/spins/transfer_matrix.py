@@ -16,6 +16,7 @@ from ..solution import Remedies
 from ..status import Status
 from ._request import closed_form
 from .approximation import Approximation, LogPartition, require_numbers
+from .enumeration import log_mean_exp
 from .system import SpinSystem
 
 # Relative size, in units of eps, up to which fields off the axis and couplings beyond neighbours are rounding.
@@ -82,26 +83,29 @@ class TransferMatrix(Approximation):
         _require_small("field", across, required, "a part of {:.2g} of the largest across it", remedy)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
+        dtype = system.field.dtype
         chain = _Chain.of(system)
-        nodes = _nodes(system.dim, self.nodes, system.field)
+        nodes = _nodes(system.dim, self.nodes, chain.along)
         kernels, cosine = _kernels(chain, nodes)
         sums = _sums(chain, nodes, kernels)
-        value = sums[-1].logsumexp(-1)
+        value = log_mean_exp(sums[-1], -1, nodes.log_weight)
         if not is_plain(chain.across, chain.beyond):
             value = value + _first_orders(chain, nodes, sums, kernels, cosine)
         value = value + chain.constant
         fixed = _Chain(*(t.detach() for t in chain))
-        fewer = _nodes(system.dim, 3 * self.nodes // 4, system.field)
-        coarse = _sums(fixed, fewer, _kernels(fixed, fewer)[0])[-1].logsumexp(-1) + fixed.constant
-        residual = (value.detach() - coarse).abs()
-        tolerance = torch.finfo(value.dtype).eps ** 0.75 * (1 + value.detach().abs())
+        fewer = _nodes(system.dim, 3 * self.nodes // 4, chain.along)
+        last = _sums(fixed, fewer, _kernels(fixed, fewer)[0])[-1]
+        coarse = log_mean_exp(last, -1, fewer.log_weight) + fixed.constant
+        residual = (value.detach() - coarse).abs().to(dtype)
+        value = value.to(dtype)
+        tolerance = torch.finfo(dtype).eps ** 0.75 * (1 + value.detach().abs())
         report = closed_form(value, residual, tolerance)
         count = torch.full_like(report.num_steps, len(nodes.x))
         return LogPartition(value, report.amended(num_steps=count, num_evals=count))
 
 
 class _Chain(NamedTuple):
-    """A system as a chain, in units of 1/beta and R.
+    """A system as a chain, in units of 1/beta and R, in float64.
 
     along: (*batch, N), fields on the axis. across: (*batch, N, D), the rest, numbers that are zero with derivatives
     that are not. bonds: (*batch, N - 1). beyond: (*batch, N, N), couplings of other pairs, also zero. constant:
@@ -116,6 +120,9 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, system: SpinSystem) -> _Chain:
+        far, aside = _beyond_neighbours(system.live_couplings.detach()), _aside(system.live_field.detach())
+        foreign = (far > _slack(far)).any(-1) | (aside > _slack(aside)).any(-1)
+        system = system.wide()
         beta = system.beta_over(2)
         field = beta * system.radius * system.live_field
         couplings = (beta * system.radius**2 * system.live_couplings).expand(*system.batch, -1, -1)
@@ -124,8 +131,6 @@ class _Chain(NamedTuple):
         # Both orders of a pair count half.
         bonds = (couplings.diagonal(1, -2, -1) + couplings.diagonal(-1, -2, -1)) / 2
         constant = couplings.diagonal(0, -2, -1).sum(-1) / 2
-        far, aside = _beyond_neighbours(couplings.detach()), _aside(field.detach())
-        foreign = (far > _slack(far)).any(-1) | (aside > _slack(aside)).any(-1)
         return cls(
             along,
             field - along[..., None] * axis,
@@ -189,20 +194,20 @@ def _kernels(chain: _Chain, nodes: _Nodes) -> tuple[Tensor, Tensor]:
 
 
 def _sums(chain: _Chain, nodes: _Nodes, kernels: Tensor) -> list[Tensor]:
-    """Log of the sum over sites 1 to i - 1 with s_i at a node, itself weighed as well: (*batch, n) for every site i.
+    """Log of the mean over sites 1 to i - 1 with s_i at a node, in its own field: (*batch, n) for every site i.
 
     In logarithms all along: where spins of many dimensions are aligned, only a part of the nodes that is far from the
     largest weights and the largest kernels matters.
     """
-    sites = chain.along[..., None] * nodes.x + nodes.log_weight
+    sites = chain.along[..., None] * nodes.x
     sums = [sites[..., 0, :]]
     for i in range(1, sites.shape[-2]):
-        sums.append(_through(sums[-1], kernels[..., i - 1, :, :]) + sites[..., i, :])
+        sums.append(_through(sums[-1], kernels[..., i - 1, :, :], nodes) + sites[..., i, :])
     return sums
 
 
-def _through(logarithm: Tensor, kernel: Tensor) -> Tensor:
-    return torch.logsumexp(logarithm[..., :, None] + kernel, dim=-2)
+def _through(logarithm: Tensor, kernel: Tensor, nodes: _Nodes) -> Tensor:
+    return log_mean_exp(logarithm[..., :, None] + kernel, -2, nodes.log_weight[:, None])
 
 
 def _first_orders(chain: _Chain, nodes: _Nodes, sums: list[Tensor], kernels: Tensor, cosine: Tensor) -> Tensor:
@@ -224,10 +229,10 @@ def _pair_correlations(
 ) -> tuple[Tensor, Tensor]:
     """<s_i . s_j>/R^2, the parts along and across the axis, (*batch, N, N) each."""
     last = len(sums) - 1
-    sites = chain.along[..., None] * nodes.x + nodes.log_weight
+    sites = chain.along[..., None] * nodes.x
     rest = [torch.zeros_like(sums[0])]
     for j in reversed(range(1, last + 1)):
-        rest.append(_through(rest[-1] + sites[..., j, :], kernels[..., j - 1, :, :]))
+        rest.append(_through(rest[-1] + sites[..., j, :], kernels[..., j - 1, :, :], nodes))
     # Row i: the averages of x_i, and of sin_i times its unit across the axis along that of s_j, for a fixed s_j.
     own = nodes.x.expand_as(sums[0])[..., None, :], nodes.sin.expand_as(sums[0])[..., None, :]
     along, across = own
@@ -236,10 +241,10 @@ def _pair_correlations(
         if j:
             kernel = kernels[..., j - 1, :, :]
             # The law of s_(j-1) for a fixed s_j, from the sites up to j: columns that sum to 1.
-            law = (sums[j - 1][..., :, None] + kernel).softmax(-2)
+            law = ((sums[j - 1] + nodes.log_weight)[..., :, None] + kernel).softmax(-2)
             along = torch.cat([along @ law, own[0]], dim=-2)
             across = torch.cat([across @ (law * cosine[..., j - 1, :, :]), own[1]], dim=-2)
-        weight = (sums[j] + rest[last - j]).softmax(-1)[..., None]
+        weight = (sums[j] + rest[last - j] + nodes.log_weight).softmax(-1)[..., None]
         columns.append(torch.cat([(along * own[0]) @ weight, (across * own[1]) @ weight], dim=-1))
     padded = [torch.nn.functional.pad(c, (0, 0, 0, last + 1 - c.shape[-2])) for c in columns]
     both = torch.stack(padded, dim=-2)

@@ -1,0 +1,122 @@
+"""Strong fields and weak couplings: tables of every method, in both precisions."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from solvable_models import double
+
+from implicit_attention import Status
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    Enumeration,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    TransferMatrix,
+    free_energy,
+    magnetization,
+    thermodynamics,
+)
+
+STATIC = [MeanField(), TAP(), TAP(order=3), AdaTAP(), SaddlePoint(), SaddlePoint(one_loop=True)]
+STATIC += [Bethe(), Enumeration(), TransferMatrix()]
+PRECISIONS = [torch.float32, torch.float64]
+FIELDS = [1.0, 1e2, 1e3, 1e5, 1e7]
+BETAS = [1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4]
+
+
+def at(system, dtype):
+    """The same system with other numbers."""
+    return SpinSystem(system.couplings.to(dtype), system.field.to(dtype), system.beta, radius=system.radius)
+
+
+def only_ising(method):
+    return isinstance(method, Bethe | Enumeration)
+
+
+def frustrated(strength):
+    couplings = double([[0, 0.7, -0.13], [0.7, 0, 0.17], [-0.13, 0.17, 0]])
+    return SpinSystem(couplings, double([[-strength], [strength], [-0.4]]), 1.337)
+
+
+def weak(beta, dim):
+    """An open chain of six."""
+    couplings = torch.diag(double([0.5] * 5), 1)
+    field = double([[0.0] * dim] * 6)
+    field[:, 0] = torch.linspace(-0.7, 0.9, 6, dtype=torch.float64)
+    return SpinSystem(couplings + couplings.mT, field, beta)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("method", [Bethe(), Enumeration()], ids=repr)
+def test_a_spin_beside_two_in_strong_fields_knows_its_own(method, dtype):
+    for strength in FIELDS[1:]:
+        m = magnetization(at(frustrated(strength), dtype), method)
+        # The others are -1 and 1.
+        expected = double([-1.0, 1.0, math.tanh(1.337 * (-0.4 + 0.13 + 0.17))])
+        torch.testing.assert_close(
+            m[:, 0].double(), expected, rtol=0, atol=200 * torch.finfo(dtype).eps + 3e-15 * strength
+        )
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("method", STATIC, ids=repr)
+def test_weak_couplings_leave_the_second_order(method, dim, dtype):
+    if dim > 1 and only_ising(method):
+        return
+    system = weak(1e-6, dim)
+    found = thermodynamics(at(system, dtype), method)
+    pairs = 0.0 if isinstance(method, MeanField) else dim * float(system.couplings.square().sum()) / 4
+    square = float(system.field.square().sum()) / 2
+    expected = -1e-6 * (square + pairs)
+    # One loop is a determinant at multipliers that are rounded.
+    rounded = 8 * torch.finfo(torch.float64).eps / 1e-6 if getattr(method, "one_loop", False) else 0.0
+    assert float(found.free_energy) == pytest.approx(expected, rel=2e-6, abs=rounded)
+    if not rounded:
+        assert float(found.internal_energy) == pytest.approx(2 * expected, rel=2e-6)
+    torch.testing.assert_close(found.magnetization.double(), 1e-6 * system.field, rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("method", STATIC, ids=repr)
+def test_both_precisions_agree_at_every_temperature(method, dim):
+    if dim > 1 and only_ising(method):
+        return
+    for beta in BETAS[1:]:
+        system = weak(beta, dim)
+        fine, coarse = (
+            thermodynamics(at(system, dtype), method, on_failure="ignore") for dtype in reversed(PRECISIONS)
+        )
+        if int(fine.report.status) != Status.CONVERGED:
+            assert int(coarse.report.status) != Status.CONVERGED
+            continue
+        # Cold vectors turn by more than float32 can tell.
+        cold = isinstance(method, AdaTAP) and beta == 1e4
+        for name in ("free_energy", "internal_energy", "magnetization"):
+            one, other = getattr(coarse, name).double(), getattr(fine, name)
+            torch.testing.assert_close(one, other, rtol=5e-6, atol=2e-2 if cold else 1e-5)
+
+
+def test_messages_are_right_to_second_order_in_every_region():
+    # Beside 0, where a field or a coupling is 1, and where both are the same.
+    values = (0.0, 1e-8, 0.7, 1.0, -1.0, 1.4, 9.0)
+    for field, bond in itertools.product(values, repeat=2):
+
+        def bethe(numbers):
+            h, j = numbers
+            couplings = torch.stack([0 * j, j, j, 0 * j]).reshape(2, 2)
+            return -free_energy(SpinSystem(couplings, torch.stack([h, h / 3])[:, None]), Bethe())
+
+        def summed(numbers):
+            h, j = numbers
+            weights = [j * s * t + h * s + h / 3 * t for s in (-1, 1) for t in (-1, 1)]
+            return torch.stack(weights).logsumexp(0)
+
+        numbers = double([field, bond])
+        found, expected = (torch.autograd.functional.hessian(f, numbers) for f in (bethe, summed))
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
