@@ -17,7 +17,7 @@ from ..solvers import NewtonKrylov
 from ..status import Status
 from ._expectation_consistency import SiteEquations, descended, guarded_inverse
 from ._request import closed_form
-from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
+from .approximation import Answer, Approximation, Check, FixedPointApproximation, InUnits, LogPartition, field_unit
 from .low_rank import woodbury
 from .system import SpinSystem
 
@@ -176,6 +176,10 @@ class AdaTAP(FixedPointApproximation):
             theta = theta - descended(problem, theta, steps=0)[0][..., -1:] * m
         return self._begun(problem, theta)
 
+    def unit(self, system: SpinSystem) -> Tensor:
+        unit = system.beta_tensor(2).detach() * field_unit(system)
+        return torch.cat([unit.expand(system.field.shape), unit / system.radius], -1)
+
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
         return self.problem(system).moments(state)[0]
 
@@ -202,14 +206,15 @@ class AdaTAP(FixedPointApproximation):
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to; the descent ends at minima, so that there is nothing to check."""
-        problem, start = self.problem(system), start.detach()
-        if self.solver is not None:
-            return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
-        near, num_steps, num_evals = descended(problem, start[..., :-1])
-        rtol = (1e-5 if near.dtype == torch.float32 else 1e-11) if self.rtol is None else self.rtol
-        finisher = NewtonKrylov(rtol=rtol, atol=rtol, forcing=1e-3, max_steps=50)
-        solution = solve(problem, near, solver=finisher, adjoint=self.adjoint, on_failure="ignore")
-        return solution.amended(num_steps=solution.num_steps + num_steps, num_evals=solution.num_evals + num_evals)
+        problem, unit, solver, start = self.problem(system), self.unit(system), self.solver, start.detach()
+        spent: list[Tensor | int] = [0, 0]
+        if solver is None:
+            start, *spent = descended(problem, start[..., :-1])
+            rtol = (1e-5 if start.dtype == torch.float32 else 1e-11) if self.rtol is None else self.rtol
+            solver = NewtonKrylov(rtol=rtol, atol=rtol, forcing=1e-3, max_steps=50)
+        solution = solve(InUnits(problem, unit), start / unit, solver=solver, adjoint=self.adjoint, on_failure="ignore")
+        solution = solution.amended(num_steps=solution.num_steps + spent[0], num_evals=solution.num_evals + spent[1])
+        return dataclasses.replace(solution, value=unit * solution.value)
 
 
 def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from .._declared import restricted
 from .._solve import solve
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
-from ..problem import Problem
+from ..problem import Linearization, Problem, pullback
 from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -157,7 +157,8 @@ class FixedPointApproximation(Approximation):
     There may be several such points; each is a branch. Solvers of equations also find those where the free energy has
     no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solver that
     the user passes starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status
-    UNSTABLE with `check="stability"`, and CONVERGED without: the check costs more than most solves.
+    UNSTABLE with `check="stability"`, and CONVERGED without: the check costs more than most solves. Residuals and
+    tolerances are in units of the state of every site (`unit`), so that a strong field loosens no other site.
 
     Not for methods that need no iteration: derive these from `Approximation`.
 
@@ -208,6 +209,10 @@ class FixedPointApproximation(Approximation):
     def damping(self, system: SpinSystem) -> float | Tensor:
         """The factor by which a step z -> f(z) is shortened so that it descends, a number or (*batch)."""
         return 0.5
+
+    def unit(self, system: SpinSystem) -> Tensor | None:
+        """The unit of every site's state, (*batch, N, #D), by which sites count alike in residuals; None for 1."""
+        return None
 
     def contracting(self, system: SpinSystem) -> Tensor | None:
         """(*batch), whether plain steps are certain to contract, so that there is one solution; None if unknown."""
@@ -263,6 +268,10 @@ class FixedPointApproximation(Approximation):
         """The solution that a start leads to."""
         problem, spent = self.problem(system), None
         problem.token_order = system.token_order
+        unit = self.unit(system) if system.token_order is None else None
+        if unit is not None:
+            _validate.check_float_tensor("initial", start, min_ndim=2)
+            problem, start = InUnits(problem, unit), start / unit
         solver = self.solver
         if solver is None:
             solver = physics_solver(start.dtype, self.rtol)
@@ -278,6 +287,8 @@ class FixedPointApproximation(Approximation):
                 start = near
         # `free_energy`, `thermodynamics` and their like report failures.
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
+        if unit is not None:
+            solution = dataclasses.replace(solution, value=unit * solution.value)
         if spent is not None:
             solution = solution.amended(num_evals=solution.num_evals + spent)
         # After a fixed budget of steps the status is BUDGET, which claims no solution.
@@ -350,28 +361,77 @@ def _settled(problem: Problem, start: Tensor, damping: float | Tensor) -> tuple[
     return torch.where(sound, near.value, start), near.num_evals
 
 
-class _Damped(Problem):
-    """z = z + step (f(z) - z), for a part (*#batch) of every step."""
+class _Wrapped(Problem, general=True):
+    """Base of problems that another one is turned into, sample by sample."""
 
-    def __init__(self, problem: Problem, step: Tensor) -> None:
+    own_axes: ClassVar[Mapping[str, int]]
+
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.step = step
         self.event_ndim = problem.event_ndim
         self.row_block = problem.row_block
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return z + self.step[..., None, None] * (self.problem.fixed_point_map(z) - z)
 
     def select(self, index: Tensor) -> Self | None:
         inner = self.problem.select(index)
         if inner is None:
             return None
-        clone = restricted(self, index, step=0)
+        clone = restricted(self, index, **self.own_axes)
         clone.problem = inner
         return clone
 
     def check_undeclared(self, z: Tensor) -> None:
         self.problem.check_undeclared(z)
+
+
+class _Damped(_Wrapped):
+    """z = z + step (f(z) - z), for a part (*#batch) of every step."""
+
+    own_axes: ClassVar[Mapping[str, int]] = {"step": 0}
+
+    def __init__(self, problem: Problem, step: Tensor) -> None:
+        super().__init__(problem)
+        self.step = step
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return z + self.step[..., None, None] * (self.problem.fixed_point_map(z) - z)
+
+
+class InUnits(_Wrapped):
+    """The same problem for the state z/unit, with a power of two for every site, (*#batch, N, #D)."""
+
+    own_axes: ClassVar[Mapping[str, int]] = {"unit": 2}
+
+    def __init__(self, problem: Problem, unit: Tensor) -> None:
+        super().__init__(problem)
+        self.unit = unit
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self.problem.fixed_point_map(self.unit * z) / self.unit
+
+    def linearize(self, z: Tensor) -> Linearization:
+        product, transposed = self.problem.linearize(self.unit * z)[:2]
+        return Linearization(
+            lambda v: product(self.unit * v) / self.unit,
+            lambda u: self.unit * transposed(u / self.unit),
+            lambda u: pullback(self, z, u),
+        )
+
+
+@torch.no_grad()
+def field_unit(system: SpinSystem) -> Tensor:
+    """A unit of each site's field, (*batch, N, 1), for residuals in which the strongest field does not decide alone.
+
+    The largest of its own field, that of the others and 1/(beta R), as a power of two.
+    """
+    size = system.live_couplings.abs()
+    others = system.radius * (torch.linalg.matrix_norm(size) if system.block else size).sum(-1, keepdim=True)
+    own = torch.linalg.vector_norm(system.live_field, dim=-1, keepdim=True)
+    return power_of_two(torch.maximum(own, others).maximum(1 / (system.beta_tensor(2) * system.radius)))
+
+
+def power_of_two(size: Tensor) -> Tensor:
+    """The next power of two, by which nothing is rounded."""
+    return torch.exp2(size.log2().ceil())
 
 
 # Near enough to a minimum for an accelerated solver to stay at it.

@@ -14,7 +14,7 @@ from ..potentials import SignUnits
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
-from .approximation import FixedPointApproximation, SampleProblem, require_ising
+from .approximation import FixedPointApproximation, SampleProblem, power_of_two, require_ising
 from .system import SpinSystem
 
 
@@ -85,6 +85,10 @@ class Bethe(FixedPointApproximation):
         between = (1 - t) * (1 + t)
         root = (between.square() - 4 * t * (own - t * other) * (other - t * own)).clamp(min=0).sqrt()
         return torch.atanh((2 * t * (own - t * other) / (between + root)).clamp(-below, below))
+
+    def unit(self, system: SpinSystem) -> Tensor:
+        # No message is larger than its bond.
+        return power_of_two(_in_units(system)[1].detach().abs().clamp(min=1.0))
 
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         field, bonds, own = _in_units(system)

@@ -15,7 +15,7 @@ from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
 from ._site import SpinSite, Spread, linear_response
-from .approximation import require_numbers
+from .approximation import field_unit, require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem, contracts
 from .system import SpinSystem
@@ -88,6 +88,9 @@ class KineticPlefka(DynamicalMethod):
 
     def contracting(self, system: SpinSystem) -> Tensor | None:
         return contracts(system, self.response) if self.order == 1 else None
+
+    def unit(self, system: SpinSystem) -> Tensor | None:
+        return field_unit(system) if self.order > 1 else None
 
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
         return state if self.order == 1 else self.response.magnetization(state, system.beta_over(0), system.radius)

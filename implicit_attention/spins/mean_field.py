@@ -13,7 +13,7 @@ from ..problem import Linearization, pullback
 from . import low_rank
 from ._curvature import coupling_bound, covariance_roots, everywhere, exceeds_one, lowest_eigenvalue
 from ._site import stretched
-from .approximation import ResponseApproximation, SampleProblem
+from .approximation import ResponseApproximation, SampleProblem, power_of_two
 from .system import SpinSystem, couple, mirrored
 
 
@@ -144,11 +144,11 @@ class MeanField(ResponseApproximation):
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
         bound = system.beta_tensor().detach() * system.radius**2 / system.dim * coupling_bound(system)
-        near = _power_of_two(bound)
+        near = _part_of_step(bound)
         if everywhere(near >= 0.5):
             return near
         steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest_eigenvalue(system)
-        return torch.where(near >= 0.5, near, _power_of_two(steep))
+        return torch.where(near >= 0.5, near, _part_of_step(steep))
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         certain = self.contracting(system)
@@ -161,8 +161,7 @@ class MeanField(ResponseApproximation):
         return exceeds_one(lambda v: beta * root(system.coupled(root(v))), state)
 
 
-def _power_of_two(steep: Tensor) -> Tensor:
+def _part_of_step(steep: Tensor) -> Tensor:
     """The part of a step that falls: a power of two, so that rounding errors, which depend on the batch, do not lead to
     another branch."""
-    part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
-    return part
+    return 1 / power_of_two(steep.nan_to_num(nan=1.0).clamp(min=1.0))

@@ -14,7 +14,7 @@ from ..solution import Remedies
 from ..status import Status
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka_expansion import Expansion, IsingExpansion, VectorExpansion
-from .approximation import FixedPointApproximation, ResponseApproximation
+from .approximation import FixedPointApproximation, ResponseApproximation, field_unit
 from .system import SpinSystem, mirrored
 
 
@@ -97,6 +97,9 @@ class TAP(ResponseApproximation):
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         problem, constant = self._expansion(system)
         return problem.log_partition(state) + constant
+
+    def unit(self, system: SpinSystem) -> Tensor:
+        return system.beta_tensor(2).detach() * field_unit(system)
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         problem = self.problem(system)

@@ -13,6 +13,8 @@ from implicit_attention.spins import (
     AdaTAP,
     Bethe,
     Enumeration,
+    GaussianClosure,
+    KineticPlefka,
     MeanField,
     SaddlePoint,
     SpinSystem,
@@ -21,7 +23,9 @@ from implicit_attention.spins import (
     magnetization,
     thermodynamics,
 )
+from implicit_attention.testing.numerics import random
 
+DYNAMIC = [KineticPlefka(), KineticPlefka(order=2), GaussianClosure()]
 STATIC = [MeanField(), TAP(), TAP(order=3), AdaTAP(), SaddlePoint(), SaddlePoint(one_loop=True)]
 STATIC += [Bethe(), Enumeration(), TransferMatrix()]
 PRECISIONS = [torch.float32, torch.float64]
@@ -61,6 +65,42 @@ def test_a_spin_beside_two_in_strong_fields_knows_its_own(method, dtype):
         torch.testing.assert_close(
             m[:, 0].double(), expected, rtol=0, atol=200 * torch.finfo(dtype).eps + 3e-15 * strength
         )
+
+
+def beside_one(kind, strength, dim):
+    """(Eight spins of which some are held by a strong field or coupling, the others alone)."""
+    noise, field = random(8, 8, seed=1) / 3, 0.3 * random(8, dim, seed=2)
+    couplings = (noise + noise.mT).fill_diagonal_(0) / 2
+    held, rest = (slice(0, 2), slice(2, 8)) if kind == "pair" else (slice(0, 1), slice(1, 8))
+    alone = SpinSystem(couplings[rest, rest], field[rest].clone(), 0.6)
+    field[held] = 0
+    if kind == "coupled":
+        field[0, 0] = strength
+        alone.field[:, 0] += couplings[rest, 0] * alone.radius
+    else:
+        couplings[held, rest], couplings[rest, held] = 0, 0
+        field[held, 0] = strength
+        if kind == "pair":
+            couplings[0, 1] = couplings[1, 0] = strength
+    return SpinSystem(couplings, field, 0.6), alone
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize(("kind", "dim"), [("lone", 1), ("lone", 3), ("coupled", 1), ("pair", 1), ("pair", 3)])
+@pytest.mark.parametrize("method", STATIC[:-1] + DYNAMIC, ids=repr)
+def test_a_strong_field_does_not_loosen_the_other_spins(method, kind, dim, dtype):
+    if (dim > 1 and only_ising(method)) or (kind == "coupled" and isinstance(method, SaddlePoint)):
+        return
+    for strength in FIELDS[1:] if kind == "coupled" else FIELDS:
+        system, alone = beside_one(kind, strength, dim)
+        m, answer = magnetization(at(system, dtype), method, on_failure="ignore", return_answer=True)
+        if int(answer.report.status) == Status.CONVERGED:
+            found, expected = m[-alone.num_sites :].double(), magnetization(alone, method)
+            atol = 2e-5 if dtype == torch.float32 else max(1e-10, 3e-15 * strength)
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+        else:
+            # Expansions refuse vectors that are bound so strongly.
+            assert (kind, dim) == ("pair", 3)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
