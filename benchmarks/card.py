@@ -145,7 +145,8 @@ class Scale:
         self, dim: int, length: int, heads: int, dtype: str, *, anchor: float = 0.5, sharpness: float = 2.0, **more: Any
     ) -> Setting:
         """A problem on the device, to the tolerance that people ask of its precision."""
-        rtol = 1e-4 if dtype == "float32" else 1e-2 if self.dry else 1e-3
+        finest = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3}[dtype]
+        rtol = 1e-2 if self.dry and dtype != "float32" else finest
         shape = Shape(more.pop("batch", 1), heads, length, dim)
         return Setting("gaussian", sharpness, anchor, shape, dtype=dtype, device=self.device, rtol=rtol, **more)
 

@@ -13,11 +13,11 @@ from .report import Document, Table, number, spread
 from .targets import CARD, Row
 
 NOTES = (
-    "Attention: fixed points of Gaussian keys, beta*sqrt(D) 2, anchor .5, N queries times sets 2^18, to 1e-3 (float32: "
-    "1e-4), by `hopfield_solve` in the precision of the keys, over one explicit step by torch's fastest kernel; in "
-    "float32: by `equilibrium_attention`, which computes so whatever its inputs are. torchdeq (the faster of its two "
-    "solvers) and unrolled steps solve the same beside us up to 16k keys, where that is expected to take less than "
-    "1.5 s, with states in float32 and the explicit steps of that fastest kernel.",
+    "Attention: fixed points of Gaussian keys, beta*sqrt(D) 2, anchor .5, N queries times sets 2^18, to 5e-3 (float16: "
+    "1e-3, float32: 1e-4), by `hopfield_solve` in the precision of the keys, over one explicit step by torch's fastest "
+    "kernel; in float32: by `equilibrium_attention`, which computes so whatever its inputs are. torchdeq (the faster "
+    "of its two solvers) and unrolled steps solve the same beside us up to 16k keys, where that is expected to take "
+    "less than 1.5 s, with states in float32 and the explicit steps of that fastest kernel.",
     "One head of every answer is checked in float64: largest relative residual, and the error of the gradient (beyond "
     "16k keys of 2,048 queries). A wrong answer of ours has no ratio.",
     "G rows: B 4, H 16, N = M = 4096, bfloat16; of G1 to G3 inputs are rotated past the cache of the card. G1: an "

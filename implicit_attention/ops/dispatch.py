@@ -33,7 +33,7 @@ from .rule import THERE, AdjointAnswer, AdjointRule, Solved
 from .tiled.adjoint import solve_adjoint as tiled_adjoint
 from .tiled.solve import solve as tiled_solve
 from .triton import checks as triton_checks
-from .triton.support import unsupported
+from .triton.support import FINEST, hidden, too_fine, unsupported
 
 _R = TypeVar("_R")
 
@@ -54,6 +54,12 @@ def checked(impl: Impl, problem: Hopfield) -> Impl:
     return impl
 
 
+def default_rtol(impl: Impl, keys: Tensor) -> float:
+    """The tolerance of a solve that was given none."""
+    by_triton = impl == "triton" or (impl == "auto" and keys.device.type in TRITON_DEVICES)
+    return FINEST.get(keys.dtype, 1e-4) if by_triton else 1e-4
+
+
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved:
     """Solve every query from `initial`, (*batch, N, D); the mean may be left out where it costs extra."""
     if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
@@ -67,7 +73,12 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
     def by_kernel() -> Solved:
         from .triton.solve import solve as triton_solve
 
-        return triton_solve(problem, initial, rule)
+        part = hidden(problem.keys, rule)
+        told = rule._replace(rtol=rule.rtol - part)
+        found = triton_solve(problem, initial, told)
+        # Residuals and tolerances with what rounding may hide.
+        more = (found.tolerance - rule.atol) * (part / told.rtol) if part else 0.0
+        return found._replace(residual=found.residual + more, tolerance=found.tolerance + more)
 
     answer = _by_triton(impl, "hopfield_solve", problem, by_kernel, rule)
     if answer is not None:
@@ -192,6 +203,10 @@ def _by_triton(
         impl == "auto" and problem.field.device.type in TRITON_DEVICES and unsupported(problem) is None
     ):
         return None
+    if (reason := too_fine(problem.keys, rule)) is not None:
+        if impl == "auto":
+            return None
+        raise UnsupportedImplementation(f"`impl='triton'`: {reason}")
     check, kernels = triton_checks.CHECKS[operation]
     variant = triton_checks.variant(problem, kernels, rule)
     use = trust.Use(f"{operation} (triton)", problem.field.device, variant)

@@ -1,5 +1,8 @@
 """Cases for the solve: what it returns and the path of every query, against the oracle."""
 
+import itertools
+
+import pytest
 import torch
 import triton_harness as harness
 from triton_harness import (
@@ -23,8 +26,9 @@ from triton_harness import (
 )
 from triton_oracle import Dense, follow
 
-from implicit_attention import Status
+from implicit_attention import Status, UnsupportedImplementation
 from implicit_attention._fused_rule import FusedRule
+from implicit_attention.ops import dispatch, hopfield_solve
 from implicit_attention.ops.problem import Hopfield
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
@@ -320,3 +324,37 @@ def solve_reads_no_tile_that_is_masked(name, ends=()):
     problem.keys[..., :32, :] = torch.nan
     for field, before in zip(solve(problem, problem.field, ends=ends), clean, strict=True):
         assert torch.equal(field, before)
+
+
+@cases(fp16=dict(dtype=FP16, finest=1e-3), bf16=dict(dtype=BF16, finest=5e-3))
+def solve_half_precision_is_true(dtype, finest):
+    """CONVERGED, residual and tolerance hold in float64, at the default and at the finest tolerance that is taken."""
+    for anchor, beta in itertools.product((0.0, 0.2), (0.3, 16.0)):
+        query, keys = 0.3 * torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+        query, keys = query[:16].to(harness.DEVICE), keys.to(harness.DEVICE)
+        found = hopfield_solve(query, keys, beta=beta, anchor=anchor, impl="triton")
+        z = found.state.double()
+        mapped = anchor * query.double() + (1 - anchor) * (beta * z @ keys.double().mT).softmax(-1) @ keys.double()
+        residual, size = (mapped - z).norm(dim=-1), mapped.norm(dim=-1)
+        assert bool((found.status == Status.CONVERGED).all())
+        assert bool((residual <= found.residual).all()), float((residual / size).max())
+        torch.testing.assert_close(found.tolerance.double(), 1e-8 + finest * size, rtol=0.01, atol=0)
+    with pytest.raises(UnsupportedImplementation, match=f"rounded, which may hide .*; use rtol >= {finest:g}"):
+        hopfield_solve(query, keys, beta=1.0, rtol=0.99 * finest, impl="triton")
+    assert bool(
+        (hopfield_solve(query, keys, beta=1.0, rtol=0.0, atol=0.0, impl="triton").status == Status.BUDGET).all()
+    )
+
+
+@case
+def solve_auto_leaves_fine_tolerances_in_half_precision_to_others():
+    query, keys = (t.to(harness.DEVICE, BF16) for t in torch.randn(2, 40, 16))
+    devices, dispatch.TRITON_DEVICES = dispatch.TRITON_DEVICES, ("cpu", "cuda")
+    try:
+        fine = hopfield_solve(query, keys, beta=0.3, rtol=1e-5)
+        coarse = hopfield_solve(query, keys, beta=0.3, impl="triton")
+        assert torch.equal(hopfield_solve(query, keys, beta=0.3).state, coarse.state)
+    finally:
+        dispatch.TRITON_DEVICES = devices
+    assert bool((fine.status == Status.CONVERGED).all())
+    assert bool((fine.tolerance < 0.01 * coarse.tolerance).all())
