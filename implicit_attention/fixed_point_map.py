@@ -19,7 +19,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import transforms_active
 from ._declared import HOLDERS, changed, leaves, modules_in, named, parts_of, picked
-from .problem import Problem, is_like, refuse_writes, writes_to
+from .problem import Problem, counted, is_like, refuse_writes, writes_to
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,7 +140,9 @@ class UserProblem(Problem):
             self._passed.add(known)
 
     def _restricted(self, index: Tensor) -> Self | None:
-        return self._with_own(lambda tensor: picked(tensor, index, index.ndim - 1)) if self._restrictable else None
+        if not self._restrictable:
+            return None
+        return self._with_own(lambda tensor: counted(picked(tensor, index, index.ndim - 1)))
 
     def undifferentiated(self) -> Self:
         # No backward pass will ask for its modules, which need no copies then.

@@ -496,6 +496,13 @@ def counted_copy(z: Tensor) -> Tensor:
         return z.clone()
 
 
+def counted(tensor: Tensor) -> Tensor:
+    """The tensor, or in inference mode a copy to which torch counts writes."""
+    if torch.compiler.is_compiling() or not tensor.is_inference():
+        return tensor
+    return counted_copy(tensor)
+
+
 def is_like(result: Any, z: Tensor) -> bool:
     """Whether the result of a map is a plain tensor of the kind of its state."""
     if type(result) is not Tensor:

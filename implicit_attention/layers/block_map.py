@@ -16,7 +16,7 @@ from .. import _validate
 from .._autograd import is_exporting, same, transforms_active
 from ..fixed_point_map import FixedPointMap
 from ..linear import LinearSolver
-from ..problem import counted_copy, is_like, writes_to
+from ..problem import counted, counted_copy, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
@@ -79,6 +79,7 @@ class BlockMap(nn.Module):
         if torch.compiler.is_compiling() or is_exporting():
             result = self.draws.evaluate(self.block, state, *arguments)
             return self.layout.check_output(self.__name__, result, state, cast=cast)
+        state = counted(state) if self.layout.single else pytree.tree_map(counted, state)
         first, passed = not self.evaluated, (state, *arguments)
         olds = news = self._tensors(passed)
         if first or not self.flat:
@@ -107,16 +108,12 @@ class BlockMap(nn.Module):
         if not self.flat or self.autocast is not None or draws.repeated or draws.watching or not self.evaluated:
             return None
         block = self.block
-        # Torch counts no writes to inference tensors.
-        others = [tensor for tensor in tensors if not tensor.is_inference()]
 
         def mapped(z: Tensor) -> Tensor:
-            counted = others if z.is_inference() else [z, *others]
-            before = [tensor._version for tensor in counted]
+            before = [tensor._version for tensor in (z, *tensors)]
             result = block(z, *arguments)
-            if (after := [tensor._version for tensor in counted]) != before:
-                written = list(map(ne, after, before))
-                self._refuse_writes([False, *written] if counted is others else written)
+            if (after := [tensor._version for tensor in (z, *tensors)]) != before:
+                self._refuse_writes(list(map(ne, after, before)))
             if not is_like(result, z):
                 result = self.layout.check_output(self.__name__, result, z, cast=False)
             return cast(Tensor, result)

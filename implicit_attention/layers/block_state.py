@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._autograd import at_least_single
 from ..fixed_point_map import PerSample, Shared
-from ..problem import is_like
+from ..problem import counted, is_like
 
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 
@@ -240,7 +240,7 @@ class Frame(NamedTuple):
             wrappers = pytree.tree_leaves(pytree.tree_map(_wrappers, arguments))
             of_x = len(pytree.tree_leaves(pytree.tree_map(_unwrapped, x)))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        tensors = tuple((wrappers[i] or _kind(leaves[i], layout, i < of_x))(leaves[i]) for i in places)
+        tensors = tuple((wrappers[i] or _kind(leaves[i], layout, i < of_x))(counted(leaves[i])) for i in places)
         return cls(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places), tensors
 
     @property

@@ -16,6 +16,7 @@ from .._no_derivative import refusing
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request, Reversible
 from ..linear._vectors import along
+from ..problem import counted
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..status import Status
@@ -192,6 +193,7 @@ class CausalCall(BlockCall):
         step, start, lead = self.tokens.window(problem, z), z, z.shape[: z.ndim - layout.event_ndim]
         later: Any = step
         for index in range(steps):
+            z = counted(z)
             mapped = later(z)
             later = step.later() or step if index == 0 else later
             z = mapped if damping == 0 else mapped - damping * (mapped - z)

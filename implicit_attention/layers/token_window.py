@@ -18,7 +18,7 @@ from .._autograd import transforms_active
 from .._declared import picked
 from ..fixed_point_map import PerSample, Shared
 from ..linear._vectors import along
-from ..problem import Problem, TokenOrder, is_like, writes_to
+from ..problem import Problem, TokenOrder, counted, is_like, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
 from .block_map import BlockProblem
@@ -204,7 +204,7 @@ class TokenWindow:
             return rows_at(tensor, own, axis)
 
         parts = zip(problem.inputs, problem.of_tokens, strict=True)
-        arguments = [rows(t, len(batch) - t.ndim) if of_tokens else t for t, of_tokens in parts]
+        arguments = [counted(rows(t, len(batch) - t.ndim)) if of_tokens else t for t, of_tokens in parts]
         filled = self.function.frame.filled(tuple(arguments))
         # The masks of `reads` are those of the past.
         self.arguments = filled if reads is None else filled[:1]

@@ -19,7 +19,7 @@ from .. import _validate
 from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
 from .._norm import length, norm
-from ..problem import Problem, check_kept, evaluate_pure, share_memory
+from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
 from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
 from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
@@ -462,6 +462,8 @@ def evaluated(
 
     later: f with fewer tests (`Problem.later_map`), where no energy is wanted.
     """
+    # Of inference tensors nobody would see that the map writes to them, or to what it returned before.
+    z = counted(z)
     if later is None:
         mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
     else:

@@ -15,6 +15,7 @@ from .._norm import norm
 from ..ops.native.library import Library, library
 from ..ops.native.loop import Decisions, Measured, MixedSteps, PlainSteps, Planned
 from ..ops.native.loop import measured as measured_natively
+from ..problem import counted
 from ..solution import Record
 from ..status import Status
 from ._rows import COMPACT_BELOW, Best, Rows, rows_where
@@ -302,6 +303,7 @@ class Stretch:
         state, count = z.contiguous().view(self.shape), progress.active.numel()
         value, point = progress.best.value.reshape(self.shape), None
         while True:
+            state = counted(state)
             mapped = later(state)
             if not are_plain(dtype, mapped) or mapped.shape != state.shape:
                 break

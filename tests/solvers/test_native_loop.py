@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -206,13 +207,15 @@ LATE = {
 }
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize("name", LATE)
-def test_a_block_that_changes_its_ways_late_is_refused(name, seen):
+def test_a_block_that_changes_its_ways_late_is_refused(name, seen, mode):
     late, words = LATE[name]
     block = Late(late)
-    layer, x = Equilibrium(block, solver=Picard(rtol=1e-6)), torch.ones(3, 4)
-    with torch.no_grad():
+    layer = Equilibrium(block, solver=Picard(rtol=1e-6))
+    with mode():
+        x = torch.ones(3, 4)
         if seen:
             # Its writes were tested by a call before.
             block.late = lambda z, x: z / 2 + x
@@ -220,7 +223,28 @@ def test_a_block_that_changes_its_ways_late_is_refused(name, seen):
             block.late, block.calls = late, 0
         with pytest.raises((ValueError, TypeError), match=words):
             layer(x)
+        assert mode is torch.no_grad or bool((x == 1).all())
+        # Plain steps, too, by a loop of their own.
+        block.calls = 0
+        with pytest.raises((ValueError, TypeError), match=words):
+            layer(x, steps=6)
     assert block.calls == 5
+
+
+@pytest.mark.parametrize("solver", [Picard(rtol=1e-6), Anderson(rtol=1e-6), Broyden(rtol=1e-6)], ids=repr)
+def test_a_block_that_returns_its_buffer_late_is_solved_in_inference_mode(solver):
+    calls = itertools.count()
+
+    def block(z, x):
+        found = (z + x).cos() / 2
+        return buffer.copy_(found) if next(calls) > 2 else found
+
+    with torch.inference_mode():
+        x, buffer = torch.linspace(-1, 1, 12).reshape(3, 4), torch.zeros(3, 4)
+        solution = solve(FixedPointMap(block, x, event_ndim=1), torch.zeros(3, 4), solver=solver)
+        z = solution.value.clone()
+        assert bool(solution.converged.all())
+        assert float(((z + x).cos() / 2 - z).norm(dim=-1).max()) < 1e-5
 
 
 class LateProblem(Problem):
