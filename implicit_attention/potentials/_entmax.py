@@ -19,6 +19,8 @@ from .._autograd import host_may_look, is_plain, sum_to_shape, tangent_rule, unc
 # Numbers in one block of work.
 BLOCK = 2**18
 LOG2 = math.log(2)
+#: Terms of a series in numbers up to .3, of which the next is 1e-17 of the sum.
+TERMS = 12
 
 
 @uncompiled
@@ -55,7 +57,7 @@ def by_order(p: Tensor, a: float | Tensor) -> Tensor:
     """dp/da at fixed scores."""
     logs = _logs(p)
     w = slopes(p, a)
-    raw = -p * (a * logs + torch.expm1(-a * logs)) / a**2
+    raw = -p * logs.square() * _bend(a * logs)
     return raw - w * (raw.sum(-1, keepdim=True) / w.sum(-1, keepdim=True))
 
 
@@ -140,8 +142,20 @@ class _Maximum(torch.autograd.Function):
 def _entropy_by_order(p: Tensor, a: Tensor) -> Tensor:
     """dH/da at fixed p, (..., N)."""
     logs = _logs(p)
-    scale = a * (1 + a)
-    return (p * (torch.expm1(a * logs) * (1 + 2 * a) / scale - logs * (a * logs).exp()) / scale).sum(-1)
+    y = a * logs
+    terms = torch.expm1(y) / a - (1 + a) * y.exp() * logs.square() * _bend(y)
+    return (p * terms / (1 + a).square()).sum(-1)
+
+
+def _bend(y: Tensor) -> Tensor:
+    """(exp(-y) - 1 + y)/y^2, near 0 by its series 1/2! - y/3! + y^2/4! - ..., as its terms cancel there."""
+    near = y.abs() < 0.3
+    small, large = torch.where(near, y, 0.0), torch.where(near, 1.0, y)
+    series = torch.zeros_like(y)
+    for n in range(TERMS, 0, -1):
+        # Horner's scheme of y^(n - 1)/(n + 1)! with alternating signs.
+        series = (1 - small * series) / (n + 1)
+    return torch.where(near, series, (torch.expm1(-large) + large) / large.square())
 
 
 def _entmax(scores: Tensor, a: float | Tensor) -> Tensor:

@@ -78,6 +78,21 @@ def test_near_one_it_is_log_sum_exp():
     assert relative_error(phi.covariance_product(z, v), soft.covariance_product(z, v)) < 3e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_alpha_keeps_its_digits_near_softmax(dtype):
+    scores, weights = 2 * random(5, 9), random(5, 9, seed=1)
+    p = scores.softmax(-1)
+    raw = -p * p.log().square() / 2
+    expected = (weights * (raw - p * raw.sum(-1, keepdim=True))).sum(), (p * (p.log() - p.log().square() / 2)).sum()
+    for above in (1.2e-7, 9.5e-7, 1e-5):
+        alpha = tensor(1 + above).to(dtype).requires_grad_()
+        phi = Entmax(torch.eye(9, dtype=dtype), 1.0, alpha=alpha)
+        z = scores.to(dtype)
+        parts = (weights.to(dtype) * phi.probabilities(z)).sum(), phi.value(z).sum()
+        for part, gradient in zip(parts, expected, strict=True):
+            check_close(torch.autograd.grad(part, alpha)[0].double(), gradient, 10 * above + 2e-6)
+
+
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_a_key_beyond_the_margin_is_retrieved_exactly(alpha):
     """Where k_i beats others by 1/((alpha - 1) beta) + 2 M eps, one step returns it without rounding."""
