@@ -111,12 +111,28 @@ def solve(
     report = _report(on_failure)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     problem.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
+    whole, origin = problem, None
+    if (moved := problem._about_origin()) is not None:
+        problem.check_state(initial)
+        problem, origin = moved
+        initial = initial - origin
     request = Request(problem, initial, solver, impl, trace, report, callback)
     watched = trace or callback is not None or _sampled(report) is not None
     if not watched and (native := _natively(request, adjoint)) is not None:
         outcome, failed = native
-        return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
-    return by_adjoint(request, adjoint)
+        found = concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
+    else:
+        found = by_adjoint(request, adjoint)
+    return found if origin is None else _moved_back(found, origin, whole)
+
+
+def _moved_back(found: Solution, origin: Tensor, problem: Problem) -> Solution:
+    """The solution of a problem from that of the same one about an origin, whose energy is another by a constant."""
+    value, course, trace = found.value + origin, tuple(state + origin for state in found.course), found.trace
+    if trace is not None and trace.energy is not None and found.energy is not None:
+        constant = problem.energy(value.detach()) - found.energy
+        trace = trace._replace(value=trace.value + origin, energy=trace.energy + constant)
+    return dataclasses.replace(found, value=value, course=course, trace=trace, energy_function=problem.energy)
 
 
 def _report(on_failure: Any) -> AdjointReport:

@@ -341,6 +341,10 @@ class Problem(Declared, general=True):
     #: Whether the problems that `without` returns read finite numbers only.
     knows_own: bool = False
 
+    def _about_origin(self) -> tuple[Self, Tensor] | None:
+        """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
+        return None
+
     def without(self, left_out: Tensor) -> Self:
         """The same problems; those that are `left_out` (*lead) read finite numbers in place of their own tensors."""
         return self

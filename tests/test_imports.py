@@ -203,7 +203,7 @@ def test_operations_are_asked_for_in_few_places():
     layout = PACKAGE / "potentials" / "masked_keys.py"
     # Commands tell which implementation ran.
     told = {"cli.compare_solvers", "cli.demo", "cli.report"}
-    ask = {"fused", "potentials.scored_keys", "adjoints.native", "adjoints.native_gmres", "attention"}
+    ask = {"fused", "potentials.scored_keys", "adjoints.native", "adjoints.linear_system", "attention"}
     ask |= {"solvers"}
     rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
     assert rooms == ask | told | {dotted_name(layout)}

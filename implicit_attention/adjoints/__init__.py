@@ -2,9 +2,7 @@
 
 from .base import Adjoint, Request
 from .implicit import Implicit
-from .one_step import OneStep
-from .phantom import Phantom
 from .reversible import Reversible
-from .unrolled import Unrolled
+from .unrolled import OneStep, Phantom, Unrolled
 
 __all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Request", "Reversible", "Unrolled"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look, is_batched, transforms_active
+from .._autograd import are_plain, host_may_look, is_batched, transforms_active
 from .._declared import first_of, pick, put
 from .._norm import length, norm
 from .._reporting import left_out, lost, report_gradients
@@ -22,13 +23,13 @@ from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol
+from ..ops.native.krylov import Arnoldi
 from ..problem import Linearization, Problem
 from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
+from ..solvers.progress import library_for
 from ..status import Status
 from .base import Request
-from .native_gmres import natively
-from .tape import Gradients, Tape
 
 # Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each
 # batch entry, so that the matrix products are worth their call.
@@ -407,3 +408,96 @@ def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:
     fields = {name: field.flatten(0, extra - 1) for name, field in fields.items()}
     worst = fields["status"].argmax(0, keepdim=True)
     return {name: field.gather(0, worst).squeeze(0) for name, field in fields.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def natively(method: LinearSolver[Any]) -> LinearSolver[Any]:
+    """The same method with native steps, where it is GMRES."""
+    return _NativeGMRES(**vars(method)) if type(method) is GMRES else method
+
+
+@dataclasses.dataclass(frozen=True)
+class _NativeGMRES(GMRES):
+    """`GMRES` whose products may be overwritten."""
+
+    def sweep(
+        self, apply: LinearMap, residual: Tensor, tolerance: Tensor, live: Tensor, num_steps: Tensor, max_steps: int
+    ) -> tuple[Any, Tensor]:
+        library = library_for(residual, tolerance)
+        if library is None or residual.numel() == 0:
+            return super().sweep(apply, residual, tolerance, live, num_steps, max_steps)
+        steps, tolerance, live = self.sweep_steps(max_steps), tolerance.contiguous(), live.contiguous()
+        made = num_steps.clone(memory_format=torch.contiguous_format)
+        state = Arnoldi.of(library, residual, tolerance, live, made, steps, max_steps)
+        left = state.begin(residual.contiguous())
+        while left and state.count < steps:
+            product = apply(state.basis[state.count])
+            if not are_plain(residual.dtype, product):
+                return super().sweep(apply, residual, tolerance, live, num_steps, max_steps)
+            left = state.step(product.contiguous())
+        return state, state.num_steps
+
+    def correction(self, state: Any) -> Tensor:
+        return state.answer() if isinstance(state, Arnoldi) else super().correction(state)
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Tape:
+    """The Jacobian of f at z, transposed, by one evaluation of f that autograd records.
+
+    torch.func, which the general `Problem.linearize` uses so that it can be differentiated and batched itself, costs
+    more per product and records anew for the gradients of the tensors.
+    """
+
+    def __init__(self, problem: Problem, z: Tensor) -> None:
+        # Statistics that modules keep while they train count the evaluations of the solve alone; and compiled modules
+        # may free tensors that a second product would read.
+        problem = problem.apart()
+        self.problem, self.z, self.tensors = problem, z, problem.tensors()
+        self.wanted = [i for i, t in enumerate(self.tensors) if t.requires_grad]
+        self.gradients: Gradients = ()
+        with torch.enable_grad():
+            self.state = z.detach().requires_grad_()
+            self.recorded = problem.fixed_point_map(self.state)
+        self.mapped = self.recorded.detach()
+
+    @classmethod
+    def of(cls, problem: Problem, z: Tensor) -> Tape | None:
+        """A tape, or None for a problem that has products of its own."""
+        return cls(problem, z) if type(problem).linearize is Problem.linearize else None
+
+    def linearization(self) -> Linearization:
+        return Linearization(lambda v: self.problem.linearize(self.z).jvp(v), self.vjp, self.vjp_tensors)
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        return self._by_state(u, *self._products(u, self.state))
+
+    def vjp_both(self, u: Tensor) -> Tensor:
+        """J^T u; in the same pass `gradients` becomes the result of `vjp_tensors(u)`."""
+        product, *gradients = self._products(u, self.state, *(self.tensors[i] for i in self.wanted))
+        self.gradients = self._by_tensors(u, tuple(gradients))
+        return self._by_state(u, product)
+
+    def vjp_tensors(self, u: Tensor) -> Gradients:
+        """(df/dt)^T u for every tensor t of the problem that requires grad."""
+        return self._by_tensors(u, self._products(u, *(self.tensors[i] for i in self.wanted)))
+
+    def _products(self, u: Tensor, *inputs: Tensor) -> Gradients:
+        if not (self.recorded.requires_grad and inputs):
+            return (None,) * len(inputs)
+        # The graph serves all products; where the tensors are rows of others, it reaches those, too.
+        return torch.autograd.grad(self.recorded, inputs, u, retain_graph=True, allow_unused=True)
+
+    def _by_state(self, u: Tensor, product: Tensor | None) -> Tensor:
+        # Without a graph to the state f does not depend on it, or does so unseen, for which `linearize` raises.
+        return self.problem.linearize(self.z).vjp(u) if product is None else product
+
+    def _by_tensors(self, u: Tensor, products: Gradients) -> Gradients:
+        if all(product is None for product in products):
+            return self.problem.linearize(self.z).vjp_tensors(u)
+        pairs = zip(self.wanted, products, strict=True)
+        gradients = {i: torch.zeros_like(self.tensors[i]) if product is None else product for i, product in pairs}
+        return tuple(map(gradients.get, range(len(self.tensors))))

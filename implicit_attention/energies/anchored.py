@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -173,6 +174,14 @@ class AnchoredEnergy(Anchored, Energy):
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
         return super().knows_own and self.potential.knows_own
+
+    def _about_origin(self) -> tuple[Self, Tensor] | None:
+        found = self.potential._about_origin() if type(self) is AnchoredEnergy else None
+        if found is None:
+            return None
+        clone = copy.copy(self)
+        clone.potential, clone.field = found[0], self.field - found[1]
+        return clone, found[1]
 
     @property
     def if_bottomless(self) -> str:  # type: ignore[override]

@@ -235,7 +235,8 @@ class Equilibrium(Remembering):
             confirm: replaces the layer's for this call; 0 for none. What further solves say is in `last_solve`.
             cache: of a causal layer, from `new_cache`: x are the tokens that follow those of the cache, and become a
                 part of it. The state then has no gradient.
-            chunk: the same as for the layer, for this call; plain steps go by all tokens at once.
+            chunk: the same as for the layer, for this call; plain steps go by all tokens at once. With `exit` chunks
+                are another computation than one call: see `Exit`.
             exit: of a causal layer: rules that end tokens before they settle, or a relative tolerance. The state then
                 has no gradient, and `last_solve` says which rule ended each token.
             reads: masks beside causality, for layers built on this one.
@@ -425,7 +426,9 @@ class Equilibrium(Remembering):
     def new_cache(self, *, warm_start: bool = False) -> BlockCache:
         """An empty cache for decoding with a causal layer: keys and values of settled tokens, kept once.
 
-        Calls with one token or some at a time answer as one call with all tokens, to the tolerance of the solves.
+        Calls with one token or some at a time answer as one call with all tokens, to the tolerance of the solves. With
+        `exit` or `steps` they are another computation than one call: tokens read earlier ones as they ended, not as
+        they are after as many steps.
 
         Args:
             warm_start: start the tokens of a call at the last state of the cache, the one before them.

@@ -15,7 +15,7 @@ from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from ..adjoints.base import AdjointMemory
-from ..adjoints.reversible_steps import coupled_steps
+from ..adjoints.reversible import coupled_steps
 from ..fixed_point_map import PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
@@ -138,7 +138,9 @@ class BlockCall:
         return BlockSolution(*given, value=state, packed=packed)
 
     def _stepped(self, steps: int, damping: float) -> Any:
-        state, arguments = self.initial, self._arguments()
+        # The start may be a tensor of the caller.
+        state = self.initial if steps else pytree.tree_map(torch.clone, self.initial)
+        arguments = self._arguments()
         for _ in range(steps):
             mapped = self.map.step(state, arguments)
             state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)

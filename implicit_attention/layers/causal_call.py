@@ -144,6 +144,8 @@ class CausalCall(BlockCall):
         count = torch.zeros(lead, dtype=torch.int32, device=layout.device)
         none = torch.zeros(lead, device=layout.device)
         record = Record(count.to(torch.int8), none, none, count, count)
+        if self.tokens.cache is not None and lead[-1]:
+            self.tokens.cache.commit(self.tokens.exist(), record.status, count, self._packed().flatten(len(lead)))
         return self.initial, self._solution(record, self.initial, self._packed())
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:

@@ -53,6 +53,9 @@ class Exit:
         >>> bool((model.last_solve.num_evals <= 4).all()), model.last_solve.rules[2]
         (True, 'evaluations')
 
+    With a cache or `chunk` a token reads earlier ones as they ended, in one call as they are after as many evaluations.
+    So other tokens end, at other states (by .3 to .5 at rtol=.3): judge a model that decodes with rules by decoding.
+
     Not for training, nor where states must be right: a token that a rule ended is no fixed point.
     """
 

@@ -29,7 +29,7 @@ from ..spins import (
     SpinSystem,
     magnetization,
 )
-from ..spins._nonfinite import nonfinite_sites
+from ..spins._request import nonfinite_sites
 from .cache import CachedKeys, KeyValueCache, check_cache
 from .calls import plain
 from .causal_tokens import Lost, lost_tokens, without_nonfinite

@@ -26,8 +26,8 @@ from .fold import widened
 from .native import checks as native_checks
 from .native.adjoint import solve_adjoint as native_adjoint
 from .native.library import library, warn_once
+from .native.operands import unsupported as native_unsupported
 from .native.solve import solve as native_solve
-from .native.support import unsupported as native_unsupported
 from .problem import Hopfield
 from .rule import THERE, AdjointAnswer, AdjointRule, Solved
 from .tiled.adjoint import solve_adjoint as tiled_adjoint

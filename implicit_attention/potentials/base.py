@@ -110,6 +110,10 @@ class Potential(Declared, general=True):
         """Phi(z), one number per problem: (*batch, N, D) -> (*batch, N), or (*batch) with `event_ndim` 2."""
         raise NotImplementedError(f"{type(self).__name__} must define value(z) -> one number per problem")
 
+    def _about_origin(self) -> tuple[Self, Tensor] | None:
+        """Phi of states less an origin, (*#batch, 1, D), about which |z|^2/2 - Phi is the same, and that; else None."""
+        return None
+
     def mean(self, z: Tensor) -> Tensor:
         """Grad Phi(z), (*batch, N, D) -> (*batch, N, D)."""
 

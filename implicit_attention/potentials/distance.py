@@ -6,9 +6,9 @@ import copy
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
-from .._autograd import at_least_single, host_may_look, sum_to_shape
+from .._autograd import HALF, at_least_single, host_may_look, sum_to_shape
 from ._shapes import Keys, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp
 from .masked_keys import Masks
@@ -38,9 +38,9 @@ class DistanceLogSumExp(OverLogSumExp):
         TypeError, ValueError: as `LogSumExp`.
 
     Far from the origin, where beta |k_j|^2 > 256, distances are small differences of large products: float32 keys on a
-    CPU are then read in float64 at every evaluation, which takes several times as long. On an accelerator, where their
-    size is not checked, subtract a mean from keys and queries first: distances stay the same, and `rtol`, which is
-    relative to |z|, no longer includes the offset.
+    CPU are then read in float64 at every evaluation, which takes several times as long. `solve` subtracts their mean
+    from keys and states, so that an offset neither costs digits nor loosens `rtol`, which is relative to |z|; in
+    torch.compile, half precision, sums and subclasses subtract it yourself: distances stay the same.
 
     Gradients: with respect to z, keys, beta and bias, to any order, those of the squares among them.
 
@@ -117,10 +117,24 @@ class DistanceLogSumExp(OverLogSumExp):
 
     def loses_digits(self) -> bool:
         part = self.parts[0]
-        if part.keys.dtype != torch.float32 or not host_may_look(*part.tensors()):
-            return False
-        with torch.no_grad():
-            return bool((part._row_scale * self._squares() > LARGEST).any())
+        return part.keys.dtype == torch.float32 and host_may_look(*part.tensors()) and self._is_far(self._squares())
+
+    @torch.no_grad()
+    def _is_far(self, squares: Tensor) -> bool:
+        return bool((self.parts[0]._row_scale * squares > LARGEST).any())
+
+    def _about_origin(self) -> tuple[Self, Tensor] | None:
+        part = self.parts[0]
+        if type(self) is not DistanceLogSumExp or part.keys.dtype in HALF:
+            return None
+        keys = part._keys_read()
+        count = keys.ne(0).any(-1, keepdim=True).sum(-2, keepdim=True).clamp(min=1)
+        origin = (keys.sum(-2, keepdim=True) / count).to(part.keys.dtype)
+        if host_may_look(*part.tensors()) and not self._is_far(origin.square().sum(-1)):
+            return None
+        clone, moved = copy.copy(self), copy.copy(part)
+        moved.keys, clone.parts = part.keys - origin, (moved,)
+        return clone, origin
 
     def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
         if not self.loses_digits():

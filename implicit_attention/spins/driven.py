@@ -16,8 +16,7 @@ from .._types import OnFailure
 from ..linear import spectral_radius
 from ..solution import SolveReport
 from ._curvature import flattened, local_field
-from ._nonfinite import fill, without_nonfinite
-from ._request import reported, validated
+from ._request import fill, reported, validated, without_nonfinite
 from ._site import SpinSite, Spread, antisymmetric_sum, linear_response, stretched, sum_pairs
 from .dynamics import DynamicalMethod
 from .system import CouplingFunction, SpinSystem, couple, mirrored

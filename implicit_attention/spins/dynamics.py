@@ -16,8 +16,7 @@ from ..potentials import SphericalLaw
 from ..solution import Remedies, SolveReport
 from ..status import Status
 from ._curvature import local_field, radius_exceeds_one
-from ._nonfinite import fill, without_nonfinite
-from ._request import reported, validated
+from ._request import fill, reported, validated, without_nonfinite
 from ._site import Spread, antisymmetric_sum
 from .approximation import Approximation, Check, LogPartition, ResponseApproximation, SampleProblem
 from .system import SpinSystem

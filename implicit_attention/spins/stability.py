@@ -20,7 +20,7 @@ from ..problem import widened
 from ..solution import SolveReport
 from ..status import Status
 from ._curvature import flattened, local_field
-from ._nonfinite import fill
+from ._request import fill
 from ._site import SpinSite
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation

@@ -14,8 +14,7 @@ from .. import _validate
 from .._autograd import grad, in_own_precision, vjp
 from .._types import OnFailure
 from ..solution import AdjointReport, SolveReport
-from ._nonfinite import fill, without_nonfinite
-from ._request import reported, validated
+from ._request import fill, reported, validated, without_nonfinite
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
 from .dynamics import DynamicalMethod, no_free_energy
 from .system import SpinSystem, kept

@@ -10,7 +10,7 @@ from torch import nn
 
 import implicit_attention as ia
 from implicit_attention import Anderson, EquilibriumTransformer, Picard, Rotary
-from implicit_attention.layers import Equilibrium
+from implicit_attention.layers import Equilibrium, Exit
 
 TIGHT = Picard(rtol=1e-8, atol=1e-12, max_steps=500)
 
@@ -356,6 +356,31 @@ def test_the_cache_has_one_set_of_keys_however_many_evaluations_are_made():
         assert cache.num_evals.tolist() == [[steps] * 6] * 2
         assert len(cache.memory.held) == 2
     assert sizes[0] == sizes[1] == 2 * 2 * (2 * 6 * 8) * 8
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_cache_of_no_sequences_grows_as_others_do(steps):
+    model = made(depth=2)
+    cache = model.new_cache()
+    for length, count in enumerate((4, 1, 2)):
+        assert model(tokens(0, count, 8), cache=cache, steps=steps).shape == (0, count, 8)
+        assert cache.length == (4, 5, 7)[length]
+    assert cache.status.shape == cache.num_evals.shape == (0, 7)
+    with pytest.raises(ValueError, match="batch that it holds"):
+        model(tokens(2, 1, 8), cache=cache)
+    cache.rewind(5)
+    assert cache.status.shape == (0, 5)
+
+
+@pytest.mark.parametrize("options", [{"exit": Exit(rtol=0.3)}, {"steps": 3}], ids=repr)
+def test_tokens_that_end_early_are_others_beside_a_cache_and_so_it_is_said(options):
+    model, x = made(depth=2), tokens(2, 6, 8)
+    with torch.no_grad():
+        apart = decoded(model, x, **options) - model(x, **options)
+        assert float((decoded(model, x) - model(x)).abs().max()) < 1e-5
+    assert float(apart.abs().max()) > 1e-3
+    for text in (type(model).new_cache.__doc__, Exit.__doc__):
+        assert "as they ended" in " ".join(text.split())
 
 
 def test_steps_beside_a_cache_tend_to_the_solve():

@@ -155,6 +155,18 @@ def test_start_is_what_no_steps_return(start, first):
     assert_close([other(x, steps=0, start=start if isinstance(start, str) else start.double())], [first(x)], atol=0)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_no_steps_return_no_tensor_of_the_caller(mode):
+    layer, x = made()
+    start = torch.randn_like(x).requires_grad_()
+    with mode():
+        z = layer(x, steps=0, start=start)
+        assert torch.equal(z, start)
+        z.mul_(2.0)
+    assert not torch.equal(z, start)
+    assert z.requires_grad == (mode is torch.enable_grad)
+
+
 def test_random_starts_differ_and_lead_to_one_answer():
     layer, x = made(start="random")
     first, second = layer(x, steps=0), layer(x, steps=0)

@@ -227,6 +227,15 @@ def test_a_padded_sample_answers_as_alone(name):
     assert (grads[0].masked_select(~where) == 0).all()
 
 
+def test_two_streams_want_the_mask_of_their_layers_beside_exists():
+    layer, x = TwoStreamReasoner(TransformerStack(8, 2), solver=TIGHT, on_failure="ignore"), torch.randn(2, 4, 8)
+    exists = prefix((4,), 3)
+    with pytest.raises(ValueError, match=r"`exists` must come with an argument .* pass exists\[:, None, None, :\]"):
+        layer(x, exists=exists)
+    padded = layer(x, exists[:, None, None, :], exists=exists)[0][:1, :3]
+    torch.testing.assert_close(padded, layer(x[:1, :3])[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("lead", [(), (2, 3)])
 def test_axes_of_samples(name, lead):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from key_pairs import KEYS, pairs
 
-from implicit_attention import Anderson, MemoryLookup, equilibrium_attention
+from implicit_attention import AnchoredEnergy, Anderson, MemoryLookup, equilibrium_attention, solve
 from implicit_attention.potentials import DistanceLogSumExp
 from implicit_attention.testing.numerics import check_close, random, relative_error
 from implicit_attention.testing.potential import PotentialContract
@@ -80,3 +80,45 @@ def test_gradients_far_from_the_origin_are_those_at_it():
         found.append(torch.autograd.grad((p * torch.arange(20.0, dtype=dtype)).sum(), leaves))
     for exact, far in zip(*found, strict=True):
         check_close(far.double(), exact, 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("anchor", [0.0, 0.3])
+def test_solves_do_not_know_where_the_origin_is(anchor, dtype):
+    """An offset changes neither evaluations nor gradients, energies by a constant; all ended at their start before."""
+    mask, weights, found = random(2, 1, 20, seed=2) > 0, random(2, 6, 4, seed=3), []
+    keys = random(2, 20, 4)
+    keys = keys - (keys * mask.mT).sum(-2, keepdim=True) / mask.sum(-1, keepdim=True)
+    for offset, precision in ((0.0, torch.float64), (1e4, dtype)):
+        # Nobody reads the keys that are masked.
+        there = (keys + offset).masked_fill(~mask.mT, -7.0).to(precision).requires_grad_()
+        query = (random(2, 6, 4, seed=1) + offset).to(precision)
+        energy = AnchoredEnergy(DistanceLogSumExp(there, 2.0, mask=mask), query, anchor)
+        solution = solve(energy, query, trace=True)
+        value, course = solution.value, solution.trace
+        torch.testing.assert_close(course.energy[-1], solution.energy)
+        torch.testing.assert_close(course.value[-1], value.detach())
+        (by_keys,) = torch.autograd.grad((value * weights.to(precision)).sum(), there)
+        found.append((value.detach().double() - offset, by_keys.double(), solution.num_evals))
+    (exact, by_exact, evals), (far, by_far, spent) = found
+    near = 1e-9 if dtype == torch.float64 else 0.01
+    assert int(evals.max()) > 5
+    assert int((spent - evals).abs().max()) <= (0 if dtype == torch.float64 else 2)
+    check_close(far, exact, 0, near)
+    check_close(by_far, by_exact, 0, 20 * near)
+
+
+def test_a_wide_memory_is_not_moved_and_a_compiled_or_mapped_one_is():
+    keys, query = 100 * random(20, 4), 100 * random(6, 4, seed=1)
+    energy = AnchoredEnergy(DistanceLogSumExp(keys - keys.mean(0), 2.0), query, 0.3)
+    assert solve(energy, query).num_evals.max() <= 3
+
+    def answer(query, keys):
+        return solve(AnchoredEnergy(DistanceLogSumExp(keys, 2.0), query, 0.3), query).value
+
+    keys, query = random(2, 20, 4) + 1e4, random(2, 6, 4, seed=1) + 1e4
+    expected = torch.stack([answer(q, k) for q, k in zip(query, keys, strict=True)])
+    torch.testing.assert_close(torch.vmap(answer)(query, keys), expected, rtol=0, atol=1e-4)
+    tangent = torch.func.jvp(lambda q: answer(q, keys[0]), (query[0],), (torch.ones_like(query[0]),))[1]
+    near = torch.func.jvp(lambda q: answer(q, keys[0] - 1e4), (query[0] - 1e4,), (torch.ones_like(query[0]),))[1]
+    torch.testing.assert_close(tangent, near, rtol=1e-3, atol=1e-4)

@@ -93,8 +93,8 @@ class TwoStreamReasoner(Equilibrium):
             x: (*batch, *event), the input of every step of the low stream.
             *args: further arguments of H and L, such as masks.
             exists: which tokens exist, boolean: the first axes of x, such as (B, N) for (B, N, D); None for all. The
-                states of others are 0. H and L have to be told by arguments of their own not to read them, attention by
-                the mask exists[:, None, None, :].
+                states of others are 0, which attention would read, so that H and L need an argument that tells them,
+                attention the mask exists[:, None, None, :]; it may be None where they read no other token.
             **options: `steps`, `solver`, `adjoint`, `start`, `on_failure`, `confirm` and `return_solution`, as of
                 `Equilibrium`.
 
@@ -108,6 +108,9 @@ class TwoStreamReasoner(Equilibrium):
             lead = 1 if self.event_ndim is None else x.ndim - self.event_ndim
             required = f"have more than the {lead} axes of samples"
             _validate.require(count > lead, "exists", required, f"shape {tuple(exists.shape)}")
+            required = "come with an argument behind x by which H and L know what not to read"
+            remedy = "pass exists[:, None, None, :] to attention, None to modules that read no other token"
+            _validate.require(len(args) > 0, "exists", required, "none", remedy)
         return super().forward(x, None if exists is None else PerSample(exists), *args, **options)
 
     def _like(self, x: Any) -> Any:

@@ -9,6 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..problem import Hopfield
+from .library import unavailable
+
 #: Leading axes that the library takes.
 AXES = 16
 #: Numbers that an index of the library can count without overflow, even times their bytes.
@@ -148,3 +151,20 @@ def _steps(place: _Place, axes: int) -> list[int]:
     """Return the strides of a tensor that may lack leading axes; 0 along axes of size 1, which broadcast."""
     strides = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
     return [0] * (axes - len(strides)) + strides
+
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def unsupported(problem: Hopfield) -> str | None:
+    """Why the native operations cannot do `problem`, as "reason; remedy"; None if they can."""
+    field, keys = problem.field, problem.keys
+    if field.device.type != "cpu":
+        return f"the native operations run on a CPU, not on {str(field.device)!r}; use impl='auto'"
+    if field.dtype not in DTYPES:
+        return f"the native operations do not compute in {field.dtype}; use float32 or float64, or impl='auto'"
+    if field.ndim - 2 > AXES:
+        return f"the native operations take at most {AXES} leading axes, got {field.ndim - 2}; flatten some"
+    if max(field.numel(), keys.numel(), field.shape[:-1].numel()) > LARGEST:
+        return "the native operations count no more than 2^55 numbers; use impl='auto'"
+    return unavailable()

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from .._nonfinite import fill
+from .._request import fill
 from .ensemble import Ensemble, Schedule
 
 #: One sweep of the chains: their next states, from these and whether the sweep belongs to those that are measured.
