@@ -123,15 +123,17 @@ def solve(
         found = concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
     else:
         found = by_adjoint(request, adjoint)
-    return found if origin is None else _moved_back(found, origin, whole)
+    return found if origin is None else _moved_back(found, origin, problem, whole)
 
 
-def _moved_back(found: Solution, origin: Tensor, problem: Problem) -> Solution:
+def _moved_back(found: Solution, origin: Tensor, about: Problem, problem: Problem) -> Solution:
     """The solution of a problem from that of the same one about an origin, whose energy is another by a constant."""
     value, course, trace = found.value + origin, tuple(state + origin for state in found.course), found.trace
-    if trace is not None and trace.energy is not None and found.energy is not None:
-        constant = problem.energy(value.detach()) - found.energy
-        trace = trace._replace(value=trace.value + origin, energy=trace.energy + constant)
+    if trace is not None:
+        constant = problem.energy(value.detach()) - about.energy(found.value.detach())
+        trace = trace._replace(
+            value=trace.value + origin, energy=None if trace.energy is None else trace.energy + constant
+        )
     return dataclasses.replace(found, value=value, course=course, trace=trace, energy_function=problem.energy)
 
 
