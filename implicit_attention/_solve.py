@@ -130,10 +130,10 @@ def _moved_back(found: Solution, origin: Tensor, about: Problem, problem: Proble
     """The solution of a problem from that of the same one about an origin, whose energy is another by a constant."""
     value, course, trace = found.value + origin, tuple(state + origin for state in found.course), found.trace
     if trace is not None:
+        trace = trace._replace(value=trace.value + origin)
+    if trace is not None and trace.energy is not None:
         constant = problem.energy(value.detach()) - about.energy(found.value.detach())
-        trace = trace._replace(
-            value=trace.value + origin, energy=None if trace.energy is None else trace.energy + constant
-        )
+        trace = trace._replace(energy=trace.energy + constant)
     return dataclasses.replace(found, value=value, course=course, trace=trace, energy_function=problem.energy)
 
 

@@ -74,8 +74,7 @@ def log_mean_exp(x: Tensor, dim: int = -1, log_weights: Tensor | None = None) ->
         value = (x + log_weights).logsumexp(dim)
     with torch.no_grad():
         # sum w (exp(x - L) - 1) is 0 but for the rounding of L.
-        terms = log_weights.exp() * torch.expm1(x - value.unsqueeze(dim))
-        rest = terms.sum(dim)
+        rest = (log_weights.exp() * torch.expm1(x - value.unsqueeze(dim))).sum(dim)
         rest = torch.where(rest.abs() < 1e-6, rest, 0.0)
     return value + rest
 

@@ -56,9 +56,7 @@ def too_fine(keys: Tensor, rule: FusedRule) -> str | None:
     """Why a solve by Triton cannot tell whether it has reached a tolerance; None if it can."""
     if rule.rtol >= FINEST.get(keys.dtype, 0.0) or rule.fixed_budget:
         return None
-    reason = (
-        f"products of keys in {keys.dtype} are rounded, which may hide {hidden(keys, rule):.1g} |f(z)| of residuals"
-    )
+    reason = f"products in {keys.dtype} are rounded, which may hide {hidden(keys, rule):.1g} |f(z)| of residuals"
     return f"{reason}; use rtol >= {FINEST[keys.dtype]:g}, got {rule.rtol:g}, float32 keys, or impl='tiled'"
 
 
