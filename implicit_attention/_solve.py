@@ -132,7 +132,8 @@ def _moved_back(found: Solution, origin: Tensor, about: Problem, problem: Proble
     if trace is not None:
         trace = trace._replace(value=trace.value + origin)
     if trace is not None and trace.energy is not None:
-        constant = problem.energy(value.detach()) - about.energy(found.value.detach())
+        with torch.no_grad():
+            constant = problem.energy(value.detach()) - about.energy(found.value.detach())
         trace = trace._replace(energy=trace.energy + constant)
     return dataclasses.replace(found, value=value, course=course, trace=trace, energy_function=problem.energy)
 

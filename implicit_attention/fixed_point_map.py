@@ -140,9 +140,7 @@ class UserProblem(Problem):
             self._passed.add(known)
 
     def _restricted(self, index: Tensor) -> Self | None:
-        if not self._restrictable:
-            return None
-        return self._with_own(lambda tensor: counted(picked(tensor, index, index.ndim - 1)))
+        return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
 
     def undifferentiated(self) -> Self:
         # No backward pass will ask for its modules, which need no copies then.

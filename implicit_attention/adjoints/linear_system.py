@@ -38,6 +38,8 @@ TILE_ROWS = 64
 # The part of a state that counts as zero where there is an absolute tolerance only: the default rtol.
 SCALE = 1e-4
 
+Gradients = tuple[Tensor | None, ...]
+
 
 def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool) -> Tensor:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs; the evidence goes to the request's report."""
@@ -439,9 +441,6 @@ class _NativeGMRES(GMRES):
 
     def correction(self, state: Any) -> Tensor:
         return state.answer() if isinstance(state, Arnoldi) else super().correction(state)
-
-
-Gradients = tuple[Tensor | None, ...]
 
 
 class Tape:

@@ -33,6 +33,12 @@ from .base import Adjoint, Request
 
 #: The largest denominator of a damping: with a larger one, products would be rounded to more units.
 DENOMINATORS = 1000
+#: Bits of the integers at the start, by the precision of the states, and the least size that these resolve.
+BITS = {torch.float64: (49, 2.0**-900), torch.float32: (38, 2.0**-60)}
+#: Integers larger than this have outgrown their room: torch's have 63 bits and a sign.
+LARGEST = 2**62
+
+Gradients = tuple[Tensor | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +165,6 @@ class Reversible(Adjoint):
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
         record, instead = self._evidence(request, value.detach(), failed)
         return Outcome(value if instead is None else merged_rows(failed, instead, value), record)
-
-
-#: Bits of the integers at the start, by the precision of the states, and the least size that these resolve.
-BITS = {torch.float64: (49, 2.0**-900), torch.float32: (38, 2.0**-60)}
-#: Integers larger than this have outgrown their room.
-LARGEST = 2.0**62
-
-Gradients = tuple[Tensor | None, ...]
 
 
 def pure(problem: Problem) -> Callable[[Tensor], Tensor]:
@@ -454,10 +452,6 @@ def report_reconstruction(report: AdjointReport, error: Tensor, num_evals: int, 
     report_gradients(report.on_failure, what, None, now, remedies, site=report.site)
 
 
-#: The integers of a store stay below this; torch's have 63 bits and a sign.
-_FULL = 2**62
-
-
 class LostDigits:
     """A store of what the products with a fraction drop.
 
@@ -525,7 +519,7 @@ def _turns(numerator: int, denominator: int, count: int) -> frozenset[int]:
     """The products before which a new integer is begun, as the last one would be too large with another digit."""
     turns, bound = set(), 0
     for index in range(count):
-        if bound * denominator + denominator > _FULL:
+        if bound * denominator + denominator > LARGEST:
             turns.add(index)
             bound = 0
         bound = (bound * denominator + denominator - 1) // numerator

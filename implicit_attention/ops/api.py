@@ -89,7 +89,7 @@ def hopfield_solve(
     """
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
     start = state_of(problem, "initial", query if initial is None else initial)
-    rtol = default_rtol(impl, keys) if rtol is None else rtol
+    rtol = default_rtol(impl, problem) if rtol is None else rtol
     rtol = _validate.check_number("rtol", rtol, low=0.0)
     atol = _validate.check_number("atol", atol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)

@@ -54,10 +54,14 @@ def checked(impl: Impl, problem: Hopfield) -> Impl:
     return impl
 
 
-def default_rtol(impl: Impl, keys: Tensor) -> float:
+def default_rtol(impl: Impl, problem: Hopfield) -> float:
     """The tolerance of a solve that was given none."""
-    by_triton = impl == "triton" or (impl == "auto" and keys.device.type in TRITON_DEVICES)
-    return FINEST.get(keys.dtype, 1e-4) if by_triton else 1e-4
+    return FINEST.get(problem.keys.dtype, 1e-4) if _is_for_triton(impl, problem) else 1e-4
+
+
+def _is_for_triton(impl: Impl, problem: Hopfield) -> bool:
+    able = problem.field.device.type in TRITON_DEVICES and unsupported(problem) is None
+    return impl == "triton" or (impl == "auto" and able)
 
 
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved:
@@ -74,10 +78,9 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
         from .triton.solve import solve as triton_solve
 
         part = hidden(problem.keys, rule)
-        told = rule._replace(rtol=rule.rtol - part)
-        found = triton_solve(problem, initial, told)
+        found = triton_solve(problem, initial, rule._replace(rtol=rule.rtol - part))
         # Residuals and tolerances with what rounding may hide.
-        more = (found.tolerance - rule.atol) * (part / told.rtol) if part else 0.0
+        more = (found.tolerance - rule.atol) * (part / (rule.rtol - part)) if part else 0.0
         return found._replace(residual=found.residual + more, tolerance=found.tolerance + more)
 
     answer = _by_triton(impl, "hopfield_solve", problem, by_kernel, rule)
@@ -199,9 +202,7 @@ def _by_triton(
     impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R], rule: FusedRule = THERE
 ) -> _R | None:
     """Return the answer of `run`, Triton kernels, if `impl` wants them and they are trusted, else None."""
-    if impl != "triton" and not (
-        impl == "auto" and problem.field.device.type in TRITON_DEVICES and unsupported(problem) is None
-    ):
+    if not _is_for_triton(impl, problem):
         return None
     if (reason := too_fine(problem.keys, rule)) is not None:
         if impl == "auto":

@@ -111,7 +111,7 @@ class Potential(Declared, general=True):
         raise NotImplementedError(f"{type(self).__name__} must define value(z) -> one number per problem")
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
-        """Phi of states less an origin, (*#batch, 1, D), about which |z|^2/2 - Phi is the same, and that; else None."""
+        """Phi of states less an origin, (*#batch, #N, D), about which |z|^2/2 - Phi is the same, and that; or None."""
         return None
 
     def mean(self, z: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from .._autograd import HALF, at_least_single, host_may_look, sum_to_shape
+from ._read import joined
 from ._shapes import Keys, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp
 from .masked_keys import Masks
@@ -38,9 +39,10 @@ class DistanceLogSumExp(OverLogSumExp):
         TypeError, ValueError: as `LogSumExp`.
 
     Far from the origin, where beta |k_j|^2 > 256, distances are small differences of large products: float32 keys on a
-    CPU are then read in float64 at every evaluation, which takes several times as long. `solve` subtracts their mean
-    from keys and states, so that an offset neither costs digits nor loosens `rtol`, which is relative to |z|; in
-    torch.compile, half precision, sums and subclasses subtract it yourself: distances stay the same.
+    CPU are then read in float64 at every evaluation, which takes several times as long. Where the mean of the keys
+    (but zeros) is as far, and always where the host cannot look (accelerators, torch.func), `solve` subtracts it from
+    keys and states, so that an offset neither costs digits nor loosens `rtol`, which is relative to |z|. In sums,
+    subclasses, exported programs and half precision subtract it yourself: distances stay the same.
 
     Gradients: with respect to z, keys, beta and bias, to any order, those of the squares among them.
 
@@ -134,7 +136,9 @@ class DistanceLogSumExp(OverLogSumExp):
             return None
         clone, moved = copy.copy(self), copy.copy(part)
         moved.keys, clone.parts = part.keys - origin, (moved,)
-        return clone, origin
+        attended = joined(part.mask, part.bias)[1]
+        # The mean of a query without keys is 0 about any origin.
+        return clone, origin if attended is None else origin.where(attended.any(-1, keepdim=True), 0.0)
 
     def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
         if not self.loses_digits():

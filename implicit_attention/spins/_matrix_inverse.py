@@ -47,8 +47,7 @@ def _inverse(a: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     logs = 2 * factor.diagonal(dim1=-2, dim2=-1).log()
     if own is not None:
         # The squares of the factor's diagonal, less 1.
-        below = factor.tril(-1)
-        pivots = own - torch.linalg.vecdot(below, below)
+        pivots = own - factor.tril(-1).square().sum(-1)
         logs = torch.where(pivots > -0.5, pivots.log1p(), logs)
     return inverse, logs.sum(-1).masked_fill(~positive, torch.nan), positive
 

@@ -1,4 +1,4 @@
-"""The frame that all functions of methods share: validation of arguments, and the report of the solve."""
+"""The frame that all functions of methods share: arguments, samples that are not finite, the report of the solve."""
 
 from __future__ import annotations
 

@@ -178,8 +178,11 @@ def _message(a: Tensor, b: Tensor) -> Tensor:
         return torch.atanh(product)
     large = large & (a.detach().abs() >= 1)
     c, d = (-2 * x.abs().clamp(min=1) for x in (a, b))
-    # log cosh(a + b) - log cosh(a - b) of large numbers, without those that cancel.
-    far = torch.sign(a) * torch.sign(b) * (torch.log1p(torch.exp(c + d)) - torch.logaddexp(c, d)) / 2
+    # log cosh(a + b) - log cosh(a - b) of large numbers, without those that cancel. (Torch's second derivative of
+    # logaddexp is NaN where one of the two is far smaller.)
+    top = torch.maximum(c, d).detach()
+    both = top + torch.log(torch.exp(c - top) + torch.exp(d - top))
+    far = torch.sign(a) * torch.sign(b) * (torch.log1p(torch.exp(c + d)) - both) / 2
     return torch.where(large, far, torch.atanh(product.clamp(-0.8, 0.8)))
 
 

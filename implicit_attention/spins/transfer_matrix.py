@@ -34,7 +34,7 @@ class TransferMatrix(Approximation):
     Args:
         nodes: how many. They have to resolve functions such as exp(beta R^2 J x): the lower the temperature, and the
             further spins of many dimensions are aligned, the more it takes. A result that changes with three quarters
-            of the nodes has the status MAX_STEPS; then raise `nodes`.
+            of the nodes has the status MAX_STEPS; then raise `nodes`. float32 is summed in float64, too.
 
     Raises:
         ValueError: couplings between others than neighbours, matrices as couplings, fields along several directions.

@@ -122,3 +122,27 @@ def test_a_wide_memory_is_not_moved_and_a_compiled_or_mapped_one_is():
     tangent = torch.func.jvp(lambda q: answer(q, keys[0]), (query[0],), (torch.ones_like(query[0]),))[1]
     near = torch.func.jvp(lambda q: answer(q, keys[0] - 1e4), (query[0] - 1e4,), (torch.ones_like(query[0]),))[1]
     torch.testing.assert_close(tangent, near, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["mask", "bias", "causal", "vmap"])
+def test_a_query_without_keys_stays_where_its_anchor_holds_it(how):
+    keys, query, anchor = random(6, 3) + 100, random(6, 3, seed=1) + 100, 0.3
+    mask = (
+        torch.ones(6, 6, dtype=torch.bool).tril(-1) if how == "causal" else (torch.arange(6) != 1)[:, None].expand(6, 6)
+    )
+    bias = torch.zeros(6, 6).double().masked_fill(~mask, -torch.inf)
+    options = {"bias": bias} if how == "bias" else {"mask": mask}
+
+    def answer(query, keys, **options):
+        return solve(AnchoredEnergy(DistanceLogSumExp(keys, 2.0, **options), query, anchor), query).value
+
+    if how == "vmap":
+        found = torch.vmap(lambda q, k, m: answer(q, k, mask=m))(query[None], keys[None], mask[None])[0]
+    else:
+        found = answer(query, keys, **options)
+    alone = int((~mask.any(-1)).nonzero()[0])
+    torch.testing.assert_close(found[alone], anchor * query[alone])
+    rest = torch.arange(6) != alone
+    scores = -torch.cdist(found, keys).square()
+    mean = scores.masked_fill(~mask, -torch.inf)[rest].softmax(-1) @ keys
+    torch.testing.assert_close(found[rest], anchor * query[rest] + (1 - anchor) * mean, rtol=0, atol=1e-3)

@@ -143,8 +143,8 @@ def test_both_precisions_agree_at_every_temperature(method, dim):
 
 
 def test_messages_are_right_to_second_order_in_every_region():
-    # Beside 0, where a field or a coupling is 1, and where both are the same.
-    values = (0.0, 1e-8, 0.7, 1.0, -1.0, 1.4, 9.0)
+    # Beside 0, where a field or a coupling is 1, where both are the same, and where one is far stronger.
+    values = (0.0, 1e-8, 0.7, 1.0, -1.0, 1.4, 9.0, 500.0)
     for field, bond in itertools.product(values, repeat=2):
 
         def bethe(numbers):

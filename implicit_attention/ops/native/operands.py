@@ -1,4 +1,4 @@
-"""A problem as the native library reads it: integers, numbers and addresses, which are made of views."""
+"""A problem as the native library reads it: integers, numbers and addresses of views; and what it cannot do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .library import unavailable
 AXES = 16
 #: Numbers that an index of the library can count without overflow, even times their bytes.
 LARGEST = 2**55
+#: Precisions of states and keys that it takes.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 #: Steps that float32 counts.
 MOST_STEPS = 2**24
 #: Shape and steps of a tensor.
@@ -151,9 +153,6 @@ def _steps(place: _Place, axes: int) -> list[int]:
     """Return the strides of a tensor that may lack leading axes; 0 along axes of size 1, which broadcast."""
     strides = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
     return [0] * (axes - len(strides)) + strides
-
-
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def unsupported(problem: Hopfield) -> str | None:

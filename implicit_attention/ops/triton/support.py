@@ -49,12 +49,13 @@ def hidden(keys: Tensor, rule: FusedRule) -> float:
 
     Against float64 it was .15 eps in most solves and .4 eps at most.
     """
-    return 0.0 if rule.fixed_budget or keys.dtype not in FINEST else 0.4 * torch.finfo(keys.dtype).eps
+    told = rule.max_steps > 0 and not rule.fixed_budget
+    return 0.4 * torch.finfo(keys.dtype).eps if told and keys.dtype in FINEST else 0.0
 
 
 def too_fine(keys: Tensor, rule: FusedRule) -> str | None:
-    """Why a solve by Triton cannot tell whether it has reached a tolerance; None if it can."""
-    if rule.rtol >= FINEST.get(keys.dtype, 0.0) or rule.fixed_budget:
+    """Why a solve by Triton cannot tell whether it has reached a tolerance, atol apart; None if it can."""
+    if not hidden(keys, rule) or rule.rtol >= FINEST[keys.dtype]:
         return None
     reason = f"products in {keys.dtype} are rounded, which may hide {hidden(keys, rule):.1g} |f(z)| of residuals"
     return f"{reason}; use rtol >= {FINEST[keys.dtype]:g}, got {rule.rtol:g}, float32 keys, or impl='tiled'"
