@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look
+from .._autograd import host_may_look_at_constant, readable
 from ..potentials import SignUnits
 from ..problem import Problem
 from ..solution import Remedies
@@ -173,10 +173,10 @@ def _passed_on(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
 
 def _message(a: Tensor, b: Tensor) -> Tensor:
     """atanh(tanh a tanh b): where it is small, and where tanh is 1 to rounding, too."""
-    large, product = b.detach().abs() >= 1, torch.tanh(a) * torch.tanh(b)
-    if host_may_look(large) and not bool(large.any()):
+    product, numbers = torch.tanh(a) * torch.tanh(b), readable(b)
+    if numbers is not None and host_may_look_at_constant(numbers) and not bool((numbers.abs() >= 1).any()):
         return torch.atanh(product)
-    large = large & (a.detach().abs() >= 1)
+    large = (b.detach().abs() >= 1) & (a.detach().abs() >= 1)
     c, d = (-2 * x.abs().clamp(min=1) for x in (a, b))
     # log cosh(a + b) - log cosh(a - b) of large numbers, without those that cancel. (Torch's second derivative of
     # logaddexp is NaN where one of the two is far smaller.)

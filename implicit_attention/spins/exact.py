@@ -65,7 +65,7 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
     couplings, field = _checked(couplings, field, beta)
     spins = states(0, 2 ** len(field), len(field), field)
     forces = beta * (field + spins @ couplings.mT)
-    log_rate = forces @ spins.mT - _log_two_cosh(forces).sum(-1, keepdim=True)
+    log_rate = forces @ spins.mT - torch.logaddexp(forces, -forces).sum(-1, keepdim=True)
     rate = log_rate.exp()
     # p (T - 1) = 0 with sum p = 1: adding the same to every entry makes that one regular system.
     system = rate.mT - torch.eye(len(spins), dtype=rate.dtype) + 1.0
@@ -103,7 +103,3 @@ def _checked(couplings: Tensor, field: Tensor, beta: float) -> tuple[Tensor, Ten
     _validate.require(couplings.shape == (n, n), "couplings", f"have shape (N, N) = {(n, n)}", received)
     _validate.require(1 <= n <= LARGEST, "field", f"have 1 to {LARGEST} sites", n, "sample the dynamics")
     return couplings.detach().cpu().double(), field.detach().cpu().double()
-
-
-def _log_two_cosh(x: Tensor) -> Tensor:
-    return x.abs() + torch.log1p(torch.exp(-2 * x.abs()))

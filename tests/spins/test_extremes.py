@@ -142,6 +142,25 @@ def test_both_precisions_agree_at_every_temperature(method, dim):
             torch.testing.assert_close(one, other, rtol=5e-6, atol=2e-2 if cold else 1e-5)
 
 
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("method", DYNAMIC, ids=repr)
+def test_dynamics_agree_in_both_precisions_at_every_temperature(method, dim):
+    for beta in BETAS:
+        (coarse, told), (fine, known) = (
+            magnetization(at(weak(beta, dim), dtype), method, on_failure="ignore", return_answer=True)
+            for dtype in PRECISIONS
+        )
+        if int(known.report.status) == Status.CONVERGED:
+            assert int(told.report.status) == Status.CONVERGED
+            torch.testing.assert_close(coarse.double(), fine, rtol=5e-6, atol=1e-5)
+        else:
+            # The expansion does not settle where it is cold, which both say.
+            assert (method.order, beta > 1) == (2, True)
+            assert int(told.report.status) != Status.CONVERGED
+        if beta == BETAS[0]:
+            torch.testing.assert_close(fine, beta * weak(beta, dim).field, rtol=2e-6, atol=1e-12)
+
+
 def test_messages_are_right_to_second_order_in_every_region():
     # Beside 0, where a field or a coupling is 1, where both are the same, and where one is far stronger.
     values = (0.0, 1e-8, 0.7, 1.0, -1.0, 1.4, 9.0, 500.0)
