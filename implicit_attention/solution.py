@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -31,6 +32,7 @@ UNSURE = 0.15
 #: A converged solution is reported as loose where its residual is more than this part of its value.
 LOOSE = 0.01
 _REMEDY = "lower atol for data of this scale, or rtol"
+NOT_MEASURED = "not measured"
 NO_GRADIENT = "the implicit gradient there is that of no solution: use Implicit(fallback=Phantom(5)) or Unrolled()"
 
 
@@ -94,6 +96,7 @@ class Record(NamedTuple):
         code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
         status = Status(int(code))
         text = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
+        text = text.replace("residual nan", f"residual {NOT_MEASURED}")
         return f"{text}; {remedies[status]}" if status in remedies else text
 
 
@@ -231,7 +234,7 @@ class AdjointReport(Deferred):
             text += f"; {count} at states that are no solution, where it is wrong"
         if self.reconstruction_error is not None:
             text += f"; start reconstructed to {_largest(self.reconstruction_error):.1e}"
-        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{text})"
+        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps, self.tolerance)}{text})"
 
 
 #: Fields that are None before a backward pass.
@@ -302,6 +305,7 @@ class SolveReport(Recorded):
         record: status, residual, tolerance, num_steps and num_evals, (*lead) each, which are read here by name.
         adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
         remedies: what the method advises, by status.
+        tolerances: rtol and atol of the solver, from which |f(z)| is known; None where a method has its own.
 
     Examples:
         >>> import torch
@@ -314,6 +318,18 @@ class SolveReport(Recorded):
 
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
     remedies: Remedies = dataclasses.field(default_factory=dict)
+    tolerances: tuple[float, float] | None = None
+
+    @property
+    def _size(self) -> Tensor:
+        """(*lead), |f(z)| as the tolerance tells it; NaN where it does not."""
+        rtol, atol = self.tolerances or (0.0, 0.0)
+        return (self.tolerance - atol) / rtol if rtol else torch.full_like(self.tolerance, torch.nan)
+
+    @property
+    def relative_residual(self) -> Tensor:
+        """(*lead), residual / |f(z)|_2; 0 where both are 0. Far above rtol where the absolute tolerance decided."""
+        return torch.where(self.residual == 0, 0.0, self.residual / self._size)
 
     def message(self, *index: int) -> str:
         """The sentence for one problem: what happened and what to do.
@@ -339,7 +355,9 @@ class SolveReport(Recorded):
     def _sentence(self, index: tuple[int, ...]) -> str:
         text, adjoint = self.record.message(index, self.remedies), self.adjoint
         wrong = adjoint.awaited and adjoint.unsolved is not None and bool(self.failed[index])
-        return f"{text}; {NO_GRADIENT}" if wrong else text
+        text, relative = f"{text}; {NO_GRADIENT}" if wrong else text, float(self.relative_residual[index])
+        loose = int(self.status[index]) == Status.CONVERGED and relative > LOOSE
+        return f"{text}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else text
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The report with `function` applied to every field, as where heads or sites get axes of their own.
@@ -352,7 +370,15 @@ class SolveReport(Recorded):
         return dataclasses.replace(self, record=record)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({summarize(self.status, self.residual, self.num_evals)})"
+        return f"{type(self).__name__}({self._summary()})"
+
+    def _summary(self) -> str:
+        size = self._size
+        text = summarize(self.status, self.residual, self.num_evals, self.tolerance, size)
+        if is_batched(size, self.status) or is_fake(self.status):
+            return text
+        loose = int(((self.status == Status.CONVERGED) & (self.relative_residual > LOOSE)).sum())
+        return f"{text}; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else text
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
@@ -419,28 +445,14 @@ class Solution(SolveReport):
         return torch.stack(picked) if picked else first.new_empty((0, *first.shape))
 
     @property
-    def relative_residual(self) -> Tensor:
-        """(*lead), residual / |value|_2; 0 where both are 0. Far above rtol where the absolute tolerance decided."""
-        value = self.value.detach().reshape(*self.residual.shape, self.value.shape[self.residual.ndim :].numel())
-        return torch.where(self.residual == 0, 0.0, self.residual / norm(value))
-
-    def _sentence(self, index: tuple[int, ...]) -> str:
-        text, relative = super()._sentence(index), float(self.relative_residual[index])
-        loose = int(self.status[index]) == Status.CONVERGED and relative > LOOSE
-        return f"{text}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else text
-
-    def __repr__(self) -> str:
-        relative = self.relative_residual
-        if is_batched(relative, self.status) or is_fake(self.status):
-            return super().__repr__()
-        loose = int(((self.status == Status.CONVERGED) & (relative > LOOSE)).sum())
-        text = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
-        return f"{super().__repr__()[:-1]}{text})"
+    def _size(self) -> Tensor:
+        value = self.value.detach()
+        return norm(value.reshape(*self.residual.shape, value.shape[self.residual.ndim :].numel()))
 
     @property
     def report(self) -> SolveReport:
         """The same without the value, the trace and the tensors that they were computed from."""
-        return SolveReport(self.record, self.adjoint, self.remedies)
+        return SolveReport(self.record, self.adjoint, self.remedies, self.tolerances)
 
 
 def _largest(numbers: Tensor) -> float:
@@ -456,15 +468,31 @@ def shown_index(index: tuple[int, ...]) -> str:
     return str(index[0]) if len(index) == 1 else str(index)
 
 
-def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:
-    """One line over all problems: counts by status, largest residual, median and largest number of evaluations."""
+def summarize(
+    status: Tensor, residual: Tensor, num_evals: Tensor, tolerance: Tensor | None = None, size: Tensor | None = None
+) -> str:
+    """One line over all problems: counts by status, largest residual, median and largest number of evaluations.
+
+    With tolerances the residual is the one that is largest beside its own; with sizes both are relative to its size.
+    """
     if is_batched(status) or is_fake(status):
         return f"problems {tuple(status.shape)}, which the host cannot see"
     codes = Counter(status.flatten().tolist())
     counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
     if status.numel() == 0:
         return "no problems"
-    return (
-        f"{counts}; residual <= {float(residual.max()):.1e}; evaluations "
-        f"median {int(num_evals.flatten().median())}, max {int(num_evals.max())}"
-    )
+    spent = f"evaluations median {int(num_evals.flatten().median())}, max {int(num_evals.max())}"
+    return f"{counts}; {_accuracy(residual, tolerance, size)}; {spent}"
+
+
+def _accuracy(residual: Tensor, tolerance: Tensor | None, size: Tensor | None) -> str:
+    aim = torch.zeros_like(residual) if tolerance is None else tolerance
+    worst = (residual / aim.clamp_min(torch.finfo(aim.dtype).tiny)).nan_to_num(-1.0, torch.inf).argmax()
+    found, wanted, unit = (float(x.flatten()[worst]) for x in (residual, aim, residual if size is None else size))
+    if math.isnan(found):
+        return f"residual {NOT_MEASURED}"
+    if not wanted > 0:
+        return f"residual <= {found:.1e}"
+    if size is None or not 0 < unit < math.inf:
+        return f"residual <= {found:.1e}, tolerance {wanted:.1e}"
+    return f"relative residual <= {found / unit:.1e}, tolerance {wanted / unit:.1e}"

@@ -20,10 +20,12 @@ from implicit_attention import (
     PerSample,
     Phantom,
     Picard,
+    SolveReport,
     Status,
     Unrolled,
     solve,
 )
+from implicit_attention.solution import Record
 from implicit_attention.testing.numerics import random
 
 
@@ -35,7 +37,12 @@ def test_the_readme_line():
     energy = make_energy()
     solution = solve(energy, energy.field)
     assert solution.converged.all()
-    assert repr(solution).startswith("Solution(6 CONVERGED; residual <=")
+    size = solution.value.norm(dim=-1)
+    worst, aim = float((solution.residual / size).max()), float((solution.tolerance / size).max())
+    accuracy = f"(6 CONVERGED; relative residual <= {worst:.1e}, tolerance {aim:.1e}; evaluations median"
+    assert repr(solution).startswith(f"Solution{accuracy}")
+    assert repr(solution.report).startswith(f"SolveReport{accuracy}")
+    torch.testing.assert_close(solution.report.relative_residual, solution.relative_residual, rtol=1e-3, atol=0)
     assert solution.message(0, 1).startswith("converged: residual")
     torch.testing.assert_close(solution.energy, energy.energy(solution.value))
     assert (solution.residual <= solution.tolerance).all()
@@ -46,9 +53,10 @@ def test_a_solution_says_where_the_absolute_tolerance_decided():
     field[0] *= 1e-8
     energy = AnchoredEnergy(LogSumExp(keys, 0.5), field, 0.5)
     loose, tight = (solve(energy, torch.zeros_like(field), solver=Anderson(atol=a)) for a in (1e-8, 0.0))
-    assert "; 3 with a residual above 1% of |value|: lower atol for data of this scale, or rtol)" in repr(loose)
-    assert "of |value|: lower atol" in loose.message(0, 1)
-    assert "of |value|" not in loose.message(1, 1)
+    for told in (loose, loose.report):
+        assert "; 3 with a residual above 1% of |value|: lower atol for data of this scale, or rtol)" in repr(told)
+        assert "of |value|: lower atol" in told.message(0, 1)
+        assert "of |value|" not in told.message(1, 1)
     assert "|value|" not in repr(tight)
     off = (loose.value - tight.value).norm(dim=-1) / tight.value.norm(dim=-1)
     assert (off[0] > 0.1).all()
@@ -56,6 +64,20 @@ def test_a_solution_says_where_the_absolute_tolerance_decided():
     assert torch.equal(loose.relative_residual > 0.01, off > 0.01)
     zero = solve(FixedPointMap(torch.sin, event_ndim=1), torch.zeros(2, 3))
     assert not zero.relative_residual.any()
+
+
+def test_a_report_says_what_was_not_measured_or_has_no_size():
+    problem, start = FixedPointMap(lambda z: 0.5 * z.cos(), event_ndim=1), torch.full((2, 1), 0.3)
+    absolute = solve(problem, start, solver=Picard(rtol=0, atol=1e-3)).report
+    assert f"CONVERGED; residual <= {absolute.residual[0]:.1e}, tolerance 1.0e-03; evaluations" in repr(absolute)
+    assert absolute.relative_residual.isnan().all()
+    budget = solve(problem, start, solver=Picard(rtol=0, atol=0, max_steps=1)).report
+    assert repr(budget).startswith(f"SolveReport(2 BUDGET; residual <= {budget.residual[0]:.1e}; evaluations")
+    lost = Record.unmeasured(start, Status.DIVERGED, 1)
+    assert repr(SolveReport(lost)).startswith("SolveReport(2 DIVERGED; residual not measured; evaluations")
+    assert SolveReport(lost).message(0).endswith("the best state, after 0 steps: residual not measured")
+    mixed = lost._replace(residual=torch.tensor([torch.nan, 2.0]), tolerance=torch.ones(2))
+    assert "; residual <= 2.0e+00, tolerance 1.0e+00; " in repr(SolveReport(mixed))
 
 
 def test_a_map_has_no_energy():

@@ -55,7 +55,8 @@ def report_from_graph(record: Record, options: SolveOptions, site: FailureSite |
     if isinstance(policy, FailurePolicy) and policy.over == "raise":
         policy = dataclasses.replace(policy, over="warn")
     report_failures(policy, "the compiled solve", record, remedies, site=site)
-    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure, site=site), remedies)
+    adjoint, solver = AdjointReport(in_graph=True, on_failure=on_failure, site=site), options.effective_solver
+    return SolveReport(record, adjoint, remedies, (solver.rtol, solver.atol))
 
 
 def is_repetition(remembered: SolveReport | Record | None) -> bool:

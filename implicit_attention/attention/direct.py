@@ -130,10 +130,11 @@ def solved(
         else:
             # Most reports are never read.
             later = {"record": lambda: evidence.record}
-            known = SolveReport.deferred(later, adjoint=adjoint, remedies=plan.remedies)
+            told = {"adjoint": adjoint, "remedies": plan.remedies, "tolerances": (plan.solver.rtol, plan.solver.atol)}
+            known = SolveReport.deferred(later, **told)
             if solution:
                 fields = {"trace": None, "course": (), "energy_function": functools.partial(_energy, problem)}
-                made = Solution.deferred(later, adjoint=adjoint, remedies=plan.remedies, value=state, **fields)
+                made = Solution.deferred(later, **told, value=state, **fields)
     if output is not None:
         return Attended(output, state, known, made)
     pairs, first = problem.mask, problem.first

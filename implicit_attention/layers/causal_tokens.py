@@ -118,7 +118,7 @@ def solve_in_order(
         raise ValueError(_validate.message("problem", "have at least one token", f"shape {tuple(initial.shape)}"))
     assert keys is not None
     record = Record(*(torch.stack(fields, dim=-1) for fields in zip(*(r.record for r in reports), strict=True)))
-    report = SolveReport(record, remedies=reports[0].remedies)
+    report = SolveReport(record, remedies=reports[0].remedies, tolerances=reports[0].tolerances)
     return InOrder(torch.cat(values, dim=-2), keys, report, tuple(r.adjoint for r in reports))
 
 
@@ -158,7 +158,7 @@ class Lost(NamedTuple):
         if not backward_running():
             remedies = {Status.NONFINITE: "look for NaN and infinities; tokens before the first of them are answered"}
             report_failures(on_failure, layer, only, remedies, site=site)
-        return SolveReport(record, report.adjoint, report.remedies)
+        return SolveReport(record, report.adjoint, report.remedies, report.tolerances)
 
 
 def without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,7 @@ def solve_tokens(
     else:
         answer = solve_in_order(problem, initial, solver=solver, **how)
         report = answer.report
-        solution = Solution(report.record, report.adjoint, report.remedies, value=answer.value)
+        solution = Solution(report.record, report.adjoint, report.remedies, report.tolerances, value=answer.value)
     if cache is not None:
         evals = solution.num_evals[..., None] if order == "together" else solution.num_evals
         contents = cache.with_new(keys_at(problem, solution.value), None, key_mask)

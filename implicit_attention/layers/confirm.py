@@ -157,7 +157,8 @@ def confirmed(further: tuple[Confirm, ...], call: BlockCall, state: Any, report:
         for same, made in _held_against(how, call, state, report):
             agreement += same
             evaluations += made
-    fields, count = (report.record, report.adjoint, report.remedies), sum(how.count for how in further)
+    fields = report.record, report.adjoint, report.remedies, report.tolerances
+    count = sum(how.count for how in further)
     return ConfirmReport(*fields, agreement=agreement / count, confirm_evals=evaluations)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _validate
 from .._declared import pick, put
 from .._norm import norm
-from ..solution import SolveReport, summarize
+from ..solution import SolveReport
 from ..solvers import Iteration
 
 #: The names of the rules, by their code; tokens behind one that a rule ended have settled beside that past alone.
@@ -237,5 +237,4 @@ class ExitReport(SolveReport):
     def __repr__(self) -> str:
         counts = torch.bincount(self.rule.flatten().long(), minlength=len(RULES)).tolist()
         ended = ", ".join(f"{count} by {name}" for name, count in zip(RULES, counts, strict=True) if name and count)
-        text = summarize(self.status, self.residual.nan_to_num(0.0), self.num_evals)
-        return f"{type(self).__name__}({text}; ended: {ended or 'none by a rule'})"
+        return f"{type(self).__name__}({self._summary()}; ended: {ended or 'none by a rule'})"

@@ -160,7 +160,9 @@ class Observed:
         step, parts = "" if self.step is None else f"step {self.step}: ", []
         if forward.problems:
             parts.append(f"evaluations {forward.mean:.1f}, p99 {forward.p99:.0f}, max {forward.most}")
-            parts.append(f"failed {_share(forward)}, worst residual {forward.worst:.2g} of its tolerance")
+            # A fixed budget measures no residual.
+            worst = f", worst residual {forward.worst:.2g} of its tolerance" if forward.worst else ""
+            parts.append(f"failed {_share(forward)}{worst}")
         if backward.problems:
             parts.append(f"backward failed {_share(backward)}")
         return step + ("; ".join(parts) or "nothing was solved")

@@ -108,7 +108,8 @@ def test_a_singular_system_is_still_a_failure(dtype, seed):
 
 def test_reports_say_it_in_one_line():
     _, report = gradient(10.0, torch.float64, None)
-    assert repr(report).startswith("AdjointReport(8 CONVERGED; residual <= ")
+    accuracy = f"residual <= {report.residual.max():.1e}, tolerance {report.tolerance[report.residual.argmax()]:.1e}"
+    assert repr(report).startswith(f"AdjointReport(8 CONVERGED; {accuracy}; evaluations")
     assert not bool(report.failed.any())
     problem, start = fold(10.0, torch.float64)
     fresh = solve(problem, start).adjoint

@@ -200,6 +200,7 @@ def test_steps_are_a_loop_written_by_hand_bit_for_bit():
     assert_close(gradients(z.sum(), layer, x), gradients(want.sum(), layer, x), atol=0)
     assert layer.last_solve.status.tolist() == [Status.BUDGET] * 3
     assert bool(layer.last_solve.residual.isnan().all())
+    assert "nan" not in repr(layer.last_solve)
 
 
 def test_the_residual_of_steps_is_measured_at_what_is_returned():
