@@ -7,10 +7,13 @@ libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (
 `training` (what solves came to in a training run), `distributed` (more than one process).
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-# Exported programs call the package's operations, which torch knows once these are imported.
-from . import ops as ops
+if sys.orig_argv[1:3] != ["-m", __name__] and not "".join(sys.orig_argv[1:2]).endswith("/implicit-attention"):
+    # Exported programs call the package's operations, which torch knows once these are imported. The command line has
+    # no such programs, and its help needs no torch.
+    from . import ops as ops
 
 if TYPE_CHECKING:
     from ._solve import solve
@@ -115,6 +118,7 @@ _NAMES = {
     ),
     "linear": (),
     "models": (),
+    "ops": (),
     "options": ("SolveOptions",),
     "plotting": (),
     "potentials": ("LogSumExp", "Potential", "SquaredScores"),

@@ -2,7 +2,10 @@
 
 import ast
 import functools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -274,6 +277,18 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
     assert set(libraries) - {"numpy"} == {"implicit_attention", "jaxtyping"}  # jaxtyping loads numpy.typing
     # The operations, which exported programs call by name; all else loads when it is asked for.
     assert {"ops"} <= set(parts) <= {"ops", "linear", "solution", "_reporting", *LEAVES}
+
+
+def test_the_help_of_the_command_line_needs_no_torch():
+    started = [sys.executable, "-m", "implicit_attention"], [str(Path(sys.executable).with_name("implicit-attention"))]
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    for command in started:
+        for words, said in ((["--help"], "magnetize"), (["--version"], "0.1.0"), (["think", "--help"], "--speed")):
+            found = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, check=True)
+            assert said in found.stdout
+            loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in found.stderr.splitlines()}
+            assert "typer" in loaded
+            assert not loaded & {"torch", "numpy", "matplotlib"}
 
 
 def test_torchdeq_knows_our_solvers_once_they_are_registered_and_not_before():

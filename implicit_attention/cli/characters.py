@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
-import torch
 from typer import Option
 
 from .command import Console, Files, Progress
@@ -38,6 +37,8 @@ class Characters(TrainCommand):
 
     def run(self, progress: Progress) -> CharactersRun:
         """Train or go on, and measure."""
+        import torch
+
         from ..studies import characters
 
         text = characters.load()
@@ -60,7 +61,6 @@ class Characters(TrainCommand):
             "training": numbers(result.trained),
             "bits_per_character": bits,
             "verdicts": [{"baseline": name, "holds": bits[MODEL] < bits[name]} for name in (UNIGRAM, BIGRAM)],
-            "threads": torch.get_num_threads(),
         }
         return "metrics.json", content, {}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import torch
 from typer import Option
 
 from .errors import require_modules, writable
@@ -67,6 +68,31 @@ class Command:
         """Return the list of the files that were written."""
         return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
+    @contextmanager
+    def _folder(self) -> Iterator[None]:
+        """Make the folder of the files; what was made for it is removed if the work ends without any."""
+        if self.out is None:
+            yield
+            return
+        made = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
+        try:
+            with writable(self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+                TemporaryFile(dir=self.out).close()
+            yield
+        finally:
+            for folder in made:
+                # One that holds files stays.
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def kept(self) -> str:
+        """Return the words on what an interrupted command leaves in its folder."""
+        if self.out is None:
+            return ""
+        names = sorted(path.name for path in self.out.iterdir()) if self.out.is_dir() else []
+        return f": {self.out} holds {', '.join(names)}" if names else ": nothing was written"
+
     def execute(self) -> None:
         """Check the options, work with progress, write the files, print the result.
 
@@ -74,15 +100,14 @@ class Command:
             InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
         """
         require_modules("rich", *self.modules)
+        import torch
+
         from .progress import Progress, make_console
         from .report import write
 
         self.check()
         names: list[str] = []
-        if self.out is not None:
-            with writable(self.out):
-                self.out.mkdir(parents=True, exist_ok=True)
-        with torch.random.fork_rng(devices=[]), Progress(self.line) as progress:
+        with self._folder(), torch.random.fork_rng(devices=[]), Progress(self.line) as progress:
             begin = time.perf_counter()
             result = self.run(progress)
             seconds = time.perf_counter() - begin

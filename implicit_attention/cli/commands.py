@@ -7,6 +7,7 @@ import pkgutil
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
 from ..studies.errors import InputError
 from .command import Command
@@ -24,6 +25,17 @@ COMMANDS = (
 )
 #: Groups of commands, with their help.
 GROUPS = {"train": "Train an Energy Transformer on data that is installed."}
+
+
+class _Group(typer.core.TyperGroup):
+    """A group whose commands say what is wrong with an option without words on how it was read."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ").replace("Input should", "it must")
+            raise
 
 
 def _version(wanted: bool) -> None:
@@ -51,6 +63,9 @@ def _add(command: type[Command], to: typer.Typer) -> None:
         except InputError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted{command(**options).kept()}", err=True)
+            raise typer.Exit(130) from None
 
     # Typer reads the options from here. A field of a base class is resolved with the names of its own file.
     hints = get_type_hints(command, include_extras=True)
@@ -68,7 +83,11 @@ def commands_in_words() -> dict[str, str]:
 
 def _app() -> typer.Typer:
     app = typer.Typer(
-        name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+        name="implicit-attention",
+        cls=_Group,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
     )
     app.callback()(main)
     groups = {name: typer.Typer(name=name, no_args_is_help=True, help=text) for name, text in GROUPS.items()}

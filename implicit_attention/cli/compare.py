@@ -6,14 +6,15 @@ import dataclasses
 import math
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
 from typer import Option
 
 from ..studies.errors import InputError
 from .command import Command, Console, Files, Progress, seed_option
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The potential of softmax attention.
 LOG_SUM_EXP = "log-sum-exp"
@@ -115,6 +116,8 @@ class Compare(Command):
         return POTENTIALS[self.potential_name].beta if self.beta is None else float(self.beta)
 
     def check(self) -> None:
+        import torch
+
         from ..studies.potentials import POTENTIALS
 
         if (name := self.potential_name) not in POTENTIALS:

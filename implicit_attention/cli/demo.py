@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
 from typer import Option
 
-from ..studies.measure import one_thread
 from .command import Command, Console, Files, Progress, seed_option
 
 if TYPE_CHECKING:
@@ -58,6 +56,7 @@ class Demo(Command):
         """Compute all parts."""
         from ..studies.demo.magnet import magnet_experiment
         from ..studies.demo.maze import PUZZLE, SIZES, maze_experiment, shown
+        from ..studies.measure import one_thread
         from ..studies.thinking.puzzles import PUZZLES
         from ..studies.thinking.weights import shipped, trained
 
@@ -98,6 +97,8 @@ class Demo(Command):
         return str(row["line"]) if "line" in row else compare_solvers.line(row)
 
     def files(self, result: Demonstration) -> Files:
+        import torch
+
         from ..ops import native_status
         from ..studies.demo.page import page
         from .commands import commands_in_words
@@ -122,14 +123,13 @@ class Demo(Command):
         from . import table, think, watching
 
         found = result.shown
-        if console.is_terminal:
+        if watching.shows_colours(console):
             views = [PUZZLE.view(found.asked.problem, answer) for answer in found.thought.answers]
             watching.show(console, think.watched(PUZZLE, found.asked, found.thought, views), SPEED)
         for part in result.parts:
             console.print(part.title, style="bold", markup=False)
             console.print(part.text, markup=False)
-            headers = ("method", *part.headers[1:])
-            table.print_tables(console, table.cut_tables(None, headers, part.rows, console.width))
+            table.print_tables(console, table.cut_tables(None, part.headers, part.rows, console.width))
 
     def listed(self, names: list[str]) -> str:
         """Return the name of the page, and the number of the other files."""

@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
 from typer import Option
 
 from .command import Console, Files, Progress
@@ -43,6 +42,8 @@ class Inpaint(TrainCommand):
 
     def run(self, progress: Progress) -> Inpainting:
         """Train or go on, and measure."""
+        import torch
+
         from ..studies import inpainting, inpainting_data
 
         task, recipe = inpainting_data.load(self.data), inpainting.RECIPES[self.data]
@@ -72,7 +73,6 @@ class Inpaint(TrainCommand):
             "rmse": result.errors,
             "verdicts": result.verdicts,
             "equilibrium": {"converged": result.converged, "evaluations": result.evaluations},
-            "threads": torch.get_num_threads(),
         }
         headings = {name: f"{name}\n{error:.4f}" for name, error in result.errors.items()}
         columns = [(headings.get(name, name), images) for name, images in result.columns]

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
 from typer import Option
 
 from ..studies.errors import InputError
@@ -108,7 +107,6 @@ class Landscape(Command):
                 name: {part: getattr(scene, part) for part in STORY} | {"picture": f"{name}.png"} | scene.numbers
                 for name, (scene, _) in result.items()
             },
-            "threads": torch.get_num_threads(),
         }
         pictures = {name: drawn for name, (_, drawn) in result.items()}
         others: dict[str, Figure | bytes] = {f"{name}.png": drawn for name, drawn in pictures.items()}

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from typer import Argument, Option
 
 from ..studies.errors import InputError, printable
@@ -179,6 +178,8 @@ class Magnetize(Command):
 
     def run(self, progress: Progress) -> Magnetization:
         """Ask all methods that hold for the system."""
+        import torch
+
         from ..studies import digits, spin_methods
         from ..studies.magnetization import ask
         from .files import load_fields, parse_sweep
@@ -207,6 +208,8 @@ class Magnetize(Command):
 
     def files(self, result: Magnetization) -> Files:
         """Build the report: all results, and their figures."""
+        import torch
+
         from ..studies.magnetization_figures import figures
         from .report import options_of
 
@@ -223,7 +226,6 @@ class Magnetize(Command):
                 "beta": torch.as_tensor(system.beta, dtype=torch.float64),
                 "equilibrium": result.equilibrium,
             },
-            "threads": torch.get_num_threads(),
             "rows": [_with_magnetization(row, result) for row in result.rows],
             "reference": result.reference,
             "refused": result.refused,
@@ -238,7 +240,9 @@ class Magnetize(Command):
         return "thermodynamics.json", content, figures(result, self.source, drive)
 
     def show(self, result: Magnetization, console: Console) -> None:
-        """Print everything that `magnetize` result."""
+        """Print the numbers of all methods, and what is to be known of them."""
+        import torch
+
         system, samples = result.system, result.system.batch.numel()
         beta = torch.as_tensor(system.beta, dtype=torch.float64).flatten()
         betas = f"beta {float(beta.min()):g}" + (f" to {float(beta.max()):g}" if beta.min() < beta.max() else "")
@@ -286,6 +290,8 @@ class Magnetize(Command):
 
     def _show_driven(self, result: Magnetization, console: Console) -> None:
         """Print the steps of every method that was driven: means over samples that have the number."""
+        import torch
+
         assert self.drive is not None
         source, tables, notes = printable(self.drive.name), [], table.meanings(DRIVEN)
         for row in result.driven:

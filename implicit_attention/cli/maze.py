@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from rich.text import Text
-from torch import Tensor
 from typer import Option
 
 from ..studies.errors import InputError
-from ..studies.mazes import Mazes, mazes
-from ..studies.measure import one_thread
 from .command import Command, Console, Progress, seed_option
 from .watching import (
     FRAMES,
@@ -27,7 +24,10 @@ from .watching import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..studies.maze_model import MazeModel, SolvedMaze
+    from ..studies.mazes import Mazes
 
 SMALLEST, LARGEST = 3, 40
 
@@ -77,6 +77,7 @@ class Maze(Command):
 
     def run(self, progress: Progress) -> MazeModel:
         from ..studies.maze_model import trained
+        from ..studies.measure import one_thread
 
         # At these sizes threads wait for each other longer than they work.
         with one_thread():
@@ -84,6 +85,9 @@ class Maze(Command):
 
     def show(self, model: MazeModel, console: Console) -> None:
         """Solve one maze of every size, and show it."""
+        from ..studies.mazes import mazes
+        from ..studies.measure import one_thread
+
         with one_thread():
             for size in self.sizes:
                 maze = mazes(self.generator, size, 1, f"to watch, {self.seed}")

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..ops import native_status
@@ -25,7 +26,7 @@ PACKAGES = ("implicit_attention", "torch", "numpy", "torchdeq", "scikit-learn")
 def write(out: Path, name: str, content: dict[str, Any], others: Mapping[str, Figure | bytes]) -> list[str]:
     """Write everything into the folder `out`, and return the names of the files."""
     versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
-    ran = {"versions": versions, "native": str(native_status())}
+    ran = {"versions": versions, "native": str(native_status()), "threads": torch.get_num_threads()}
     text = json.dumps(_plain(content | ran), indent=1, allow_nan=False)
     # A list of numbers or of vectors takes one line: there can be one for every spin.
     text = re.sub(r"\[(?:[^][{}\"]|\[[^][{}\"]*\])*\]", lambda match: " ".join(match[0].split()), text)

@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 MISSING = "-"
 #: Columns that name a row, and all columns of words.
-ROW_NAMES = ("method", "queries", "state", "step")
-WORDS = ("method", "queries", "state", "status")
+ROW_NAMES = ("method", "problem", "queries", "state", "step")
+WORDS = ("method", "problem", "queries", "state", "status")
 Row = dict[str, Any]
 
 
@@ -52,6 +50,8 @@ def answered(row: Row, key: str) -> float | None:
     """Return the mean of a number over the samples that all rows are averaged over."""
     if row.get(key) is None:
         return None
+    import torch
+
     values = torch.tensor(row[key], dtype=torch.float64).flatten()
     failed, averaged = (
         torch.tensor(row.get(name, usual)).flatten().expand(values.shape)
@@ -100,6 +100,8 @@ def evaluations(row: Row) -> str:
 
 def status(row: Row) -> str:
     """Return the one status of all problems, or the counts of those beside CONVERGED."""
+    import torch
+
     counts: dict[str, int] = row["status"]
     lines = list(counts) if len(counts) == 1 else [f"{n} {name}" for name, n in counts.items() if name != "CONVERGED"]
     # Of a solve that converged, a derivative may have failed.
@@ -127,7 +129,8 @@ def cut_tables(title: str | None, headers: Sequence[str], rows: Sequence[Sequenc
     from rich.console import Console
     from rich.measure import Measurement
 
-    wide = Console(width=1000)
+    # Without a height a terminal that is dumb would count as narrow.
+    wide = Console(width=1000, height=1000)
     fixed = [index for index, header in enumerate(headers) if header in ROW_NAMES]
     rest = [index for index in range(len(headers)) if index not in fixed]
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from rich.text import Text
 from typer import Argument, Option
 
-from ..solution import Status
+from ..status import Status
 from ..studies.errors import InputError
-from ..studies.measure import one_thread
 from .command import Command, Console, Progress, seed_option
 from .watching import (
     FRAMES,
@@ -119,6 +118,7 @@ class Think(Command):
         return puzzle.read(self.file, **{name: _square(f"--{name}", text) for name, text in named if text is not None})
 
     def run(self, progress: Progress) -> Weights:
+        from ..studies.measure import one_thread
         from ..studies.thinking.weights import shipped, trained, write
 
         puzzle = self.chosen
@@ -136,6 +136,7 @@ class Think(Command):
 
     def show(self, weights: Weights, console: Console) -> None:
         """Solve the problem and show it, then the table."""
+        from ..studies.measure import one_thread
         from ..training import calibration_table
 
         puzzle, asked = self.chosen, self.asked
@@ -149,7 +150,10 @@ class Think(Command):
                 self.write_gif(self.gif, thought, views)
                 console.print(f"{self.gif.name} written", markup=False)
             found = puzzle.calibrated(weights.model, 1 if self.calibration is None else MORE)
-        for line in (*weights.told, "how often answers are right, in % (interval of 95 %):", calibration_table(found)):
+        tables = [calibration_table(found)]
+        if max(map(len, tables[0].splitlines())) > console.width:
+            tables = [calibration_table({name: row}) for name, row in found.items()]
+        for line in (*weights.told, "how often answers are right, in % (interval of 95 %):", *tables):
             console.print(line, markup=False, soft_wrap=True)
         if self.calibration is not None:
             from ..plotting import risk_figure

@@ -50,12 +50,12 @@ class Watched:
 
 
 def show(console: Console, watched: Watched, speed: float) -> None:
-    """Show a solve on a terminal that is large enough, `speed` evaluations in a second, and elsewhere as text."""
+    """Show a solve, `speed` evaluations in a second, on a large enough terminal with colours, else as text."""
     from rich.console import Group
     from rich.live import Live
 
     columns, lines = watched.size[0], watched.size[1] + BESIDE
-    if not console.is_terminal:
+    if not shows_colours(console):
         console.print(watched.title, markup=False)
         for line in (*progress_lines(watched), *watched.drawn):
             console.print(line, markup=False)
@@ -73,6 +73,11 @@ def show(console: Console, watched: Watched, speed: float) -> None:
                 time.sleep(1 / speed)
     console.print(watched.verdict, style="bold", markup=False)
     console.print()
+
+
+def shows_colours(console: Console) -> bool:
+    """Return whether a picture in colours can be seen there and drawn over."""
+    return console.is_interactive and console.color_system is not None and not console.no_color
 
 
 def progress_lines(watched: Watched) -> Iterator[str]:
@@ -124,6 +129,11 @@ def check_file(option: str, file: Path | None, ending: str) -> None:
     if not file.absolute().parent.is_dir():
         folder = str(file.parent)
         raise InputError(f"`{option}` must lie in a folder that exists, got {folder!r}; make it, or choose another")
+    with writable_file(option, file):
+        new = not file.exists()
+        file.open("ab").close()
+        if new:
+            file.unlink()
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class DataSample:
         queries, targets = (torch.cat([t[p][:count] for p in self.parts]) for t in (draw.queries, draw.targets))
         return DataSample(draw.keys, queries, targets)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> DataSample:
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> DataSample:
         """Convert the sample for the solvers; a pattern that overflows in `dtype` is not usable."""
         return DataSample(*(t.to(device, dtype) for t in (self.keys, self.queries, self.targets)))
 

@@ -24,6 +24,8 @@ BETAS, WEIGHT_DECAY, CLIP, WARM_UP, LOWEST = (0.9, 0.99), 0.05, 1.0, 0.02, 1e-3
 TIMED, TIMED_PART, FEWEST = 4, 0.05, 10
 #: Seconds between two lines where stderr is no terminal.
 LINE_EVERY = 10.0
+#: Seconds between two checkpoints within an epoch: an interrupted training loses no more.
+SAVE_EVERY = 10.0
 
 #: The loss of one batch, which it draws with the generator.
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
@@ -88,7 +90,7 @@ def train(
     resume: bool,
     identity: dict[str, Any],
 ) -> Trained:
-    """Train the model in place, with a checkpoint at the end of every epoch.
+    """Train the model in place, with a checkpoint at the end of every epoch, and every few seconds.
 
     A training that was killed and is resumed ends with the same weights, to the bit, as one that was not.
 
@@ -116,11 +118,12 @@ def train(
     optimizer, schedule = _optimizer(model, plan)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
     state["generators"] = {"data": generator}
-    done, begin = 0, time.perf_counter()
+    done, of_epoch, begin = 0, 0.0, time.perf_counter()
     if resume:
         done, _ = load_checkpoint(checkpoint, **state)
+        of_epoch = record.get("of_epoch", 0.0)
     name = f"training {sum(p.numel() for p in model.parameters())} parameters"
-    reported, of_epoch = begin, 0.0
+    reported, saved = begin, -math.inf
     model.train()
     for update in range(done + 1, plan.updates + 1):
         loss = make_update(model, loss_of(model, generator), optimizer)
@@ -132,10 +135,12 @@ def train(
         progress.begin(f"{name}, loss {loss:.3f}", update, plan.updates)
         if update % plan.epoch == 0 or update == plan.updates:
             losses.append(of_epoch / ((update - 1) % plan.epoch + 1))
-            of_epoch = 0.0
-            extra = {"identity": identity, "plan": plan._asdict(), "losses": losses}
-            save_checkpoint(checkpoint, **state, step=update, extra=extra)
+            of_epoch, saved = 0.0, -math.inf
         now = time.perf_counter()
+        if now - saved > SAVE_EVERY:
+            extra = {"identity": identity, "plan": plan._asdict(), "losses": losses, "of_epoch": of_epoch}
+            save_checkpoint(checkpoint, **state, step=update, extra=extra)
+            saved = now
         if update == plan.updates or (now - reported > LINE_EVERY and not progress.has_bar):
             reported = now
             progress.end(name, {"line": f"update {update} of {plan.updates}, loss {loss:.3f}, {now - begin:.0f} s"})

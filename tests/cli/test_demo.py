@@ -13,6 +13,7 @@ from PIL import Image
 from typer.main import get_command
 
 from implicit_attention.studies.demo import magnet, maze
+from implicit_attention.studies.measure import one_thread
 from implicit_attention.studies.thinking import pixels
 from implicit_attention.studies.thinking.puzzles import PUZZLES
 
@@ -81,7 +82,7 @@ def test_the_numbers_of_the_page_are_those_of_the_file(made, page):
     part = made[2]["parts"]["maze"]
     rows, count = part["rows"], part["count"]
     for row in rows:
-        found = re.search(rf'<th scope="row">{row["problems"]}</th>(.*?)</tr>', page)
+        found = re.search(rf'<th scope="row">{row["problem"]}</th>(.*?)</tr>', page)
         cells = re.findall("<td>(.*?)</td>", found[1])
         counts = [f"{row[key]} of {count}" for key in ("solved", "settled", "settled_right")]
         assert cells == [*counts, str(row["evaluations"]), f"{row['loop']} of {count}"]
@@ -98,10 +99,26 @@ def test_the_code_of_the_maze_computes_what_the_page_says(made, page):
     assert names["thought"].course.residuals[-1] == pytest.approx(shown["residual"], rel=1e-3)
 
 
-def test_the_code_of_the_solvers_has_a_gradient(page):
-    names, said = executed(code_of(page, "solvers"))
-    assert "200 CONVERGED" in said
-    assert names["keys"].grad.abs().sum() > 0
+def test_the_code_of_the_solvers_finds_the_numbers_of_the_page(page):
+    with one_thread():
+        names, said = executed(code_of(page, "solvers"))
+    found = {words[0]: words[1:] for line in said.splitlines()[1:] if (words := line.split())}
+    for method, name in (("Picard",) * 2, ("Anderson",) * 2, ("Broyden",) * 2, ("NewtonKrylov", "Newton-Krylov")):
+        row = re.search(rf'<th scope="row">{name}</th>(.*?)</tr>', page)
+        evaluations, converged, saddles = re.findall("<td>(.*?)</td>", row[1])[:3]
+        spent, _, share, curved = found[method][:4]
+        assert (spent, float(share.rstrip("%")), curved) == (
+            evaluations.replace(" ", ""),
+            float(converged.rstrip(" %")),
+            saddles,
+        )
+    assert names["task"].keys.grad.isfinite().all()
+    assert names["task"].keys.grad.abs().sum() > 0
+
+
+def test_tables_name_their_rows(made):
+    tables = [line.split()[0] for line in made[1].splitlines() if line.startswith(("problem ", "method "))]
+    assert tables == ["problem", "method", "method"]
 
 
 def test_the_code_of_the_magnet_draws_the_curves_of_the_page(made, page, monkeypatch, tmp_path):

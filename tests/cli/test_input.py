@@ -68,6 +68,7 @@ def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, argument
         (["compare", "--seed", "-1"], ["'--seed'", "greater than or equal to 0"]),
         (["magnetize", "--seed", str(2**63 - 1)], ["'--seed'", "less than or equal to"]),
         (["magnetize", "--dtype", "float16"], ["'--dtype'", "'float16' is not one of 'float64', 'float32'"]),
+        (["compare", "--patterns", "many"], ["'--patterns'", "it must be a valid integer"]),
         (["magnetize", "--measure", "both"], ["'--measure'", "'both' is not one of 'uniform', 'counting'"]),
     ],
 )
@@ -77,6 +78,28 @@ def test_values_outside_of_choices_and_ranges_are_refused_by_the_parser(argument
     assert result.stdout == ""
     for part in expected:
         assert part in result.stderr
+    assert "Value error" not in result.stderr
+    assert "Input should" not in result.stderr
+
+
+def test_an_interrupted_command_removes_the_folders_it_made_and_says_what_is_kept(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("implicit_attention.cli.magnetize.Magnetize.run", interrupted)
+    new, old = tmp_path / "new" / "folder", tmp_path / "old"
+    old.mkdir()
+    (old / "notes.txt").touch()
+    for out, words in ((new, "nothing was written"), (old, f"{old} holds notes.txt")):
+        result = invoke("magnetize", "--out", out)
+        assert result.exit_code == 130
+        assert result.stderr.splitlines()[-1] == f"interrupted: {words}"
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (old / "notes.txt").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work():
+    refused("compare", "--out", "/proc/self/fd", parts="`--out` must be a writable folder, got '/proc/self/fd'")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,18 @@ def test_a_terminal_shows_every_evaluation_in_colours():
     assert grid.count("[") > 6
 
 
+@pytest.mark.parametrize("without", [{"NO_COLOR": 1}, {"TERM": "dumb", "COLORTERM": ""}])
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_terminal_without_colours_shows_characters_and_tables_that_fit(without, columns):
+    lines = done("think", "maze", "--size", 9, **TERMINAL | {"COLUMNS": columns} | without).stdout.splitlines()
+    shown = [re.sub("\x1b[^m]*m", "", line) for line in lines]
+    assert "▀" not in "".join(shown)
+    assert shown.count("#" * 11) == 2
+    assert sum(line.count("S") + line.count("G") for line in shown if line.startswith("#")) == 2
+    assert [line.split("  ")[0] for line in shown[-21:]] == 3 * TABLE
+    assert max(map(len, shown[-21:])) <= columns
+
+
 @pytest.mark.parametrize(("columns", "lines"), [(26, 30), (80, 8)])
 def test_a_terminal_that_is_too_small_says_what_is_needed(columns, lines):
     size = {"COLUMNS": columns, "LINES": lines}

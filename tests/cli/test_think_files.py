@@ -182,6 +182,10 @@ def test_wrong_images_are_refused(tmp_path):
 def test_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "a.gif").mkdir()
     refused("think", "sudoku", "--gif", tmp_path / "a.gif", parts="`--gif` must be a file, got the folder ")
+    # Before anything is solved.
+    message = "`--gif` must be a writable file, got 'a.gif' (No such file or directory); choose another"
+    refused("think", "sudoku", "--gif", "/proc/a.gif", parts=message)
+    refused("maze", "--gif", "/proc/a.gif", parts=message)
     (tmp_path / "b.gif").symlink_to("/dev/full")
     result = invoke("think", "sudoku", "--gif", tmp_path / "b.gif")
     assert result.exit_code == 2

@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from commands import done, refused, strict
+from commands import done, invoke, refused, strict
 from PIL import Image
+
+from implicit_attention.studies import training
 
 
 @pytest.mark.slow
@@ -63,6 +65,29 @@ def test_checkpoints_of_other_trainings_and_damaged_ones_are_refused(tmp_path):
     whole = (tmp_path / "checkpoint.pt").read_bytes()
     (tmp_path / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
     refused(*options, "--resume", parts=[other, "truncated"])
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_has_a_checkpoint_and_goes_on_to_the_same_losses(tmp_path, monkeypatch):
+    options, whole, cut = ("train", "characters", "--quick", "--updates", 4, "--out"), tmp_path / "a", tmp_path / "b"
+    done(*options, whole)
+    update, made = training.make_update, []
+
+    def interrupted(*arguments):
+        made.append(arguments)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "make_update", interrupted)
+        result = invoke(*options, cut)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == f"interrupted: {cut} holds checkpoint.pt; go on with --resume"
+    done("train", "characters", "--quick", "--resume", "--out", cut)
+    found, expected = (strict(folder / "metrics.json")["training"] for folder in (cut, whole))
+    assert found["resumed_after"] == 1
+    assert found["losses"] == expected["losses"]
 
 
 @pytest.mark.slow

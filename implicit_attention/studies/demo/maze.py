@@ -63,7 +63,7 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         for size in sizes:
             title = f"{name}, {PUZZLES[name].sized.format(size)}"
             progress.begin(title, len(rows), sum(map(len, SIZES.values())))
-            rows.append({"problems": title} | _row(PUZZLES[name], weights[name], size))
+            rows.append({"problem": title} | _row(PUZZLES[name], weights[name], size))
             told = f"{rows[-1]['solved']} of {COUNT} right when solved, {rows[-1]['loop']} by the loop of its training"
             progress.end(title, {"line": told})
     progress.begin("picture of a maze")
@@ -92,7 +92,7 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         f"with {found.wrong_loop} squares wrong. On the right it grows on: {outcome} {spent} evaluations, with "
         f"{found.wrong} squares wrong.",
         headers=(
-            "problems",
+            "problem",
             "solved: right",
             "settled",
             "settled and right",
@@ -101,7 +101,7 @@ def maze_experiment(weights: Mapping[str, Weights], found: Shown, seed: int, pro
         ),
         rows=[
             (
-                row["problems"],
+                row["problem"],
                 *(f"{row[name]} of {COUNT}" for name in ("solved", "settled", "settled_right")),
                 f"{row['evaluations']}",
                 f"{row['loop']} of {COUNT}",

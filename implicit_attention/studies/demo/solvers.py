@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 CODE = """\
 import torch
-from sklearn.datasets import load_digits
-from implicit_attention import Anderson, AnchoredEnergy, LogSumExp, solve
-keys = torch.nn.functional.normalize(torch.tensor(load_digits().data[:200] - 8).float(), dim=-1).requires_grad_()
-queries = keys.detach().where(torch.arange(64) < 32, 0.0)  # the lower halves are masked
-solution = solve(AnchoredEnergy(LogSumExp(keys, beta=8.0), queries, anchor=0.0), queries, solver=Anderson(rtol=1e-5))
-solution.value.sum().backward()  # the exact gradient, by one linear solve for each query
-print(solution)
+import implicit_attention as ia
+from implicit_attention.studies.data import draw, load_digits
+task = draw(load_digits(), patterns=200, queries=200, noise=0.5, draws=8, seed=0).to("cpu", torch.float32).first(50)
+energy = ia.AnchoredEnergy(ia.LogSumExp(task.keys.requires_grad_(), beta=8.0), task.queries, anchor=0.0)
+solvers = [kind(rtol=1e-5) for kind in (ia.Picard, ia.Anderson, ia.Broyden, ia.NewtonKrylov)]
+print(ia.compare_solvers(energy, task.queries, solvers))
+ia.solve(energy, task.queries, solver=solvers[1]).value.sum().backward()  # the exact gradient, in task.keys.grad
 """
 
 
