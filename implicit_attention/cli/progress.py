@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich import progress
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 WIDTH = 120
 #: After so many seconds without a line a log gets one; in long runs after a tenth of the time so far, up to LONG.
@@ -21,7 +22,11 @@ def make_console(*, stderr: bool = False) -> Console:
     """Return a console, wide enough for the tables in pipes and logs, unless COLUMNS sets a width."""
     stream = sys.stderr if stderr else sys.stdout
     width = WIDTH if not stream.isatty() and "COLUMNS" not in os.environ else None
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    console = Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    if console.is_dumb_terminal:
+        # Else rich takes it for 80 columns wide.
+        console.size = ConsoleDimensions(*shutil.get_terminal_size())
+    return console
 
 
 class Progress(progress.Progress):

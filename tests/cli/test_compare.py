@@ -225,9 +225,10 @@ def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digit
     assert content["status_counts"]["Anderson"] == {"CONVERGED": 100}
 
 
-@pytest.mark.parametrize(("width", "tables"), [(20, 24), (60, 4)])
-def test_narrow_terminals_get_several_tables_with_every_column(width, tables, tmp_path):
-    lines = done("compare", "--quick", "--patterns", 5, "--out", tmp_path, COLUMNS=width).stdout.splitlines()
+@pytest.mark.parametrize(("width", "tables", "terminal"), [(20, 24, {}), (80, 3, {"FORCE_COLOR": 1, "TERM": "dumb"})])
+def test_narrow_terminals_get_several_tables_with_every_column(width, tables, terminal, tmp_path):
+    command = ("compare", "--quick", "--patterns", 5, "--out", tmp_path)
+    lines = done(*command, COLUMNS=width, **terminal).stdout.splitlines()
     assert max(map(len, lines)) <= width
     # A header has two lines above its rule.
     rules = [index for index, line in enumerate(lines) if set(line.strip()) == {"─"}]
