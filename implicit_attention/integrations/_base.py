@@ -44,6 +44,14 @@ class HostAttention(Remembering):
         self._remember(attended.report)
         return attended
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        own = {prefix + name: p for name, p in self.named_parameters() if name.startswith(("anchor.", "beta."))}
+        if not own.keys() & state_dict.keys():
+            # A state dict of the host's attention, without anchor and beta: ours stay, or start where they lie on meta.
+            device = next((t.device for t in state_dict.values() if isinstance(t, Tensor)), "cpu")
+            state_dict |= {name: torch.zeros_like(p, device=device) if p.is_meta else p for name, p in own.items()}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _shown(self, **settings: Any) -> str:
         """Settings that are not None, False or 0, and the options of the solve that were passed, for `extra_repr`."""
         options = {name: getattr(self.options, name) for name in ("solver", "adjoint", "max_steps")}

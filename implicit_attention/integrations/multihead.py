@@ -287,13 +287,6 @@ class ImplicitMultiheadAttention(HostAttention):
 
     # Housekeeping.
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if not any(name.startswith((f"{prefix}anchor.", f"{prefix}beta.")) for name in state_dict):
-            # A state dict of nn.MultiheadAttention, which has no anchor and no beta: ours stay.
-            for name in ("anchor", "beta"):
-                state_dict.update(getattr(self, name).named_parameters(prefix + name))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def extra_repr(self) -> str:
         usual = [name for name in ("kdim", "vdim") if getattr(self, name) == self.embed_dim]
         settings = {name: getattr(self, name) for name in _SIZES[1:] if name not in usual}

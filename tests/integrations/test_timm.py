@@ -1,6 +1,9 @@
 """The attention that vision transformers of timm take, without timm."""
 
 import inspect
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +81,70 @@ def test_state_dict_and_signature_are_timms():
     theirs = ["dim", "num_heads", "attn_head_dim", "dim_out", "qkv_bias", "qk_norm", "scale_norm", "proj_bias", "gated",
               "attn_drop", "proj_drop", "norm_layer", "device", "dtype"]  # fmt: skip
     assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == theirs
+
+
+#: Names and shapes of `timm.create_model("vit_tiny_patch16_224", depth=1).state_dict()`, timm 1.0.31.
+SHAPES = json.loads((Path(__file__).parent / "timm_vit_tiny.json").read_text())
+WHERE = "blocks.0.attn"
+
+
+def vision_transformer():
+    """That model's parameters, and the attention that `create_model(..., attn_layer=EquilibriumAttention)` makes."""
+    model = nn.Module()
+    for name, shape in SHAPES.items():
+        *path, last, part = *name.split("."), model
+        for step in path:
+            part.add_module(step, getattr(part, step, nn.Module()))
+            part = getattr(part, step)
+        part.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+    model.set_submodule(WHERE, EquilibriumAttention(192, num_heads=3, qkv_bias=True))
+    return model
+
+
+def weights():
+    return {name: random(*shape, seed=i).float() for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_of_timm_loads_strictly_and_leaves_the_anchor(assign):
+    model, state = vision_transformer(), weights()
+    model.get_submodule(WHERE).anchor.set(0.7)
+    model.load_state_dict(state, assign=assign)
+    assert list(state) == list(SHAPES)
+    own = model.state_dict()
+    torch.testing.assert_close(own.pop(f"{WHERE}.anchor.logit").sigmoid(), torch.full((3,), 0.7), rtol=0, atol=1e-3)
+    assert own.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in own.items())
+    alone = EquilibriumAttention(192, num_heads=3, qkv_bias=True)
+    alone.load_state_dict({name[len(WHERE) + 1 :]: t for name, t in state.items() if name.startswith(WHERE)})
+    assert torch.equal(alone.qkv.weight, state[f"{WHERE}.qkv.weight"])
+
+
+@pytest.mark.parametrize("way", ["assign", "to_empty"])
+def test_a_state_dict_of_timm_fills_a_model_that_was_made_on_no_device(way):
+    with torch.device("meta"):
+        model = vision_transformer()
+    if way == "to_empty":
+        # Deterministic algorithms fill what `to_empty` leaves as it is with NaN.
+        torch.use_deterministic_algorithms(True)
+        model.to_empty(device="cpu")
+        torch.use_deterministic_algorithms(False)
+    model.load_state_dict(weights(), assign=way == "assign")
+    anchor = model.get_submodule(WHERE).anchor
+    assert torch.equal(anchor(), torch.full((3,), 0.5))
+    assert anchor.logit.requires_grad
+
+
+def test_other_keys_that_are_missing_or_unexpected_are_refused():
+    state = weights()
+    for change, words in (
+        ({f"{WHERE}.qkv.bias": None}, f'Missing key(s) in state_dict: "{WHERE}.qkv.bias". '),
+        ({f"{WHERE}.rope": torch.zeros(3)}, f'Unexpected key(s) in state_dict: "{WHERE}.rope". '),
+        ({f"{WHERE}.anchor.other": torch.zeros(3)}, f'Unexpected key(s) in state_dict: "{WHERE}.anchor.other". '),
+    ):
+        changed = {name: t for name, t in {**state, **change}.items() if t is not None}
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            vision_transformer().load_state_dict(changed)
 
 
 def test_dropout_is_for_training():
