@@ -1,5 +1,7 @@
 """Plain causal attention in transformers: a flag and the place of the first query stand for the mask."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, StaticCache
@@ -108,6 +110,53 @@ def test_documents_in_one_row_stay_apart():
     found = model(ids, position_ids=positions, use_cache=False).logits
     apart = [model(part, use_cache=False).logits for part in ids.split([5, 3], dim=1)]
     torch.testing.assert_close(found, torch.cat(apart, 1), rtol=1e-8, atol=1e-8)
+
+
+APART = {"attention_mask": torch.block_diag(torch.ones(5, 5).tril(), torch.ones(3, 3).tril()).bool()[None, None]}
+RESTART = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+# What is passed beside positions that restart, by whether documents attend to each other then.
+BESIDE = {
+    "ones": (True, {"attention_mask": torch.ones(2, 8, dtype=torch.long), "use_cache": False}),
+    "cache": (True, {}),
+    "causal mask": (True, {"attention_mask": written(8)}),
+    "alone": (False, {"use_cache": False}),
+    "mask of documents": (False, APART),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_documents_that_attend_to_each_other_are_told_of_once_and_answered_as_by_the_host(name, beside):
+    mixed, given = BESIDE[beside]
+    model, ids = make(name), tokens(8)
+    given = {"position_ids": RESTART.expand(2, -1), **given}
+    host, apart = model(ids, **given).logits, torch.cat([model(part).logits for part in ids.split([5, 3], dim=1)], 1)
+    attach(model, max_steps=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = model(ids, **given).logits
+    words = "`position_ids` restart, but documents of a row attend to each other; pass position_ids that restart, "
+    words += "without a mask and with use_cache=False, or a mask (B, 1, N, N)"
+    assert [str(warning.message) for warning in told] == [words] * mixed
+    torch.testing.assert_close(found, host, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(found, apart, rtol=1e-6, atol=1e-6) != mixed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_that_restart_behind_padding_are_no_documents(side):
+    ids, mask = tokens(8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, slice(3) if side == "left" else slice(5, 8)] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    assert bool((positions.diff() < 0).any())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("llama", "mistral"):
+            model = attach(make(name), max_steps=0)
+            model(ids, attention_mask=mask, position_ids=positions)
+            if side == "left":
+                model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def test_a_model_whose_attention_does_not_say_that_it_is_causal_gets_a_mask(calls):

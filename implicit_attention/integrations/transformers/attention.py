@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from transformers.loss import loss_utils
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ..._autograd import at_least_single, is_exporting
+from ..._autograd import at_least_single, host_may_look_at_constant, is_exporting
 from ...attention.call import Call
 from ...attention.core import attend, is_repetition
 from ...attention.masks import mask_and_bias
 from ...attention.read_out import PotentialFactory, made_by
 from ...energies import AnchoredEnergy
+from ...errors import outside
 from ...failure_policy import FailureSite
 from ...solution import Record, SolveReport
 from .._base import capped, check_shape, with_zero_key
@@ -54,10 +56,9 @@ _HARMLESS |= {
     if option.default is not option.empty
 }
 
-_PACKED = (
-    "a packed batch would attend across its sequences; pass position_ids that restart, without a mask and with "
-    "use_cache=False"
-)
+_APART = "pass position_ids that restart, without a mask and with use_cache=False"
+_PACKED = f"a packed batch would attend across its sequences; {_APART}"
+_MIXED = f"`position_ids` restart, but documents of a row attend to each other; {_APART}, or a mask (B, 1, N, N)"
 # Arguments that change the attention, with the reason why they are refused.
 _REFUSED = {
     "cache": "paged caches (continuous batching) hold keys that this function is not given; use generate()",
@@ -128,6 +129,7 @@ class EquilibriumForward:
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
+        self._looked_at: Any = lambda: None
 
     def __call__(
         self,
@@ -170,7 +172,11 @@ class EquilibriumForward:
         # Settings of `attach` or `convert`, else those of the model's file, else those registered for the name.
         general = settings_of(module, self.name, self.settings)
         settings = general.of(module, _call_options(module, others, general))
-        mask, bias, first = _mask_and_bias(module, query, key, attention_mask, is_causal, others.get("position_ids"))
+        positions = others.get("position_ids")
+        causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+        mask, bias, first = _mask_and_bias(module, query, key, attention_mask, causal, positions)
+        if causal and bias is None and positions is not None:
+            self._warn_of_documents(positions, query, key, mask)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
@@ -205,6 +211,18 @@ class EquilibriumForward:
             setattr(module, LAST, Last(attended.report, sample, settings, change, anchor, site))
         return output, weights
 
+    def _warn_of_documents(self, positions: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+        """Warn where causal attention reads documents before a token's own; the first layer of a forward looks."""
+        if not host_may_look_at_constant(positions, query) or self._looked_at() is positions:
+            return
+        self._looked_at, rows = ref(positions), query.shape[-2]
+        if positions.ndim == 2 and positions.shape[-1] == rows == key.shape[-2] and bool((positions.diff() < 0).any()):
+            mask = torch.ones(1, 1, dtype=torch.bool) if mask is None else mask
+            # Padding, at whose end positions restart, too, does not attend to itself.
+            read = mask & mask.diagonal(dim1=-2, dim2=-1)[..., None] & ~_same_document(positions, rows)
+            if bool(read.any()):
+                warnings.warn(_MIXED, stacklevel=outside())
+
 
 def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:
     """Options for this call among the arguments; other arguments that might change attention are refused."""
@@ -224,14 +242,13 @@ def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings)
 
 
 def _mask_and_bias(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, positions: Tensor | None
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, positions: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, int | None]:
     """(mask, bias), each None or broadcasting to (B, H, N, M), and which key the first query is, if causal."""
     rows, count = query.shape[-2], key.shape[-2]
     if mask is not None and mask.ndim != 4:
         check_shape(False, "attention_mask", mask, "have four axes (B, 1 or H, N, M) here")
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    causal = bool(causal) and mask is None and rows != 1
+    causal = causal and mask is None and rows != 1
     mask, bias = mask_and_bias(mask, shape=(*query.shape[:-1], count), like=query, name="attention_mask")
     # Where transformers leave causality to the module, they have looked for several documents.
     looked = getattr(getattr(module, "config", None), SAYS_CAUSAL, False)
