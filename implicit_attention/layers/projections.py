@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import HALF, at_least_single
@@ -99,6 +100,14 @@ class LearnedNumbers(nn.Module):
             self._known = key, known
         return known
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        was_meta = getattr(self, self.source).is_meta
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_meta:
+            # `to_empty` leaves what lay in memory; a state dict of a host does not replace it.
+            nn.init.zeros_(getattr(self, self.source))
+        return self
+
     def _computed(self, parameter: nn.Parameter) -> Learned | None:
         if parameter.dtype in HALF:
             return None
@@ -126,6 +135,14 @@ def _anchor(logit: Tensor) -> Tensor:
 def _beta(initial: float, log_scale: Tensor) -> Tensor:
     # float32 in a half-precision model, too. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
     return initial * torch.exp(at_least_single(log_scale).clamp(-MOST_LOG, MOST_LOG))
+
+
+def logit_of(argument: str, anchor: float | Tensor, remedy: str) -> Tensor:
+    """The parameter of learned anchors, in double precision on the CPU."""
+    numbers = torch.as_tensor(anchor, dtype=torch.float64, device="cpu")
+    inside, required = (numbers > MARGIN) & (numbers < 1 - MARGIN), f"lie in ({MARGIN:g}, {1 - MARGIN:g}) to be learned"
+    _validate.require(bool(inside.all()), argument, required, anchor, remedy)
+    return torch.logit((numbers - MARGIN) / (1 - 2 * MARGIN))
 
 
 class LearnedAnchor(LearnedNumbers):
@@ -157,11 +174,7 @@ class LearnedAnchor(LearnedNumbers):
     def set(self, value: float) -> None:
         """Move all of them to `value`."""
         value = _validate.check_number("anchor", value, low=0.0, high=1.0)
-        required = f"lie in ({MARGIN:g}, {1 - MARGIN:g}) to be learned"
-        remedy = f"pass anchor={value:g} when the layer is made to fix it there"
-        _validate.require(MARGIN < value < 1 - MARGIN, "anchor", required, value, remedy)
-        inner = (value - MARGIN) / (1 - 2 * MARGIN)
-        self.logit.fill_(math.log(inner / (1 - inner)))
+        self.logit.copy_(logit_of("anchor", value, f"pass anchor={value:g} when the layer is made to fix it there"))
 
 
 class LearnedBeta(LearnedNumbers):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,49 @@ def test_half_precision_trains_them(autocast):
     for ours, theirs in zip(anchors.values(), exact.values(), strict=True):
         assert ours.grad.dtype == ours.dtype == (torch.float32 if autocast else torch.bfloat16)
         assert (ours.grad - theirs.grad).abs().max() <= 0.2 * theirs.grad.abs().max()
+
+
+@every
+@pytest.mark.parametrize("per", ["head", "layer"])
+def test_they_start_at_one_number_for_each_head_as_fixed_ones_are(name, per):
+    start = torch.tensor([0.3, 0.5, 0.7, 0.9] if per == "head" else [0.6]).double()
+    fixed, learned = (attach(make(name), anchor=start if which else 0.5, **TIGHT) for which in (True, False))
+    anchors = learn_anchors(learned, start.requires_grad_(), per)
+    start = start.detach()
+    assert all(torch.allclose(value, start, atol=1e-12) for value in values(anchors))
+    torch.testing.assert_close(logits(learned, batch(name)), logits(fixed, batch(name)), rtol=1e-6, atol=1e-6)
+
+
+class Adapted(nn.Module):
+    """A module as adapters keep it that are told to train and to save it: frozen, with a copy that is trained."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.trained, self.original = copy.deepcopy(module).requires_grad_(), module.requires_grad_(False)
+
+    def forward(self):
+        return self.trained()
+
+
+def test_a_report_says_how_many_layers_train_them(capsys):
+    model, anchors, given = learning()
+    told = []
+    for change in ("trained", "frozen", "adapted"):
+        if change == "frozen":
+            model.requires_grad_(False)
+        elif change == "adapted":
+            attention = model.model.layers[1].self_attn
+            attention.anchor = Adapted(attention.anchor)
+        logits(model, given)
+        report(model)
+        told.append(capsys.readouterr().out.splitlines()[-1])
+    assert told == [f"learned anchors: trainable in {count} of 2 layers" for count in (2, 0, 1)]
+    loss_of(model, given).backward()
+    assert attention.anchor.trained.logit.grad.norm() > 0
+    assert all(parameter.grad is None for parameter in anchors.values())
+    logits(fixed := attach(make("llama")), given)
+    report(fixed)
+    assert "learned anchors" not in capsys.readouterr().out
 
 
 # Which anchor wins.
@@ -199,11 +243,26 @@ def test_a_converted_model_learns_from_where_it_is():
 # Bad input.
 
 
-@pytest.mark.parametrize("initial", [0, 1.0, 1e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "initial", [0, 1.0, 1e-5, float("nan"), float("inf"), torch.tensor([0.5, 1.5, 0.5, 0.5]), torch.tensor([0.5, 1.0])]
+)
 def test_anchors_that_cannot_be_learned_are_refused(initial):
     model = attach(make("llama"))
     with pytest.raises(ValueError, match=r"`initial` must (be in \[0, 1\]|lie in \(0.0001, 0.9999\) to be learned)"):
         learn_anchors(model, initial)
+    assert not any("anchor" in key for key, _ in model.named_parameters())
+
+
+def test_a_number_of_anchors_that_is_not_that_of_heads_is_refused():
+    model = attach(make("llama"))
+    for shape in ((3,), (2, 2), (1, 4)):
+        required = f"`initial` must broadcast to one for each head = (4,), got shape {shape}"
+        with pytest.raises(ValueError, match=re.escape(required)):
+            learn_anchors(model, torch.full(shape, 0.5))
+    with pytest.raises(ValueError, match=re.escape("`initial` must broadcast to one for each layer = (1,)")):
+        learn_anchors(model, torch.full((4,), 0.5), per="layer")
+    with pytest.raises(TypeError, match="`initial` must have a floating-point dtype"):
+        learn_anchors(model, torch.ones(4, dtype=torch.long))
     assert not any("anchor" in key for key, _ in model.named_parameters())
 
 

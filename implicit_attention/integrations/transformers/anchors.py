@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ... import _validate
-from ...layers.projections import LearnedAnchor
+from ...layers.projections import LearnedAnchor, logit_of
 from ...layers.sharding import HeadShard
 from .reach import reach
 from .saved import entry
@@ -84,17 +84,20 @@ def check_none_learned(model: nn.Module) -> None:
         raise ValueError(_validate.message("model", "have fixed anchors", "learned ones", remedy))
 
 
-def put_anchors(model: nn.Module, names: Iterable[str], per: Per) -> dict[str, LearnedAnchor]:
-    """Learned anchors, all 1/2, in the attention modules of these names; those that have one keep it."""
+def put_anchors(model: nn.Module, names: Iterable[str], per: Per, logit: Tensor) -> dict[str, LearnedAnchor]:
+    """Learned anchors that start at `logit`, in the attention modules of these names; those that have one keep it."""
     modules = {name: model.get_submodule(name) for name in names}
     # All are counted before any is changed.
     counts = {name: 1 if per == "layer" else _heads(name, module) for name, module in modules.items()}
+    for count in counts.values():
+        _validate.check_broadcast("initial", logit.shape, (count,), f"one for each {per}")
     for name, module in modules.items():
         if getattr(module, PART, None) is None:
             like = next((p for p in module.parameters() if p.is_floating_point()), None)
             placement: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
             # FSDP takes no parameters without an axis.
-            module.add_module(PART, LearnedAnchor((counts[name],), **placement))
+            module.add_module(PART, anchor := LearnedAnchor((counts[name],), **placement))
+            anchor.logit.data.copy_(logit)
     return {name: getattr(module, PART) for name, module in modules.items()}
 
 
@@ -108,7 +111,7 @@ def with_learned() -> Iterator[None]:
 
     def post_init(model: PreTrainedModel) -> None:
         for per in set((getattr(model.config, LEARNED, None) or {}).values()):
-            put_anchors(model, reach(model).asks, per)
+            put_anchors(model, reach(model).asks, per, logit_of("anchor", 0.5, ""))
         original(model)  # type: ignore[no-untyped-call]
 
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]

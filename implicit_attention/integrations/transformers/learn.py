@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ... import _validate
-from ...layers.projections import MARGIN
+from ...layers.projections import logit_of
 from .anchors import Per, has_learned, put_anchors
 from .attach import attention_of, check_model, is_ours
 from .reach import reach
@@ -14,7 +14,7 @@ from .saved import configs_of, names
 from .settings import LEARNED, SETTINGS
 
 
-def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head") -> dict[str, nn.Parameter]:
+def learn_anchors(model: PreTrainedModel, initial: float | Tensor = 0.9, per: Per = "head") -> dict[str, nn.Parameter]:
     """Make the anchors of a model parameters, in place; return these by name.
 
     Every attention module that asks transformers' interface gets a part `anchor` with the parameter `logit`, as
@@ -24,7 +24,7 @@ def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head
 
     Args:
         model: a model of transformers, after `attach`, `convert` or `load`.
-        initial: in (0, 1), where all anchors start.
+        initial: in (0, 1), where all anchors start, or a tensor with one number for each head.
         per: one anchor for each "head" of each layer, or one for each "layer".
 
     Returns:
@@ -51,19 +51,16 @@ def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head
     Not for anchors that stay where they are: give these to `attach`. Weight decay pulls anchors to 1/2.
     """
     check_model(model)
-    initial = _validate.check_number("initial", initial, low=0.0, high=1.0)
-    required = f"lie in ({MARGIN:g}, {1 - MARGIN:g}) to be learned"
-    remedy = f"attach(model, anchor={initial:g}) fixes it there"
-    _validate.require(MARGIN < initial < 1 - MARGIN, "initial", required, initial, remedy)
+    initial = _validate.check_per_batch("initial", initial, low=0.0, high=1.0)
+    shown = "initial" if isinstance(initial, Tensor) else f"{initial:g}"
+    logit = logit_of("initial", initial, f"attach(model, anchor={shown}) fixes it there")
     _validate.check_choice("per", per, ("head", "layer"))
     remedy = "the parameters are in model.named_parameters(), and LearnedAnchor.set moves them"
     _validate.require(not has_learned(model), "model", "have fixed anchors", "learned ones", remedy)
     attached = [key for key in reach(model).asks if _is_attached(model.get_submodule(key))]
     required, received = "have equilibrium attention with options of its own", type(model).__name__
     _validate.require(bool(attached), "model", required, received, "call attach(model) or convert(model) first")
-    parts = put_anchors(model, attached, per)
-    for part in parts.values():
-        part.set(initial)
+    parts = put_anchors(model, attached, per, logit)
     name = attention_of(model.get_submodule(attached[0]))
     for config in configs_of(model):
         if name in names(config):

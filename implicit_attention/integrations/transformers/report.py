@@ -17,6 +17,7 @@ from ...layers.block import Equilibrium
 from ...solution import Record, SolveReport
 from ...status import Status
 from ...training.observed import or_dash
+from .anchors import PART
 from .attach import attention_of, is_ours
 from .attention import LAST, Last
 from .reach import attention_names, listed
@@ -102,8 +103,8 @@ def report(model: nn.Module) -> LayerReports:
     """Print and return a row for every attention layer and block, about the last forward of the model.
 
     Of a model with many layers the table has the first and the last ones, and those where a solve failed. Below it are
-    the statuses of blocks (of `tie` and `settle`), and, where attention was replaced, the names of attention that took
-    no part in that forward.
+    the statuses of blocks (of `tie` and `settle`), the number of layers whose learned anchors require a gradient, and,
+    where attention was replaced, the names of attention that took no part in that forward.
 
     Args:
         model: a model with equilibria, after a forward. A module that is called several times reports its
@@ -138,6 +139,9 @@ def report(model: nn.Module) -> LayerReports:
     for row in rows:
         if row.name in blocks:
             print(f"{row.name}: {', '.join(f'{count} {status}' for status, count in row.statuses.items())}")
+    parts = (getattr(model.get_submodule(name), PART, None) for name, _ in calls)
+    if learned := [any(p.requires_grad for p in part.parameters()) for part in parts if part is not None]:
+        print(f"learned anchors: trainable in {sum(learned)} of {len(learned)} layers")
     reported = {row.name for row in rows}
     if calls and (others := {name: kind for name, kind in attention_names(model).items() if name not in reported}):
         print(f"not in this forward, or with attention of their own: {listed(others)}")
