@@ -23,7 +23,7 @@ class EquilibriumAttention(HostAttention):
 
     Per head, z = anchor q + (1 - anchor) softmax(z K^T / sqrt(D)) K, then softmax(z K^T / sqrt(D)) V is read. With
     `max_steps=0` this is timm's `Attention`. Arguments (up to `dtype`) and state dict are those of timm's; a learned
-    anchor adds `anchor.logit`. A block takes a class as its `attn_layer`, so that a subclass gives the options.
+    anchor adds `anchor.logit`, and stays where timm's is loaded. A block takes a class, a subclass gives the options.
 
     Args:
         dim: width of the tokens.
