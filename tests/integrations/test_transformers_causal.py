@@ -112,8 +112,8 @@ def test_documents_in_one_row_stay_apart():
     torch.testing.assert_close(found, torch.cat(apart, 1), rtol=1e-8, atol=1e-8)
 
 
-APART = {"attention_mask": torch.block_diag(torch.ones(5, 5).tril(), torch.ones(3, 3).tril()).bool()[None, None]}
-RESTART = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+APART = {"attention_mask": torch.block_diag(*[torch.ones(4, 4).tril()] * 2).bool()[None, None]}
+RESTART = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
 # What is passed beside positions that restart, by whether documents attend to each other then.
 BESIDE = {
     "ones": (True, {"attention_mask": torch.ones(2, 8, dtype=torch.long), "use_cache": False}),
@@ -131,7 +131,7 @@ def test_documents_that_attend_to_each_other_are_told_of_once_and_answered_as_by
     mixed, given = BESIDE[beside]
     model, ids = make(name), tokens(8)
     given = {"position_ids": RESTART.expand(2, -1), **given}
-    host, apart = model(ids, **given).logits, torch.cat([model(part).logits for part in ids.split([5, 3], dim=1)], 1)
+    host, apart = model(ids, **given).logits, torch.cat([model(part).logits for part in ids.split(4, dim=1)], 1)
     attach(model, max_steps=0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
