@@ -22,8 +22,8 @@ class EquilibriumAttention(HostAttention):
     """The `Attention` of timm whose queries first settle into the equilibrium of their energy over the keys.
 
     Per head, z = anchor q + (1 - anchor) softmax(z K^T / sqrt(D)) K, then softmax(z K^T / sqrt(D)) V is read. With
-    `max_steps=0` this is timm's `Attention`. Arguments (up to `dtype`) and state dict are those of timm's; a learned
-    anchor adds `anchor.logit`, and stays where timm's is loaded. A block takes a class, a subclass gives the options.
+    `max_steps=0` this is timm's `Attention`. Arguments (up to `dtype`) and state dict are timm's; a learned anchor adds
+    `anchor.logit`, and stays where timm's are loaded. A block takes a class as its `attn_layer`: a subclass has options.
 
     Args:
         dim: width of the tokens.

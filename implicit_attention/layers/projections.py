@@ -103,8 +103,7 @@ class LearnedNumbers(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         was_meta = getattr(self, self.source).is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if was_meta:
-            # `to_empty` leaves what lay in memory; a state dict of a host does not replace it.
+        if was_meta:  # `to_empty` leaves what lay in memory, and a state dict of a host does not replace it.
             nn.init.zeros_(getattr(self, self.source))
         return self
 

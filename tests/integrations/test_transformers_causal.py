@@ -144,6 +144,14 @@ def test_documents_that_attend_to_each_other_are_told_of_once_and_answered_as_by
 
 
 @torch.no_grad()
+def test_documents_are_told_of_where_the_same_positions_kept_them_apart_before():
+    model, ids, positions = llama(max_steps=0), tokens(8), RESTART.expand(2, -1)
+    model(ids, position_ids=positions, use_cache=False)
+    with pytest.warns(UserWarning, match="documents of a row attend to each other"):
+        model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_that_restart_behind_padding_are_no_documents(side):
     ids, mask = tokens(8), torch.ones(2, 8, dtype=torch.long)

@@ -129,7 +129,8 @@ class EquilibriumForward:
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
-        self._looked_at: Any = lambda: None
+        self._seen: Any = lambda: None
+        self._by: Any = self._seen
 
     def __call__(
         self,
@@ -176,7 +177,7 @@ class EquilibriumForward:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
         mask, bias, first = _mask_and_bias(module, query, key, attention_mask, causal, positions)
         if causal and bias is None and positions is not None:
-            self._warn_of_documents(positions, query, key, mask)
+            self._look(module, positions, query, key, mask)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
@@ -211,11 +212,11 @@ class EquilibriumForward:
             setattr(module, LAST, Last(attended.report, sample, settings, change, anchor, site))
         return output, weights
 
-    def _warn_of_documents(self, positions: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+    def _look(self, module: nn.Module, positions: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
         """Warn where causal attention reads documents before a token's own; the first layer of a forward looks."""
-        if not host_may_look_at_constant(positions, query) or self._looked_at() is positions:
+        if not host_may_look_at_constant(positions, query) or (self._seen() is positions and self._by() is not module):
             return
-        self._looked_at, rows = ref(positions), query.shape[-2]
+        self._seen, self._by, rows = ref(positions), ref(module), query.shape[-2]
         if positions.ndim == 2 and positions.shape[-1] == rows == key.shape[-2] and bool((positions.diff() < 0).any()):
             mask = torch.ones(1, 1, dtype=torch.bool) if mask is None else mask
             # Padding, at whose end positions restart, too, does not attend to itself.
