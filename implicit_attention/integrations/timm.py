@@ -23,7 +23,7 @@ class EquilibriumAttention(HostAttention):
 
     Per head, z = anchor q + (1 - anchor) softmax(z K^T / sqrt(D)) K, then softmax(z K^T / sqrt(D)) V is read. With
     `max_steps=0` this is timm's `Attention`. Arguments (up to `dtype`) and state dict are timm's; a learned anchor adds
-    `anchor.logit`, and stays where timm's are loaded. A block takes a class as its `attn_layer`: a subclass has options.
+    `anchor.logit`, and stays where timm's are loaded. A block takes a class as `attn_layer`: a subclass gives options.
 
     Args:
         dim: width of the tokens.
