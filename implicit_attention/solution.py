@@ -96,7 +96,7 @@ class Record(NamedTuple):
         code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
         status = Status(int(code))
         text = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
-        text = text.replace("residual nan", f"residual {NOT_MEASURED}")
+        text = text.replace("has residual nan", f"was {NOT_MEASURED}").replace("nan", NOT_MEASURED)
         return f"{text}; {remedies[status]}" if status in remedies else text
 
 

@@ -52,7 +52,7 @@ _SENTENCES = {
     Status.MAX_STEPS: "residual {residual:.1e} > {tolerance:.1e} after {steps} steps",
     Status.STALLED: "residual {residual:.1e} > {tolerance:.1e} and no step improves it after {steps} steps",
     Status.DIVERGED: "the iteration left the finite numbers, or an energy without a lower bound fell without end; the "
-    "best state, after {steps} steps: residual {residual:.1e}",
+    "best state, after {steps} steps, has residual {residual:.1e}",
     Status.NONFINITE: "the problem reads a NaN or an infinity: its map is not finite at the initial state",
     Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but out of the range of the approximation or energy",
 }

@@ -75,7 +75,7 @@ def test_a_report_says_what_was_not_measured_or_has_no_size():
     assert repr(budget).startswith(f"SolveReport(2 BUDGET; residual <= {budget.residual[0]:.1e}; evaluations")
     lost = Record.unmeasured(start, Status.DIVERGED, 1)
     assert repr(SolveReport(lost)).startswith("SolveReport(2 DIVERGED; residual not measured; evaluations")
-    assert SolveReport(lost).message(0).endswith("the best state, after 0 steps: residual not measured")
+    assert SolveReport(lost).message(0).endswith("the best state, after 0 steps, was not measured")
     mixed = lost._replace(residual=torch.tensor([torch.nan, 2.0]), tolerance=torch.ones(2))
     assert "; residual <= 2.0e+00, tolerance 1.0e+00; " in repr(SolveReport(mixed))
 

@@ -28,6 +28,8 @@ def test_the_report_has_a_line_for_every_attention(name, capsys):
         evidence = last_solves(model)[row.name]
         assert row.name in printed
         assert row.residual == evidence.residual.max()
+        assert 0 <= row.relative_residual <= row.rtol == 1e-4
+        assert f"  {row.relative_residual:.1e}  0.0001  " in printed
         assert 1 < row.num_evals <= row.max_evals == evidence.num_evals.max()
         assert row.converged == 1
         assert row.gradient == 1

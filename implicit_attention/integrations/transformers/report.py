@@ -40,6 +40,8 @@ class LayerReport:
         distinct: number of different fixed points among the queries of the sample (the mean over heads).
         queries: the number of queries in that sample, which is of the first sequence. Masked queries count.
         statuses: how many problems ended with each status, by its name.
+        relative_residual: the largest |f(z) - z| / |f(z)|; NaN where that was not measured.
+        rtol: the tolerance that it had to reach; NaN for a fixed budget.
 
     Examples:
         >>> from implicit_attention.integrations.transformers import LayerReport
@@ -61,6 +63,8 @@ class LayerReport:
     distinct: float
     queries: int
     statuses: dict[str, int] = dataclasses.field(default_factory=dict)
+    relative_residual: float = math.nan
+    rtol: float = math.nan
 
 
 def last_solves(model: nn.Module) -> dict[str, SolveReport]:
@@ -121,8 +125,7 @@ def report(model: nn.Module) -> LayerReports:
         >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
         >>> output = model(torch.randint(10, (1, 5)))
         >>> rows = report(model)
-        layer                     anchor  evals  max  residual  converged  gradient  eff. keys  distinct
-        ...
+        layer                     anchor  evals  max  residual  relative ...
         >>> [row.queries for row in rows]
         [5, 5]
 
@@ -200,6 +203,7 @@ def _row(name: str, last: Last) -> LayerReport:
         distinct=float(distinct_fixed_points(states).double().mean()),
         queries=states.shape[-2],
         statuses=statuses,
+        **_relative(solve),
     )
 
 
@@ -213,8 +217,14 @@ def _row_of_block(name: str, solve: SolveReport) -> LayerReport:
     nan, evals = math.nan, solve.num_evals
     mean, most = (float(evals.double().mean()), int(evals.max())) if evals.numel() else (0.0, 0)
     residual = float(solve.residual.max()) if evals.numel() else nan
-    gradient = _share(solve.adjoint.status)
-    return LayerReport(name, nan, mean, most, residual, _converged(solve), gradient, nan, nan, 0, _statuses(solve))
+    shares = _converged(solve), _share(solve.adjoint.status)
+    told: dict[str, Any] = {"statuses": _statuses(solve), **_relative(solve)}
+    return LayerReport(name, nan, mean, most, residual, *shares, nan, nan, 0, **told)
+
+
+def _relative(solve: SolveReport) -> dict[str, float]:
+    relative, (rtol, _) = solve.relative_residual, solve.tolerances or (0.0, 0.0)
+    return {"relative_residual": float(relative.max()) if relative.numel() else math.nan, "rtol": rtol or math.nan}
 
 
 def _converged(solve: SolveReport) -> float:
@@ -235,11 +245,15 @@ def _statuses(solve: SolveReport) -> dict[str, int]:
 
 #: How many layers a table has from either end, and in all where many failed.
 SHOWN, MOST = 6, 24
-_HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient", "eff. keys", "distinct")
+_HEAD = (
+    *("layer", "anchor", "evals", "max", "residual", "relative", "rtol"),
+    *("converged", "gradient", "eff. keys", "distinct"),
+)
 
 
 def _cells(row: LayerReport) -> tuple[str, ...]:
-    numbers = (or_dash(row.anchor, ".3g"), f"{row.num_evals:.3g}", f"{row.max_evals}", or_dash(row.residual, ".1e"))
+    residuals = (or_dash(row.residual, ".1e"), or_dash(row.relative_residual, ".1e"), or_dash(row.rtol, "g"))
+    numbers = (or_dash(row.anchor, ".3g"), f"{row.num_evals:.3g}", f"{row.max_evals}", *residuals)
     shares = (percent(row.converged), percent(row.gradient))
     distinct = f"{or_dash(row.distinct, '.1f')} of {row.queries}" if row.queries else "-"
     sample = (or_dash(row.effective_keys, ".1f"), distinct)
