@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import numbers
+import re
 from collections.abc import Iterable
 from typing import Any, overload
 
@@ -17,6 +18,10 @@ from ._autograd import host_may_look, is_fake
 
 #: The largest index of a query among the keys: 64 bits leave room for those after it.
 LARGEST_OFFSET = 2**62
+#: What torch says of tensors that do not fit each other, or are no single number.
+OF_SHAPES = re.compile(
+    r"sizes? (of|mis)|shapes? |Expected size|must match|elements? (cannot|tensors)|more than one value", re.IGNORECASE
+)
 
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:

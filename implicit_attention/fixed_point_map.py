@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import inspect
 import numbers
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,10 +70,6 @@ class Shared:
 
 #: Function -> the cases for which it passed `check_undeclared`: further problems of one function are not checked again.
 _PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
-
-
-#: The texts of torch's errors about tensors that do not fit each other.
-_OF_SHAPES = re.compile(r"size of tensor|sizes? of|shapes? |Expected size|size mismatch|must match", re.IGNORECASE)
 
 
 class UserProblem(Problem):
@@ -176,7 +171,7 @@ class UserProblem(Problem):
             if "leaf Variable that requires grad" in str(error):
                 refuse_writes(self)
             # Torch speaks of sizes that the caller never wrote.
-            if type(error) is not RuntimeError or _OF_SHAPES.search(str(error)) is None:
+            if type(error) is not RuntimeError or _validate.OF_SHAPES.search(str(error)) is None:
                 raise
             required = f"have a shape that `{self._map_name()}` takes"
             received = f"states of shape {tuple(z.shape)}, for which it raised: {error}"

@@ -44,7 +44,7 @@ from . import direct
 from .call import Attended, Call
 from .heads import group_size, split_groups
 from .masks import check_whole, triangle
-from .read_out import made_by, read_out, reads_out
+from .read_out import made_by, read_out, reads_out, refuse_shapes
 
 
 def report_from_graph(record: Record, options: SolveOptions, site: FailureSite | None = None) -> SolveReport:
@@ -235,21 +235,25 @@ def _answer(given: Call, in_graph: bool, *, eager: bool = True) -> Attended | No
     if eager and not empty and (attended := _directly(call, given.query.dtype)) is not None:
         return attended
     call, given = call.recorded(), given.recorded()
-    potential = _potential(call)
-    unbounded = "ignore" if call.options.explicit else call.unbounded
-    energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
-    if call.values is not None or call.return_weights:
-        reads_out(potential)
-    if call.options.explicit:
-        _check_explicit(energy, call.options.impl)
-        state, solution = call.query, _explicit_solution(energy, call, in_graph)
-        output = _explicit_output(energy, call, given)
-    else:
-        solved = _solved(energy, call, in_graph)
-        if solved is None:
-            return None
-        state, solution = _stood_in(energy, call, *solved)
-        output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
+    try:
+        potential = _potential(call)
+        unbounded = "ignore" if call.options.explicit else call.unbounded
+        energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
+        if call.values is not None or call.return_weights:
+            reads_out(potential)
+        if call.options.explicit:
+            _check_explicit(energy, call.options.impl)
+            state, solution = call.query, _explicit_solution(energy, call, in_graph)
+            output = _explicit_output(energy, call, given)
+        else:
+            solved = _solved(energy, call, in_graph)
+            if solved is None:
+                return None
+            state, solution = _stood_in(energy, call, *solved)
+            output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
+    except (RuntimeError, ValueError) as error:
+        refuse_shapes(call, error)
+        raise
     weights = reads_out(potential).probabilities(state) if call.return_weights else None
     if empty and weights is not None:
         weights = weights[..., :0]
@@ -334,7 +338,7 @@ def _in_single(call: Call) -> Call:
 
 
 def _potential(call: Call) -> Potential:
-    made = made_by(call.potential, call.keys, call.beta, call.mask, call.bias, call.first)
+    made = made_by(call.potential, call.keys, call.beta, mask=call.mask, bias=call.bias, query_offset=call.first)
     if call.options.impl == "reference" and isinstance(made, LogSumExp | OverLogSumExp):
         return made.written_out()
     return made
@@ -391,18 +395,14 @@ def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
 def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:
     """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
     if not (call.return_solution or call.trace):
-        return Record.unmeasured(call.query, Status.EXPLICIT, 1) if in_graph else _unsolved(call.query)
+        record = Record.unmeasured(call.query, Status.EXPLICIT, 1)
+        return record if in_graph else Solution(record, value=call.query.detach())
     # Without tolerances the status is EXPLICIT even where the query solves its problem.
     solver = Picard(rtol=0, atol=0, max_steps=0)
     with torch.no_grad():
         detached = energy.replace(*(t.detach() for t in energy.tensors()))
         query = call.query.detach()
         return solve(detached, query, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=call.trace)
-
-
-def _unsolved(query: Tensor) -> Solution:
-    """The query as a solution without measurements."""
-    return Solution(Record.unmeasured(query, Status.EXPLICIT, 1), value=query.detach())
 
 
 def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -31,32 +32,48 @@ def made_by(
     make: PotentialFactory,
     keys: Tensor,
     beta: float | Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    query_offset: int | None = None,
+    *,
+    named: tuple[str, str] = ("potential", "(keys, beta, mask=, bias=)"),
+    **options: Any,
 ) -> Potential:
-    """The potential that the factory makes, or an error if it is none; `query_offset` is for `LogSumExp` alone."""
-    options = (("mask", mask), ("bias", bias), ("query_offset", query_offset))
-    given = {name: option for name, option in options if option is not None}
-    made: Any = make(keys, beta, **given)
+    """The potential that the factory, `named` with what it takes, makes with the options that are not None."""
+    (argument, takes), given = named, {name: option for name, option in options.items() if option is not None}
+    try:
+        made: Any = make(keys, beta, **given)
+    except TypeError as error:
+        received = getattr(make, "__name__", repr(make))
+        try:
+            received += str(signature := inspect.signature(make))
+            signature.bind(keys, beta, **given)
+        except (TypeError, ValueError):
+            remedy = "pass a class or function with these names; beta is a number, or has one for each head, (H,)"
+            raise TypeError(_validate.message(argument, f"take {takes}", received, remedy)) from error
+        raise
     if not isinstance(made, Potential):
-        required = "make a Potential from (keys, beta, mask=, bias=)"
-        raise TypeError(_validate.message("potential", required, type(made).__name__, "for example LogSumExp"))
+        required = f"make a Potential from {takes}"
+        raise TypeError(_validate.message(argument, required, type(made).__name__, "for example LogSumExp"))
     return made
+
+
+def refuse_shapes(call: Any, error: RuntimeError | ValueError) -> None:
+    """Raise if a potential of the user's failed, in torch's words about shapes, on what the call gives it."""
+    own = getattr(call.potential, "__module__", "").startswith(__name__.partition(".")[0]) or str(error).startswith("`")
+    if not own and type(error) in (RuntimeError, ValueError) and _validate.OF_SHAPES.search(str(error)) is not None:
+        given = {"keys": call.keys, "beta": call.beta, "mask": call.mask, "bias": call.bias, "states": call.query}
+        required = "take " + ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if isinstance(t, Tensor))
+        received = f"{getattr(call.potential, '__name__', repr(call.potential))}, which raised: {error}"
+        remedy = "beta has one number for each head: multiply scores (*batch, H, N, M) by beta[..., None, None]"
+        raise ValueError(_validate.message("potential", required, received, remedy))
 
 
 def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
     """softmax(beta z K^T) V. A state that is not finite reads NaN and adds nothing to other gradients."""
-    if isinstance(potential, ScoredKeys) and surely_finite(z) and lies_aligned(z):
+    # Bits depend on whether z is aligned as new memory is, which a copy without its lost rows would be.
+    if isinstance(potential, ScoredKeys) and surely_finite(z) and z.data_ptr() % LINE == 0:
         return potential.readout(z, values, dropout_p=dropout_p)
     lost = ~torch.isfinite(z).all(-1, keepdim=True)
     output = reads_out(potential).readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)
     return output.masked_fill(lost, torch.nan)
-
-
-def lies_aligned(z: Tensor) -> bool:
-    """Whether `z` is aligned as new memory is, which a copy without its lost rows would be: bits depend on it."""
-    return z.data_ptr() % LINE == 0
 
 
 def reads_out(potential: Potential) -> ReadsOut:

@@ -15,7 +15,7 @@ from .._autograd import at_least_single, backward_running, host_may_look, is_bat
 from .._solve import solve
 from ..adjoints import Unrolled
 from ..attention.masks import check_key_mask
-from ..attention.read_out import PotentialFactory
+from ..attention.read_out import PotentialFactory, made_by
 from ..energies.causal_tokens import CausalTokens
 from ..energies.legendre import LegendreEnergy
 from ..failure_policy import policy_of
@@ -350,12 +350,8 @@ class EnergyTransformer(Remembering):
 
     def _memory(self, key_mask: Tensor | None) -> Potential:
         make = _MEMORIES[self.memory] if isinstance(self.memory, str) else self.memory
-        masks = {} if key_mask is None else {"mask": key_mask[..., None]}
-        memory: Any = make(at_least_single(self.memories), self.memory_beta, **masks)
-        if not isinstance(memory, Potential):
-            required = "make a Potential from (memories, beta, mask=)"
-            raise TypeError(_validate.message("memory", required, type(memory).__name__, "for example LogSumExp"))
-        return memory
+        mask, named = None if key_mask is None else key_mask[..., None], ("memory", "(memories, beta, mask=)")
+        return made_by(make, at_least_single(self.memories), self.memory_beta, named=named, mask=mask)
 
     def _of_missing(self, key_mask: Tensor | None) -> Tensor | float:
         """The energy, L*(delta), that each missing token would have as a token of zeros."""

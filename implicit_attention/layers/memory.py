@@ -14,7 +14,7 @@ from .. import _validate
 from .._autograd import HALF, at_least_single, in_own_precision
 from ..attention.call import Call
 from ..attention.core import attend
-from ..attention.read_out import PotentialFactory
+from ..attention.read_out import PotentialFactory, made_by
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import DistanceLogSumExp, LogSumExp
@@ -269,7 +269,7 @@ class MemoryLookup(Remembering):
         self._check_queries(queries)
         queries, keys = at_least_single(queries), at_least_single(self.patterns)
         beta, anchor = (t.to(queries.dtype) if isinstance(t, Tensor) else t for t in (self._beta(), self.anchor()))
-        return AnchoredEnergy(self._factory()(keys, beta), queries, anchor).energy(queries)
+        return AnchoredEnergy(made_by(self._factory(), keys, beta), queries, anchor).energy(queries)
 
     def _ask(
         self,

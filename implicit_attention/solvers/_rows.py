@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .._autograd import host_may_look
 from .._declared import pick, put
@@ -68,16 +69,6 @@ def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mappe
     other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
     again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
     return agree(again, mapped, wanted & (torch.linalg.vector_norm(mapped, dim=-1) < torch.inf))
-
-
-def _picked(tree: Any, order: Tensor) -> Any:
-    """A nested tuple of tensors (*lead, ...) and other objects, with the rows `order` of its tensors."""
-    if isinstance(tree, Tensor):
-        return pick(tree, order)
-    if not isinstance(tree, tuple):
-        return tree
-    parts = (_picked(part, order) for part in tree)
-    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
 class Best(NamedTuple):
@@ -179,8 +170,7 @@ class Rows:
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        picked: list[Any] = list(_picked(tree, order))
-        return picked
+        return list(pytree.tree_map_only(Tensor, lambda t: pick(t, order), tree))
 
     def all(self, best: Best) -> tuple[Tensor, Record]:
         """Value and record of all rows, in their order, without padding."""

@@ -12,7 +12,7 @@ from .._autograd import into_onnx
 from ..errors import UnsupportedImplementation
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
-from .iterate import Solver, evaluated
+from .iterate import Solver, evaluated, updated
 from .progress import compared
 
 
@@ -60,7 +60,7 @@ def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
         value = z if kept is None else rows_where(kept, z, value)
         if index == solver.max_steps:
             break
-        update = solver.step(problem, state, point, every if accepted is None else accepted)
+        update = updated(solver, problem, state, point, every if accepted is None else accepted)
         state, z = update.state, update.candidate
         if update.stalled is not None:
             going = ~update.stalled if going is None else going & ~update.stalled

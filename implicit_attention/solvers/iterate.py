@@ -73,7 +73,7 @@ class Update(NamedTuple):
 
     Not for the results of a solve: those are in `Solution`.
 
-    state: the solver's memory, a nested tuple whose tensors have the problems' leading axes.
+    state: the solver's memory, tuples, lists and dicts whose tensors have the problems' leading axes.
     candidate: the state to evaluate next, (*lead, n).
     stalled: (*lead), problems that the method gives up; None for none.
     num_evals: (*lead), evaluations beyond the one that led here (inner products); None for none.
@@ -343,6 +343,7 @@ def loop(
     z = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
     event, last = rows.event, solver.max_steps - rows.made
     state = solver.init(rows.problem, z)
+    check_memory(f"{type(solver).__name__}.init", state, z)
     trace_energy = trace and rows.problem.has_energy
     point: Iteration | None = None
     falls, floor, begun = rows.falls(), None, None
@@ -414,7 +415,7 @@ def loop(
                 )
                 progress.restrict(*parts)
                 later, stretch = later and rows.problem.later_map(), None
-        update = solver.step(rows.problem, state, point, accepted)
+        update = updated(solver, rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
             # Further steps of a finished problem are detached: at the first 0/0 their gradient of zero would turn into
@@ -438,6 +439,30 @@ def loop(
         progress.end(falls & downward, Status.DIVERGED)
     progress.end(progress.active, solver.exhausted)
     return Ended(progress.result(), point, tolerance)
+
+
+def updated(solver: Solver, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+    """A step of the solver. The first two are checked, as many methods extrapolate in the second."""
+    update, z, name = solver.step(problem, state, point, accepted), point.z, f"{type(solver).__name__}.step"
+    # The native library would read memory beyond later candidates of another size.
+    if point.step < 2 or update.candidate.shape != z.shape or update.candidate.dtype != z.dtype:
+        _validate.check_instance(name, update, Update, "return Update(state, candidate)", "state may be ()")
+        _validate.check_instance(name, update.candidate, Tensor, "return Update(state, candidate) with a tensor")
+        wanted, given = ((tuple(t.shape), t.dtype, str(t.device)) for t in (z, update.candidate))
+        if given != wanted:
+            remedy = "form it from point.z, point.r and point.mapped, or convert it with .to(point.z)"
+            raise ValueError(_validate.message(name, f"return a candidate like point.z, {wanted}", given, remedy))
+        check_memory(name, update.state, z)
+    return update
+
+
+def check_memory(name: str, state: Any, z: Tensor) -> None:
+    """Raise unless the tensors of a solver's memory have an entry for each problem of z, (*lead, n)."""
+    for kept in pytree.tree_leaves(state):
+        if isinstance(kept, Tensor) and kept.shape[: z.ndim - 1] != z.shape[:-1]:
+            required = f"return a state whose tensors begin with the axes of the problems, {tuple(z.shape[:-1])}"
+            remedy = "expand it to them, as problems leave the work one by one, or keep a Python number"
+            raise ValueError(_validate.message(name, required, f"shape {tuple(kept.shape)}", remedy))
 
 
 def _live(tensor: Tensor, *, active: Tensor) -> Tensor:

@@ -220,7 +220,8 @@ class NativeLoopState(LoopState):
     def decide(self, point: Iteration, tolerance: Tensor, accepted: Tensor | None, fallen: Tensor | None) -> None:
         measured = self.own is not None and self.own.residual is point.residual and self.own.tolerance is tolerance
         plain = fallen is None and (measured or are_plain(point.z.dtype, point.residual, tolerance))
-        if not (plain and (accepted is None or are_plain(torch.bool, accepted))):
+        of_all = accepted is None or (accepted.shape == self.active.shape and are_plain(torch.bool, accepted))
+        if not (plain and of_all):
             super().decide(point, tolerance, accepted, fallen)
             # The residual is that of the point.
             self._own(self.best.record.map(torch.clone))

@@ -7,8 +7,11 @@ import torch
 
 from implicit_attention import (
     AnchoredEnergy,
+    EnergyTransformer,
+    ImplicitAttention,
     LogSumExp,
     MemoryLookup,
+    Potential,
     SquaredScores,
     UnsupportedImplementation,
     equilibrium_attention,
@@ -74,3 +77,123 @@ def test_a_memory_with_a_potential_needs_a_temperature_and_may_be_empty():
     assert torch.equal(empty.retrieve(torch.ones(2, 4)), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="`store` must be called"):
         MemoryLookup(4, beta=1.0).retrieve(torch.ones(2, 4))
+
+
+class Own(Potential):
+    """A potential written elsewhere: a mean of the keys' logarithms, with beta as a layer gives it."""
+
+    def __init__(self, keys, beta, *, mask=None, bias=None):
+        self.keys, self.beta, self.mask = keys, torch.as_tensor(beta, dtype=keys.dtype), mask
+
+    def columns(self):
+        return self.beta[..., None, None]
+
+    def value(self, z):
+        scores = torch.log1p((self.columns() * (z @ self.keys.mT)).square())
+        return (scores if self.mask is None else scores.where(self.mask, 0.0)).mean(-1)
+
+
+class WithoutBeta(Own):
+    def __init__(self, keys, *, mask=None, bias=None):
+        super().__init__(keys, 1.0, mask=mask)
+
+
+class WithoutMask(Own):
+    def __init__(self, keys, beta):
+        super().__init__(keys, beta)
+
+
+class OfOneNumber(Own):
+    def columns(self):
+        return self.beta
+
+
+class OfAFloat(Own):
+    def __init__(self, keys, beta, *, mask=None, bias=None):
+        super().__init__(keys, float(beta), mask=mask)
+
+
+class Broken(Own):
+    def __init__(self, keys, beta, *, mask=None, bias=None):
+        super().__init__(keys, beta, mask=mask)
+        self.named(keys)
+
+    def named(self):
+        pass
+
+
+class Lost(Broken):
+    def named(self, keys):
+        raise RuntimeError("no such file")
+
+
+def remembered(make, ask):
+    memory = MemoryLookup(6, potential=make, beta=1.0)
+    memory.store(torch.eye(6))
+    return ask(memory)
+
+
+#: What makes a user's potential, with the argument that holds it and whether the call has a mask.
+MAKERS = {
+    "layer": ("potential", False, lambda make: ImplicitAttention(6, 2, potential=make, readout="state")(X)),
+    "explicit": (
+        "potential",
+        False,
+        lambda make: ImplicitAttention(6, 2, potential=make, readout="state")(X, max_steps=0),
+    ),
+    "masked layer": (
+        "potential",
+        True,
+        lambda make: ImplicitAttention(6, 2, potential=make, readout="state")(X, key_mask=torch.ones(2, 5) > 0),
+    ),
+    "causal layer": (
+        "potential",
+        True,
+        lambda make: ImplicitAttention(6, 2, potential=make, readout="state", causal=True)(X),
+    ),
+    "function": ("potential", True, lambda make: equilibrium_attention(X, X, X, is_causal=True, potential=make)),
+    "memory": ("potential", False, lambda make: remembered(make, lambda memory: memory.retrieve(X))),
+    "energy of a memory": ("potential", False, lambda make: remembered(make, lambda memory: memory.energy(X))),
+    "token energies": (
+        "memory",
+        True,
+        lambda make: EnergyTransformer(6, 2, 3, 7, memory=make)(X, key_mask=torch.ones(2, 5) > 0),
+    ),
+}
+X = random(2, 5, 6, seed=4).float()
+
+
+@pytest.mark.parametrize("door", MAKERS)
+def test_a_constructor_that_is_not_of_the_protocol_is_named_with_it(door):
+    argument, masked, ask = MAKERS[door]
+    taken = rf"`{argument}` must take \(\w+, beta, mask=.*\), got "
+    with pytest.raises(TypeError, match=rf"{taken}WithoutBeta\(keys, \*, .*\); .* beta is a number, or .* \(H,\)"):
+        ask(WithoutBeta)
+    if masked:
+        with pytest.raises(TypeError, match=rf"{taken}WithoutMask\(keys, beta\); "):
+            ask(WithoutMask)
+    elif door != "memory":
+        ask(WithoutMask)
+    if argument == "potential":
+        with pytest.raises(TypeError, match=rf"{taken}LogSumExp\(keys \(5, 4\), beta 1, float32\); pass a class"):
+            ask(LogSumExp(torch.ones(5, 4), 1.0))
+
+
+@pytest.mark.parametrize("door", MAKERS)
+def test_what_a_constructor_raises_of_its_own_is_left_alone(door):
+    ask = MAKERS[door][2]
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        ask(Broken)
+    with pytest.raises(RuntimeError, match=r"^no such file$"):
+        ask(Lost)
+
+
+@pytest.mark.parametrize("make", [OfOneNumber, OfAFloat, partial(OfOneNumber)], ids=["value", "constructor", "partial"])
+@pytest.mark.parametrize("door", ["layer", "explicit", "masked layer", "causal layer"])
+def test_a_potential_that_reads_one_beta_for_all_heads_is_told_its_shape(make, door):
+    given = r"keys \(2, 2, 5, 3\), beta \(2,\), .*states \(2, 2, 5, 3\)"
+    with pytest.raises(
+        ValueError, match=rf"`potential` must take {given}, got .*Of.*, which raised: .*; beta has one "
+    ):
+        MAKERS[door][2](make)
+    assert MAKERS[door][2](Own).shape == (2, 5, 6)

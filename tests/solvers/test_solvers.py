@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from implicit_attention import (
     ConvergenceError,
     FixedPointMap,
     GradientDescent,
+    ImplicitAttention,
     LogSumExp,
     NewtonKrylov,
     Picard,
@@ -21,6 +23,7 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.diagnostics import is_saddle, smallest_curvature
+from implicit_attention.solvers import Solver, Update
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.problems import hopfield_energy
 from implicit_attention.testing.solver import SolverContract
@@ -240,3 +243,108 @@ def test_non_finite_map_later_on_returns_the_best_state():
     solution = solve(problem, random(1, 1).abs(), solver=Picard(), on_failure="ignore")
     assert solution.status.item() == Status.DIVERGED
     assert solution.value.isfinite().all()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own(Solver):
+    """A solver written elsewhere: what its methods return."""
+
+    give: Callable = lambda state, point: Update(state, point.mapped)
+    begin: Callable = lambda z: ()
+    judge: Callable = lambda point: None
+
+    def init(self, problem, z):
+        return self.begin(z)
+
+    def accept(self, problem, state, point):
+        return self.judge(point)
+
+    def step(self, problem, state, point, accepted):
+        return self.give(state, point)
+
+
+def far_and_near():
+    """Problems of which most have converged at the start, so that the others are gathered before the first step."""
+    energy = hopfield_energy(queries=90, keys=20, dim=8, sharpness=2.0, clustered=True, anchor=0.3, dtype=torch.float32)
+    start = solve(energy, energy.field, solver=Anderson(rtol=1e-6)).value
+    start[:9] = energy.field[:9]
+    return energy, start
+
+
+def by_attention(solver, **options):
+    torch.manual_seed(0)
+    return ImplicitAttention(6, heads=2, solver=solver, **options)
+
+
+DOORS = {
+    "map": lambda solver: solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(7, 3), solver=solver),
+    "energy": lambda solver: solve(*far_and_near(), solver=solver),
+    "every step": lambda solver: solve(*far_and_near(), solver=solver, adjoint=Unrolled()),
+    "layer": lambda solver: by_attention(solver)(torch.arange(60.0).cos().view(2, 5, 6)),
+    "exported": lambda solver: torch.export.export(
+        by_attention(dataclasses.replace(solver, rtol=0.0, atol=0.0, max_steps=2)).eval(), (torch.ones(2, 5, 6),)
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("solver", "kind", "words"),
+    [
+        (Own(give=lambda state, point: point.mapped), TypeError, r"`Own.step` must return Update.*, got (Fake)?Tensor"),
+        (Own(give=lambda state, point: (state, point.z)), TypeError, r"`Own.step` must return Update.*, got tuple"),
+        (Own(give=lambda state, point: Update(state, 1.0)), TypeError, "`Own.step` must return .* a tensor, got float"),
+        (Own(give=lambda state, point: Update(state, point.z[..., :-1])), ValueError, "a candidate like point.z, "),
+        (Own(give=lambda state, point: Update(state, point.z[..., 1:, :])), ValueError, "a candidate like point.z, "),
+        (
+            Own(give=lambda state, point: Update(state, point.z.double())),
+            ValueError,
+            "torch.float64, 'cpu'.*; form it ",
+        ),
+        (
+            Own(give=lambda state, point: Update(state, point.mapped if point.step < 1 else point.mapped[..., :1])),
+            ValueError,
+            "a candidate like point.z, ",
+        ),
+        (
+            Own(give=lambda state, point: Update((torch.tensor(0.5),), point.mapped)),
+            ValueError,
+            r"`Own.step` must return a state whose tensors begin .* got shape \(\); expand it",
+        ),
+        (Own(begin=lambda z: {"rate": torch.tensor(0.5)}), ValueError, "must return a state whose tensors begin "),
+    ],
+    ids=["tensor", "tuple", "number", "narrow", "row short", "wide dtype", "second step", "state", "first state"],
+)
+def test_a_step_that_is_not_of_the_protocol_is_refused(solver, kind, words, door):
+    with pytest.raises(kind, match=words):
+        DOORS[door](solver)
+
+
+def test_a_memory_of_lists_and_dicts_is_gathered_as_one_of_tuples_is():
+    def halfway(read, keep):
+        return lambda state, point: Update(keep(point.mapped), (point.mapped + read(state)) / 2)
+
+    ways = [
+        Own(begin=lambda z: (z,), give=halfway(lambda state: state[0], lambda t: (t,))),
+        Own(begin=lambda z: [{"last": z}], give=halfway(lambda state: state[0]["last"], lambda t: [{"last": t}])),
+    ]
+    expected, found = (solve(*far_and_near(), solver=solver) for solver in ways)
+    assert expected.converged.all()
+    torch.testing.assert_close((found.value, found.num_evals), (expected.value, expected.num_evals), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "late", [lambda t: t.double(), lambda t: t[:1], lambda t: t[..., :2]], ids=["wide", "short", "narrow"]
+)
+def test_a_later_step_writes_to_no_memory_of_others(late):
+    own = Own(give=lambda state, point: Update(state, point.mapped if point.step < 5 else late(point.mapped)))
+    with pytest.raises(
+        ValueError, match=r"`Own.step` must return a candidate like point.z, \(\(4096, 3\), torch.float32"
+    ):
+        solve(FixedPointMap(torch.cos, event_ndim=1), torch.linspace(0, 1, 3).repeat(4096, 1), solver=own)
+
+
+def test_one_word_for_all_problems_accepts_them_all():
+    alike = [Own(judge=judge) for judge in (lambda point: None, lambda point: torch.tensor(True))]
+    expected, found = (solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(999, 3), solver=s) for s in alike)
+    torch.testing.assert_close((found.value, found.num_evals), (expected.value, expected.num_evals), rtol=0, atol=0)

@@ -85,7 +85,7 @@ class Sample(NamedTuple):
         """An energy with the Jacobian of the map that was solved, which does not depend on the queries."""
         keys = at_least_single(self.keys)
         keys = keys.repeat_interleave(self.state.shape[1] // keys.shape[1], dim=1)
-        potential = made_by(self.make, keys, self.beta, self.mask, self.bias)
+        potential = made_by(self.make, keys, self.beta, mask=self.mask, bias=self.bias)
         if isinstance(anchor, Tensor):
             anchor = anchor.to(self.state)
         return AnchoredEnergy(potential, self.state, anchor, unbounded="ignore")
