@@ -1,13 +1,16 @@
 """The code of README and docs runs, their tables are those of the committed runs, and their commands exist."""
 
 import json
+import os
 import re
 import runpy
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -64,6 +67,30 @@ def test_the_pages_of_the_docs_are_short_and_say_for_whom_they_are():
     for name, text in pages.items():
         first = re.sub(r"```.*?```", "", text, flags=re.DOTALL).split("\n\n")[1]
         assert re.match(r"For (whoever|those|readers|owners)\b", first), (name, first)
+
+
+def first_block(page):
+    """The first Python of a page of docs/."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
+
+
+def test_every_weight_of_the_first_block_learns():
+    """A mean square of what layer norm returns is a constant of all weights before it."""
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    exec(compile(first_block("equilibrium_blocks.md"), "equilibrium_blocks.md", "exec"), names)
+    sizes = {name: float(weight.grad.norm()) for name, weight in names["layer"].named_parameters()}
+    assert len(sizes) == 4
+    assert min(sizes.values()) > 1e-2, sizes
+
+
+@pytest.mark.slow
+def test_the_potential_of_ones_own_keeps_the_contract(tmp_path):
+    (tmp_path / "test_own.py").write_text(first_block("your_own.md"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
 
 
 @pytest.mark.slow
