@@ -311,9 +311,25 @@ DOORS = {
             ValueError,
             r"`Own.step` must return a state whose tensors begin .* got shape \(\); expand it",
         ),
+        (
+            Own(give=lambda state, point: Update((point.step and torch.tensor(0.5),), point.mapped)),
+            ValueError,
+            "must return a state whose tensors begin ",
+        ),
         (Own(begin=lambda z: {"rate": torch.tensor(0.5)}), ValueError, "must return a state whose tensors begin "),
     ],
-    ids=["tensor", "tuple", "number", "narrow", "row short", "wide dtype", "second step", "state", "first state"],
+    ids=[
+        "tensor",
+        "tuple",
+        "number",
+        "narrow",
+        "row short",
+        "wide dtype",
+        "second step",
+        "state",
+        "second state",
+        "first state",
+    ],
 )
 def test_a_step_that_is_not_of_the_protocol_is_refused(solver, kind, words, door):
     with pytest.raises(kind, match=words):
