@@ -40,9 +40,6 @@ def convergence_figure(
         tolerance: drawn as a horizontal line.
         title: above the panels.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         TypeError: a trace is None.
 

@@ -42,9 +42,6 @@ def couplings_figure(
         strongest: the number of pairs that are drawn at most, the strongest first.
         title: above the graph.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: couplings, places or spins of another shape; couplings or places that are not finite; no sites;
             strongest < 1.

@@ -30,9 +30,6 @@ def descent_figure(
         equilibrium: by the same names the evaluations spent, (K,), the published energies and the own ones, (K,) each.
         title: above the panels.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no or other names; courses of another shape, with fewer than two points or numbers that are not
             finite; evaluations below 1 or steps below 0.

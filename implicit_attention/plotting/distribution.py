@@ -27,9 +27,6 @@ def distribution_figure(
         matrices: with `matrix` (its name), `alignment`, `whitened_alignment` (cosines) and their `NAME_std`.
         title: above all.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no rows.
 

@@ -30,9 +30,6 @@ def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spi
         sample: its number, counted over all axes of the batch.
         title: above the panels.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Examples:
         >>> import torch
         >>> from implicit_attention.plotting import driven_figure

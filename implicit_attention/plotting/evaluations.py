@@ -33,9 +33,6 @@ def evaluations_figure(
         solutions: by the name of the solver, the result of `solve`, or the `last_solve` of a layer.
         title: above the bars.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no solutions.
         TypeError: an object that is no solution.

@@ -27,9 +27,6 @@ def reconstruction_figure(
         hidden: (count, 1, H, W) bool; these pixels are blank in the first column.
         title: above the pictures.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no columns, or shapes that do not fit.
 
@@ -78,9 +75,6 @@ def energies_figure(panels: Mapping[str, Tensor], *, title: str = "Energy on the
     Args:
         panels: by name, energies (steps + 1, samples); a NaN is not drawn.
         title: above the panels.
-
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
     Raises:
         ValueError: no panels, or energies without the two axes.

@@ -100,9 +100,6 @@ def landscape_figure(
         query: the row of an energy that is different for every row.
         title: above the picture.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         TypeError, ValueError: a problem without an energy; states of other than two dimensions; coupled tokens;
             patterns or values of another width or with NaN; a trace of another shape; a grid below 2.

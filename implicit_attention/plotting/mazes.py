@@ -35,9 +35,6 @@ def maze_figure(
         columns: panels in a row; all by default.
         title: above the panels.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Examples:
         >>> import torch
         >>> from implicit_attention.plotting import maze_figure
@@ -125,9 +122,6 @@ def sizes_figure(
         trained: the size that was trained on, marked.
         what: label of the shares.
         title: above the axes.
-
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
     Examples:
         >>> from implicit_attention.plotting import sizes_figure

@@ -41,9 +41,6 @@ def panels_figure(
         columns: panels in a row.
         title: above the panels.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no panels; energies, keys or minima of another shape; energies that are not finite; columns < 1,
             reach <= 0.

@@ -31,9 +31,6 @@ def potentials_figure(
             `beta`, `K`, `dim`, `p`, `promised` (None: nothing is proved) and `shares` of `count` and `all_stored`.
         title: above the grids.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Examples:
         >>> from implicit_attention.plotting import potentials_figure
         >>> rows = [{"method": "entmax", "at": n, "mean": rate} for n, rate in ((10, 1.0), (100, 0.5))]

@@ -31,9 +31,6 @@ def principal_figure(
         path: (T, D) or (T, N, D), the states of one query or of N after every step, such as `Trace.value`.
         title: above the picture.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         TypeError, ValueError: keys or path of another shape, of different widths, empty, or with NaN; D below 2.
 

@@ -26,9 +26,6 @@ def retrieval_figure(
         columns: a heading for every query.
         title: above the grid.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Examples:
         >>> import torch
         >>> from implicit_attention.plotting import retrieval_figure
@@ -102,9 +99,6 @@ def rates_figure(
             deviation over the draws.
         levels: by task, then by method, rates (draws,) of methods without beta: horizontal lines.
         title: above the panels.
-
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
     Examples:
         >>> import torch

@@ -21,9 +21,6 @@ def risk_figure(curves: Mapping[str, tuple[Tensor, Tensor]], *, title: str = "Ri
         curves: by the name of the set, coverage and risk, (n,) each, as `Calibration.risk` returns them.
         title: above the curves.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no curves; numbers outside of [0, 1]; not as many risks as coverages.
 

@@ -35,9 +35,6 @@ def spectrum_figure(
         states: (*lead, *event), such as `solution.value`; problems that are not finite there are left out.
         title: above the axes.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         TypeError: `problem` is no problem.
         ValueError: states that do not fit, or with more than 512 entries.

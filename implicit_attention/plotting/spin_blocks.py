@@ -37,9 +37,6 @@ def decomposition_figure(
         names: of the blocks, default 1, 2, ...
         title: above the bars.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Examples:
         >>> import torch
         >>> from implicit_attention.layers import SpinTransformer

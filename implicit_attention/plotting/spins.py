@@ -61,9 +61,6 @@ def configuration_figure(
         palette: of matplotlib, for D = 1.
         title: above the grid.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Examples:
         >>> import torch
         >>> from implicit_attention.plotting import configuration_figure
@@ -236,9 +233,6 @@ def phase_figure(
         exact: methods that are drawn as broad black lines, under the others.
         failed: by method, (K,) bool: a cross at the lower edge says where there is no answer.
         title: above the panels.
-
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
     Examples:
         >>> import torch

@@ -79,9 +79,6 @@ def step_norm_figure(
         norms: of `step_norms(dims, beta_scales)`; None computes them.
         title: above the picture.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         TypeError, ValueError: fewer than two dimensions or scales, or not ascending; norms of another shape or NaN.
 

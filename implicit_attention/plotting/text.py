@@ -37,9 +37,6 @@ def text_figure(
         label: of the colours.
         title: above the text.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         ValueError: no text; not as many numbers as characters.
 

@@ -69,9 +69,6 @@ def training_figure(rows: str | os.PathLike[str] | Iterable[Any], *, title: str 
             Looks without a step are numbered.
         title: above the panels.
 
-    Returns:
-        A matplotlib `Figure`; save it with `figure.savefig(path)`.
-
     Raises:
         OSError: a file that cannot be read.
         TypeError, ValueError: no rows; rows without the columns of `watch`, or with values that are no numbers.
