@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import _validate
 from ._autograd import (
-    HALF,
     are_plain,
     backward_running,
     in_own_precision,
@@ -312,14 +311,9 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
         if is_fake(tensor):
             # The number of evaluations depends on the numbers.
             _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
-    floating = [t.dtype for _, t in named if t.is_floating_point()]
-    from_wide = floating[0] in HALF and floating.count(torch.float32) == 1 and initial.dtype == torch.float32
-    if not from_wide:
-        _validate.check_same_kind(named)
-    if floating[0] in HALF:
+    if problem.dtypes != "kept":
         problem, (initial,) = widened(problem, initial)
-    if from_wide:
-        _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
+    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)], dtypes=problem.dtypes == "one")
     return problem, initial
 
 

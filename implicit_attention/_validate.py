@@ -22,6 +22,8 @@ LARGEST_OFFSET = 2**62
 OF_SHAPES = re.compile(
     r"sizes? (of|mis)|shapes? |Expected size|must match|elements? (cannot|tensors)|more than one value", re.IGNORECASE
 )
+#: What it says of dtypes that do not.
+OF_DTYPES = re.compile(r"dtype|scalar type|Input type")
 
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
@@ -132,10 +134,10 @@ def check_dense(argument: str, value: Tensor) -> None:
         raise TypeError(message(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()"))
 
 
-def check_same_kind(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """All tensors on one device; all floating-point ones of one dtype."""
+def check_same_kind(tensors: Iterable[tuple[str, Tensor]], *, dtypes: bool = True) -> None:
+    """All tensors on one device; all floating-point ones of one dtype, unless they may have several `dtypes`."""
     named = list(tensors)
-    floating = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
+    floating = [(name, tensor) for name, tensor in named if dtypes and tensor.is_floating_point()]
     for what, group, remedy in (
         ("device", [(name, tensor.device) for name, tensor in named], "move it with .to(device)"),
         ("dtype", [(name, tensor.dtype) for name, tensor in floating], "convert it with .to(dtype)"),

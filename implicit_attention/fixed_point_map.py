@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import transforms_active
+from ._autograd import HALF, transforms_active
 from ._declared import HOLDERS, changed, leaves, modules_in, named, parts_of, picked
-from .problem import Problem, counted, is_like, refuse_writes, writes_to
+from .problem import Problem, counted, is_like, refuse_writes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ _PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakK
 class UserProblem(Problem):
     """A problem of a user's function(z, *inputs) or module; its tensors are those of `inputs` and of the module."""
 
-    separates = False
+    separates, dtypes = False, "any"
 
     def __init__(
         self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int | None = None
@@ -170,6 +170,7 @@ class UserProblem(Problem):
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 refuse_writes(self)
+            self.refuse_dtypes(error, z)
             # Torch speaks of sizes that the caller never wrote.
             if type(error) is not RuntimeError or _validate.OF_SHAPES.search(str(error)) is None:
                 raise
@@ -178,6 +179,15 @@ class UserProblem(Problem):
             axes = f"of which the last {self.event_ndim} axes form one problem"
             remedy = f"start from a tensor of the shape that it returns, {axes}"
             raise ValueError(_validate.message("initial", required, received, remedy)) from error
+
+    def refuse_dtypes(self, error: Exception, z: Tensor) -> None:
+        """Raise for dtypes that do not fit each other, if torch's error is about those, with their names."""
+        if isinstance(error, RuntimeError) and _validate.OF_DTYPES.search(str(error)):
+            _validate.check_same_kind([*self.named_tensors(), ("initial", z)])
+            if z.dtype not in HALF:
+                told = f"take states of {z.dtype}", f"one that raised: {error}"
+                remedy = "convert what it reads with .to(z.dtype)"
+                raise ValueError(_validate.message(self._map_name(), *told, remedy)) from error
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
         name = self._map_name()
@@ -250,11 +260,11 @@ class FixedPointMap(UserProblem):
     """The problem z = f(z, *tensors) for any map, gradient of an energy or not.
 
     Args:
-        function: f(z, *tensors) -> tensor of z's shape, acting on each problem (the last `event_ndim` axes)
+        function: f(z, *tensors) -> tensor of z's shape and dtype, acting on each problem (the last `event_ndim` axes)
             separately; or an nn.Module, whose parameters are then declared. It leaves z as it is and returns new memory
             at every call: a map that works in place or reuses a buffer raises ValueError.
         *inputs: every tensor that f reads and whose gradient may be wanted; f receives `PerSample(t)` and `Shared(t)`
-            as the plain tensor t.
+            as the plain tensor t, and converts what has another dtype than z (float32 for half precision).
         event_ndim: number of trailing axes of z that form one problem.
         symmetric: promise that df/dz is symmetric, so that the adjoint may use conjugate gradients.
 
@@ -299,18 +309,5 @@ class FixedPointMap(UserProblem):
         return self._restricted(index)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._check_output(self._called(z), z, z.shape, "of z")
-
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        if type(self) is not FixedPointMap:
-            return None
-        function, inputs = self.function, self.inputs
-
-        def mapped(z: Tensor) -> Tensor:
-            writes = writes_to(z)
-            result = function(z, *inputs)
-            if writes_to(z) != writes:
-                refuse_writes(self)
-            return result if is_like(result, z) else self._check_output(result, z, z.shape, "of z")
-
-        return mapped
+        result = self._called(z)
+        return result if is_like(result, z) else self._check_output(result, z, z.shape, "of z")

@@ -172,6 +172,8 @@ class Problem(Declared, general=True):
     mixes: bool = False
     #: Whether solves before have shown that f leaves its state alone and returns new memory.
     tested: bool = False
+    #: The dtypes of its tensors in a solve, where half precision is float32: "one"; "any" that f converts; or "kept".
+    dtypes: str = "one"
     #: Where the axis before the last numbers tokens that read no later ones: the loop then stops each on its own.
     token_order: TokenOrder | None = None
 

@@ -370,3 +370,27 @@ def test_nan_reaches_the_tokens_that_read_it_directly_or_through_others(kind):
     found = layer(x, mask=pairs)[0]
     assert torch.equal(found.isnan().any(-1), reached)
     torch.testing.assert_close(found[~reached], clean[0, ~reached])
+
+
+def test_a_map_converts_what_it_reads_or_is_told_to():
+    weight, table = random(4, 4).float().requires_grad_(), random(4).requires_grad_()
+
+    def converting(z, weight, table):
+        return torch.tanh(0.2 * z @ weight.to(z.dtype) + table.to(z.dtype))
+
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        solution = solve(FixedPointMap(converting, weight, table, event_ndim=1), torch.zeros(3, 4, dtype=dtype))
+        assert solution.value.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+        grads = torch.autograd.grad(solution.value.sum(), (weight, table), create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), (weight, table))
+        assert [grad.dtype for grad in (*grads, *second)] == [torch.float32, torch.float64] * 2
+        found.append((*grads, *second))
+    for others in found[1:]:
+        torch.testing.assert_close(found[0], others, rtol=2e-3, atol=2e-3)
+    plain = FixedPointMap(lambda z, weight: torch.tanh(0.2 * z @ weight), weight, event_ndim=1)
+    with pytest.raises(ValueError, match=r"^`initial` must have the dtype of `inputs\[0\]` \(torch.float32\)"):
+        solve(plain, torch.zeros(3, 4, dtype=torch.float64))
+    half = FixedPointMap(lambda z, weight: torch.tanh(z @ weight.bfloat16()), weight, event_ndim=1)
+    with pytest.raises(ValueError, match=r"must take states of torch.float32, got one that raised: .*\.to\(z.dtype\)$"):
+        solve(half, torch.zeros(3, 4, dtype=torch.bfloat16))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_batched, is_exporting, uncompiled
+from .._autograd import at_least_single, is_batched, is_exporting, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Reversible
 from ..adjoints.base import AdjointMemory
@@ -30,7 +30,7 @@ from .block_arguments import (
 )
 from .block_call import BlockCall
 from .block_map import BlockMap, Draws
-from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
+from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure
 from .calls import StateCall
 from .causal_call import CausalCall, begin_tokens, refusing_gradient
 from .compiled_block import check_compiled
@@ -127,8 +127,10 @@ class Equilibrium(Remembering):
     Gradients: to x, to each tensor among `args`, and to the parameters of the block; to `start` with `steps` or
     `adjoint=Unrolled()`.
 
-    Under autocast the block runs in autocast's precision and the state stays in float32. A model in half precision is
-    solved in float32, and its states are returned in half precision.
+    Precision: each tensor of the state keeps the dtype of its start, which is given or made like x; the block converts
+    what it reads of others. Under autocast it runs in autocast's precision and the state stays in float32. In a solve
+    states, arguments and weights of half precision are float32, and states are returned in half precision. A block that
+    takes no dtypes but its own gets those, and rounds the states: give it a tolerance above that (1e-2 for bfloat16).
 
     Examples:
         >>> import torch
@@ -311,10 +313,8 @@ class Equilibrium(Remembering):
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
-            # Arguments are as wide as the state: autocast chooses the precision inside the map.
-            autocast = torch.get_autocast_dtype(kind)
-            initial, x, args = (pytree.tree_map(widened, t) for t in (initial, x, args))
-            layout = StateLayout.of(initial, self.event_ndim)
+            autocast, layout = torch.get_autocast_dtype(kind), layout.widened()
+            initial = pytree.tree_map(at_least_single, initial)
         of_tokens: dict[str, Any] = {}
         if tokens is not None:
             x, initial, of_tokens = begin_tokens(tokens, x, initial, layout, self._identity, warm=start is None)
@@ -339,6 +339,7 @@ class Equilibrium(Remembering):
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+            call._problem().refuse_dtypes(error, layout.pack(initial).to(function.rounding))
             self._check_start(error, start, initial, x)
             raise
         report = None if isinstance(solution, Record) or is_batched(solution.status) else solution.report

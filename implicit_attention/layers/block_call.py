@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import HALF, at_least_single, is_batched, is_exporting
+from .._autograd import HALF, is_batched, is_exporting
 from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
@@ -64,10 +64,10 @@ class BlockCall:
         measured: whether the residual is measured where that costs an evaluation of its own.
         """
         layout, options = self.map.layout, self.options
-        problem, packed = self._problem(), self._packed()
+        problem, packed = self.problem(), self._packed()
         problem.graphs = self.graphs
         # Products in half precision carry no more.
-        exact = Implicit(GMRES(rtol=HALF_RTOL)) if self.map.autocast in HALF else EXACT
+        exact = Implicit(GMRES(rtol=HALF_RTOL)) if problem.function.rounding in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
         to_tolerance = solver is None and not wanted.fixed_budget
         if isinstance(adjoint, Reversible) and to_tolerance and not self.map.block.training:
@@ -82,12 +82,15 @@ class BlockCall:
             problem.check_axes(packed)
             # The layer has checked its options.
             solution = by_adjoint(self._request(problem, packed, solver, measured), adjoint)
-        state = layout.unpack(solution.value)
+        found, wide = solution.value, layout.widened()
+        state = wide.unpack(found)
         if not layout.single:
-            solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
-        if layout.dtype in HALF:
-            state = pytree.tree_map(lambda t: t.to(layout.dtype), state)
-        return state, solution
+            solution = BlockSolution(**vars(solution) | {"value": state, "packed": found})
+        return state if wide == layout else layout.unpack(found), solution
+
+    def problem(self) -> BlockProblem:
+        """The fixed points of the map, in the precision that the block takes."""
+        return self._problem().in_precision(self._packed())
 
     def _problem(self) -> BlockProblem:
         return BlockProblem(self.map, *self.inputs, event_ndim=self.map.layout.event_ndim, checked=self.checked)
@@ -164,7 +167,7 @@ class BlockCall:
         layout = self.map.layout
         with self.map.precision():
             mapped = self.map.step(state, self._arguments())
-        change = at_least_single(layout.pack(mapped)) - at_least_single(layout.pack(state))
+        change = layout.pack(mapped) - layout.pack(state)
         return norm(change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :])))
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import is_exporting, same, transforms_active
+from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
 from ..fixed_point_map import FixedPointMap
 from ..linear import LinearSolver
 from ..problem import counted, counted_copy, is_like, writes_to
@@ -58,13 +58,16 @@ class BlockMap(nn.Module):
     def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
         """The map in a solve, around which autocast is off."""
         state, arguments = self.layout.unpack(z), self.frame.filled(tensors)
-        if self.autocast is None:
-            return self.layout.pack(self.step(state, arguments))
         with self.precision():
             return self.layout.pack(self.step(state, arguments))
 
     # Without the search for hooks: only the layer sees this module.
     __call__ = forward
+
+    @property
+    def rounding(self) -> torch.dtype:
+        """The coarsest dtype of the block's results, which is half precision where the solver's is not."""
+        return self.autocast or max(self.layout.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """A context in which autocast runs the block as it would around the call."""
@@ -105,7 +108,7 @@ class BlockMap(nn.Module):
         """The map of plain states after the first evaluation, for a block of plain arguments that draws no numbers."""
         draws, arguments = self.draws, self.frame.filled(inputs)
         tensors = [part for part in arguments if isinstance(part, Tensor)] if self.flat else []
-        if not self.flat or self.autocast is not None or draws.repeated or draws.watching or not self.evaluated:
+        if not self.flat or self.rounding in HALF or draws.repeated or draws.watching or not self.evaluated:
             return None
         block = self.block
 
@@ -163,6 +166,7 @@ class BlockProblem(FixedPointMap):
     )
 
     function: BlockMap
+    dtypes = "kept"
 
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[Any, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
@@ -184,6 +188,28 @@ class BlockProblem(FixedPointMap):
 
     def _adjoint(self, method: LinearSolver[Any], z: Tensor, cotangent: Tensor) -> Any:
         return None if self.graphs is None else adjoint_by_graphs(self.graphs, self, method, z, cotangent)
+
+    def in_precision(self, z: Tensor) -> Self:
+        """The problem in float32 where it has half precision; as it is for a block that takes its own dtypes alone."""
+        layout, kinds = self.function.layout, {t.dtype for t in self.tensors() if t.is_floating_point()}
+        if kinds.union(layout.dtypes).isdisjoint(HALF):
+            return self
+        problem, pure = self.settled(), kinds.issubset(HALF)
+        wide = problem.replace(*(counted(at_least_single(t)) for t in problem.tensors()))
+        wide.function.layout = layout.widened()
+        tried, kept = ((self.mode, f"{word} {layout.dtypes} {sorted(map(str, kinds))}") for word in ("tried", "kept"))
+        if tried not in self.checked and not is_exporting():
+            with torch.no_grad():
+                if not pure or self.function.rounding in HALF:
+                    # What a loop refuses is refused. Operations may be missing in half precision.
+                    with contextlib.suppress(*[RuntimeError] * pure):
+                        problem.apart().fixed_point_map(z.to(self.function.rounding))
+                try:
+                    wide.apart().fixed_point_map(z)
+                except Exception:
+                    self.checked.add(kept)
+            self.checked.add(tried)
+        return problem if kept in self.checked else wide
 
     @property
     def tested(self) -> bool:  # type: ignore[override]

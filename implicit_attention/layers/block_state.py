@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._autograd import at_least_single, state_dtype
 from ..fixed_point_map import PerSample, Shared
 from ..problem import counted, is_like
 
@@ -32,14 +32,14 @@ class StateLayout(NamedTuple):
         spec: the structure, as torch's pytrees have it.
         events: the shape of each tensor of one sample.
         lead: the axes that number samples.
-        dtype, device: of all tensors of the state.
+        dtypes, device: of the tensors of the state.
         single: whether the state is one tensor.
     """
 
     spec: pytree.TreeSpec
     events: tuple[torch.Size, ...]
     lead: torch.Size
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     device: torch.device
     single: bool
 
@@ -60,14 +60,21 @@ class StateLayout(NamedTuple):
         _validate.require(first.ndim >= event_ndim, "start", required, f"shape {tuple(first.shape)}")
         lead = first.shape[: first.ndim - event_ndim]
         for leaf in leaves[1:]:
-            for kind in ("dtype", "device"):
-                fits = getattr(leaf, kind) == getattr(first, kind)
-                required = f"have tensors of one {kind} ({getattr(first, kind)})"
-                _validate.require(fits, "start", required, getattr(leaf, kind), "convert them with .to()")
+            required = f"have tensors of one device ({first.device})"
+            _validate.require(leaf.device == first.device, "start", required, leaf.device, "move them with .to()")
             required = f"have tensors whose first axes are {tuple(lead)}, one entry a sample"
             _validate.require(leaf.shape[: len(lead)] == lead, "start", required, f"shape {tuple(leaf.shape)}")
         events = tuple(leaf.shape[len(lead) :] for leaf in leaves)
-        return cls(spec, events, lead, first.dtype, first.device, spec.is_leaf())
+        return cls(spec, events, lead, tuple(leaf.dtype for leaf in leaves), first.device, spec.is_leaf())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the solver's tensor: the widest of the state, and at least float32."""
+        return functools.reduce(torch.promote_types, self.dtypes, torch.float32)
+
+    def widened(self) -> StateLayout:
+        """The same layout of states in float32 where they have half precision."""
+        return self._replace(dtypes=tuple(map(state_dtype, self.dtypes)))
 
     @property
     def event_ndim(self) -> int:
@@ -77,17 +84,17 @@ class StateLayout(NamedTuple):
     def pack(self, state: Any) -> Tensor:
         """The solver's tensor of a state."""
         if self.single:
-            tensor: Tensor = state
+            tensor: Tensor = at_least_single(state)
             return tensor
         leaves = pytree.tree_leaves(state)
-        return torch.cat([_flat(t, event) for t, event in zip(leaves, self.events, strict=True)], dim=-1)
+        return torch.cat([_flat(t, event).to(self.dtype) for t, event in zip(leaves, self.events, strict=True)], dim=-1)
 
     def unpack(self, z: Tensor) -> Any:
         """The inverse of `pack`; z may have fewer samples."""
         if self.single:
-            return z
-        parts = torch.split(z, [math.prod(event) for event in self.events], dim=-1)
-        leaves = [part.reshape(*z.shape[:-1], *event) for part, event in zip(parts, self.events, strict=True)]
+            return z if z.dtype == self.dtypes[0] else z.to(self.dtypes[0])
+        parts = zip(torch.split(z, list(map(math.prod, self.events)), dim=-1), self.events, self.dtypes, strict=True)
+        leaves = [part.reshape(*z.shape[:-1], *event).to(dtype) for part, event, dtype in parts]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def check_output(self, name: str, result: Any, before: Any, *, cast: bool) -> Any:
@@ -101,24 +108,20 @@ class StateLayout(NamedTuple):
         except (ValueError, TypeError):
             received = _shown(pytree.tree_structure(result))
             raise TypeError(_validate.message(name, required, received, remedy)) from None
-        changed, olds = False, pytree.tree_leaves(before)
+        olds = pytree.tree_leaves(before)
         for leaf, old in zip(leaves, olds, strict=True):
             if not isinstance(leaf, Tensor):
                 received = f"a {type(leaf).__name__} in the place of a tensor"
                 raise TypeError(_validate.message(name, required, received, remedy))
             for kind in ("shape", "device", "dtype"):
                 new, expected = getattr(leaf, kind), getattr(old, kind)
-                if new == expected:
-                    continue
-                if kind == "dtype" and cast and leaf.is_floating_point():
-                    changed = True
+                if new == expected or (kind == "dtype" and cast and leaf.is_floating_point()):
                     continue
                 remedy = "convert what it returns with .to()" if kind == "dtype" else ""
                 required = f"return the {kind} of its state ({expected})"
                 raise ValueError(_validate.message(name, required, new, remedy))
-        if changed:
-            leaves = [leaf.to(old.dtype) for leaf, old in zip(leaves, olds, strict=True)]
-        return result if self.single and not changed else pytree.tree_unflatten(leaves, self.spec)
+        leaves = [leaf.to(old.dtype) for leaf, old in zip(leaves, olds, strict=True)]
+        return pytree.tree_unflatten(leaves, self.spec)
 
     def finite(self, state: Any) -> Tensor:
         """Which samples have finite numbers alone, (*lead)."""
@@ -254,13 +257,6 @@ class Frame(NamedTuple):
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor
         return tuple(leaves) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
-
-
-def widened(leaf: Any) -> Any:
-    """A tensor, wrapped or not, in float32 where it has half precision."""
-    if isinstance(leaf, PerSample | Shared):
-        return type(leaf)(pytree.tree_map(at_least_single, leaf.value))
-    return at_least_single(leaf)
 
 
 def _unwrapped(leaf: Any) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single
 from .._norm import norm
 from ..failure_policy import Located
 from ..options import SolveOptions
@@ -197,14 +196,13 @@ def _options(how: Confirm, call: BlockCall) -> SolveOptions:
         return call.options
     solver = call.options.effective_solver
     # A tolerance below the rounding of a block's results would never be reached.
-    dtype = call.map.autocast or torch.promote_types(call.map.layout.dtype, torch.float32)
-    least = ROUNDING * torch.finfo(dtype).eps
+    least = ROUNDING * torch.finfo(call.problem().function.rounding).eps
     rtol, atol = (max(given / 10, min(given, least)) for given in (solver.rtol, solver.atol))
     return dataclasses.replace(call.options, solver=dataclasses.replace(solver, rtol=rtol, atol=atol))
 
 
 def _flat(layout: StateLayout, state: Any) -> Tensor:
-    return _rows(at_least_single(layout.pack(state)), len(layout.lead))
+    return _rows(layout.pack(state), len(layout.lead))
 
 
 def _rows(t: Tensor, lead: int) -> Tensor:

@@ -92,8 +92,7 @@ def _agrees(problem: CausalProblem, image: Callable[[], Tensor], among: Tensor, 
     rows, expected = (t.flatten(axis + 1) for t in (alone, among))
     finite = rows.isfinite().all(-1) & expected.isfinite().all(-1)
     off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (rows - expected, expected))
-    dtype = function.autocast or function.layout.dtype
-    if bool((finite & (off > max(torch.finfo(dtype).eps ** (1 / 3), LEAST) * size)).any()):
+    if bool((finite & (off > max(torch.finfo(function.rounding).eps ** (1 / 3), LEAST) * size)).any()):
         raise _refusal(f"{name}, whose tokens have another image beside a memory of those before than among all tokens")
     return bool(finite.all())
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import transforms_active
+from .._autograd import HALF, transforms_active
 from .._declared import picked
 from ..fixed_point_map import PerSample, Shared
 from ..linear._vectors import along
@@ -243,7 +243,7 @@ class TokenWindow:
     def later(self) -> Callable[[Tensor], Tensor] | None:
         """The same for plain states after the first evaluation, with the tests of `BlockMap.later`; None for others."""
         function, past = self.function, self.past
-        plain = self.exists is None and function.flat and function.autocast is None
+        plain = self.exists is None and function.flat and function.rounding not in HALF
         if not plain or function.draws.repeated or function.draws.watching:
             return None
         block, arguments, tensors = self.block, self.arguments, [t for t in self.tensors if not t.is_inference()]

@@ -492,6 +492,35 @@ def test_a_gpu_records_each_graph_as_one_launch(monkeypatch):
     assert answer.data_ptr() != memory.data_ptr()
 
 
+class Converting(nn.Module):
+    """float32 weights in the dtype of the state, or in bfloat16 alone."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.mix, self.inside = nn.Linear(6, 6), inside
+
+    def forward(self, z, x):
+        dtype = self.inside or z.dtype
+        return torch.tanh(0.3 * z.to(dtype) @ self.mix.weight.to(dtype) + x.to(dtype)).to(z.dtype)
+
+
+@traced
+@pytest.mark.parametrize("inside", [None, torch.bfloat16])
+def test_graphs_hold_blocks_of_several_dtypes(graphs, inside):
+    solver = ia.Picard(rtol=1e-2 if inside else 1e-4)
+    eager, compiled = pair(Converting(inside), torch.float32, solver=solver, adjoint=None)
+    x = torch.randn(3, 4, 6).bfloat16()
+    answers = [layer(x) for layer in (eager, compiled)]
+    grads = [
+        torch.autograd.grad(z.float().square().sum(), layer.block.mix.weight)[0]
+        for z, layer in zip(answers, (eager, compiled), strict=True)
+    ]
+    assert set(graphs) == {"evaluations", "adjoint"}
+    assert {z.dtype for z in answers} == {torch.bfloat16}
+    torch.testing.assert_close(*answers, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("graphs", ["inductor"], indirect=True)

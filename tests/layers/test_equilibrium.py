@@ -533,6 +533,132 @@ def test_a_model_in_half_precision_is_solved_in_single():
     assert layer.block.mix.weight.grad.dtype == torch.bfloat16
 
 
+class Mixed(nn.Module):
+    """Weights of float32 and bfloat16 and a table of float64, all cast to the dtype `inside`, or that of the state."""
+
+    def __init__(self, inside=None, returned=None):
+        super().__init__()
+        self.mix, self.inside, self.returned = nn.Linear(6, 6), inside, returned
+        self.narrow, self.table = nn.Linear(6, 6).bfloat16(), nn.Parameter(torch.randn(6, dtype=torch.float64))
+
+    def forward(self, z, x):
+        dtype = self.inside or z.dtype
+        h = z.to(dtype) @ self.mix.weight.to(dtype) + z.to(dtype) @ self.narrow.weight.to(dtype)
+        return torch.tanh(0.1 * h + self.table.to(dtype) + x.to(dtype)).to(self.returned or z.dtype)
+
+
+def of_kind(dtype, inside=None, **options):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    return Equilibrium(Mixed(inside), **options), x.to(dtype)
+
+
+@pytest.mark.parametrize("inside", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_solve_takes_the_dtypes_of_its_loop(dtype, inside):
+    rounding = torch.finfo(inside or dtype).eps
+    # A finer tolerance than the rounding of all products may not be reached.
+    layer, x = of_kind(dtype, inside, solver=ia.Picard(rtol=rounding if inside else 1e-6))
+    found = []
+    for options in ({}, {"steps": 40}, {"adjoint": ia.Unrolled()}, {"adjoint": ia.Phantom(20)}):
+        z = layer(x, **options)
+        grads = torch.autograd.grad(z.double().square().sum(), (layer.block.mix.weight, layer.block.table))
+        assert (z.dtype, grads[0].dtype, grads[1].dtype) == (dtype, torch.float32, torch.float64)
+        found.append((z.double(), *(grad.double() for grad in grads)))
+    for others in found[1:]:
+        for own, other in zip(found[0], others, strict=True):
+            assert float((own - other).detach().norm() / other.detach().norm()) < max(8 * rounding, 1e-4)
+
+
+def test_operations_that_half_precision_lacks_are_made_in_single():
+    class Inverting(Block):
+        def forward(self, z, x):
+            return super().forward(z, x) @ torch.linalg.inv(torch.eye(6).to(z))
+
+    layer, x = made(Inverting(), solver=ia.Picard(rtol=1e-3))
+    want = layer(x)
+    torch.testing.assert_close(layer.bfloat16()(x.bfloat16()).double(), want, rtol=2e-2, atol=2e-2)
+
+
+class Own(nn.Module):
+    """A bfloat16 layer beside a float32 table, which takes and returns bfloat16 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.table = nn.Linear(6, 6).bfloat16(), nn.Parameter(torch.randn(6))
+
+    def forward(self, z, x):
+        assert z.dtype == x.dtype == torch.bfloat16
+        return torch.tanh(0.3 * self.mix((z.float() + self.table).bfloat16()) + x)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize("steps", [None, range(30, 31)])
+def test_a_block_that_takes_its_own_dtypes_alone_is_solved_in_them(pure, steps):
+    torch.manual_seed(0)
+    layer = Equilibrium(Own(), solver=ia.Picard(rtol=2e-2), steps=steps, confirm=1)
+    if pure:
+        layer.bfloat16()
+    x = torch.randn(3, 4, 6).bfloat16()
+    looped = layer(x, steps=30, confirm=0)
+    for mode in (True, False, False):
+        layer.train(mode)
+        z = layer(x)
+        torch.testing.assert_close(z, looped, rtol=2e-2, atol=2e-2)
+        found, expected = (
+            torch.autograd.grad(state.float().square().sum(), tuple(layer.parameters()), retain_graph=True)
+            for state in (z, looped)
+        )
+        for grad, other in zip(found, expected, strict=True):
+            assert float((grad - other).float().norm() / other.float().norm()) < 0.05
+    assert layer.last_solve.confirmed.all()
+
+
+def test_a_half_state_beside_single_ones_is_solved_in_single():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, state, x):
+            a, b = state
+            new = torch.tanh(0.3 * self.mix(a.float()).to(a.dtype) + 0.2 * b.to(a.dtype) + x.to(a.dtype))
+            return new, torch.tanh(0.3 * b + 0.3 * a.to(b.dtype))
+
+    torch.manual_seed(0)
+    layer, x = Equilibrium(Pair(), solver=ia.Picard(rtol=1e-4)), torch.randn(3, 4, 6, dtype=torch.float64)
+    for a, b in ((torch.float64, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float64)):
+        start = (torch.zeros(3, 4, 6, dtype=a), torch.zeros(3, 4, 6, dtype=b))
+        state, solution = layer(x, start=start, return_solution=True)
+        looped = layer(x, start=state, steps=20)
+        assert [t.dtype for t in (*state, *looped)] == [a, b, a, b]
+        assert solution.converged.all()
+        assert solution.packed.dtype == torch.promote_types(torch.promote_types(a, b), torch.float32)
+        for own, other in zip(state, looped, strict=True):
+            torch.testing.assert_close(own.double(), other.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_block_of_one_dtype_refuses_others_and_names_them(dtype, steps):
+    torch.manual_seed(0)
+    layer, x = Equilibrium(Block()), torch.randn(3, 4, 6)
+    with pytest.raises(ValueError, match=r"^`inputs\[0\]` must have the dtype of `function.block.mix.weight`"):
+        layer(x.to(dtype), steps=steps)
+    with pytest.raises(ValueError, match=rf"^`initial` must have the dtype of .* got {dtype}; convert it"):
+        layer(x, start=torch.zeros(3, 4, 6, dtype=dtype), steps=steps)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_a_block_that_returns_another_dtype_is_refused_by_solves_and_loops(weights, steps):
+    layer, x = of_kind(torch.bfloat16)
+    layer.block.returned = torch.float32
+    layer.to(weights)
+    with pytest.raises(ValueError, match=r"`block Mixed` must return the dtype of its state \(torch.bfloat16\)"):
+        layer(x, steps=steps)
+
+
 # Which tensors belong to a sample, and samples that leave the work.
 
 
