@@ -221,7 +221,9 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
     problem, (initial,) = widened(problem.settled(), initial)
     value = stepped(solver, written_out(problem), initial)
     record = Record.unmeasured(value, solver.exhausted, problem.event_ndim)
-    return Solution(record, AdjointReport(in_graph=True), solver.remedies, (solver.rtol, solver.atol), value=value)
+    return Solution(
+        record, AdjointReport(in_graph=True), solver.remedies, tolerances=(solver.rtol, solver.atol), value=value
+    )
 
 
 def concluded(
@@ -251,7 +253,7 @@ def concluded(
         record if tokens is None else tokens,
         report,
         adjoint.advice(advice(solver.remedies)),
-        (solver.rtol, solver.atol),
+        tolerances=(solver.rtol, solver.atol),
         value=value,
         trace=outcome.trace,
         course=course,

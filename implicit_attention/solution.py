@@ -318,7 +318,12 @@ class SolveReport(Recorded):
 
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
     remedies: Remedies = dataclasses.field(default_factory=dict)
-    tolerances: tuple[float, float] | None = None
+    tolerances: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """The fields that all kinds of reports have."""
+        return {name: getattr(self, name) for name in ("record", "adjoint", "remedies", "tolerances")}
 
     @property
     def _size(self) -> Tensor:
@@ -452,7 +457,7 @@ class Solution(SolveReport):
     @property
     def report(self) -> SolveReport:
         """The same without the value, the trace and the tensors that they were computed from."""
-        return SolveReport(self.record, self.adjoint, self.remedies, self.tolerances)
+        return SolveReport(**self._parts)
 
 
 def _largest(numbers: Tensor) -> float:

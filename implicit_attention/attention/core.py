@@ -56,7 +56,7 @@ def report_from_graph(record: Record, options: SolveOptions, site: FailureSite |
         policy = dataclasses.replace(policy, over="warn")
     report_failures(policy, "the compiled solve", record, remedies, site=site)
     adjoint, solver = AdjointReport(in_graph=True, on_failure=on_failure, site=site), options.effective_solver
-    return SolveReport(record, adjoint, remedies, (solver.rtol, solver.atol))
+    return SolveReport(record, adjoint, remedies, tolerances=(solver.rtol, solver.atol))
 
 
 def is_repetition(remembered: SolveReport | Record | None) -> bool:

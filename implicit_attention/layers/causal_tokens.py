@@ -158,7 +158,7 @@ class Lost(NamedTuple):
         if not backward_running():
             remedies = {Status.NONFINITE: "look for NaN and infinities; tokens before the first of them are answered"}
             report_failures(on_failure, layer, only, remedies, site=site)
-        return SolveReport(record, report.adjoint, report.remedies, report.tolerances)
+        return SolveReport(**report._parts | {"record": record})
 
 
 def without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,7 @@ def solve_tokens(
     else:
         answer = solve_in_order(problem, initial, solver=solver, **how)
         report = answer.report
-        solution = Solution(report.record, report.adjoint, report.remedies, report.tolerances, value=answer.value)
+        solution = Solution(**report._parts, value=answer.value)
     if cache is not None:
         evals = solution.num_evals[..., None] if order == "together" else solution.num_evals
         contents = cache.with_new(keys_at(problem, solution.value), None, key_mask)

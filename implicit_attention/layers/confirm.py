@@ -156,9 +156,8 @@ def confirmed(further: tuple[Confirm, ...], call: BlockCall, state: Any, report:
         for same, made in _held_against(how, call, state, report):
             agreement += same
             evaluations += made
-    fields = report.record, report.adjoint, report.remedies, report.tolerances
     count = sum(how.count for how in further)
-    return ConfirmReport(*fields, agreement=agreement / count, confirm_evals=evaluations)
+    return ConfirmReport(**report._parts, agreement=agreement / count, confirm_evals=evaluations)
 
 
 def _held_against(how: Confirm, call: BlockCall, state: Any, report: SolveReport) -> Iterator[tuple[Tensor, Tensor]]:

@@ -137,7 +137,7 @@ class TokenSolve:
             return report
         rule, step = (torch.cat([getattr(exits, name) for exits in self.ended], -1) for name in ("code", "step"))
         rule = rule.masked_fill(report.failed, 0)
-        return ExitReport(report.record, report.adjoint, report.remedies, report.tolerances, rule=rule, step=step)
+        return ExitReport(**report._parts, rule=rule, step=step)
 
     def _kept(self, outcome: Outcome) -> Outcome:
         record = outcome.record

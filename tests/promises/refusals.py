@@ -21,13 +21,13 @@ import torch
 def words(error: BaseException) -> str:
     """The message, without what varies from run to run and from processor to processor.
 
-    Addresses, temporary folders, directions and computed numbers of three decimals or more; of a solve that failed all
-    numbers.
+    Addresses, temporary folders, directions, computed numbers of three decimals or more and those of rounding; of a
+    solve that failed all numbers.
     """
     text = re.sub(r"0x[0-9a-f]+", "0x...", str(error))
     text = re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s'\"`]*/", "", text)
     text = re.sub(r"along \[[^]]*\]", "along #", text)
-    text = re.sub(r"-?\b\d+\.\d{3,}(?:e[+-]?\d+)?", "#", text)
+    text = re.sub(r"-?\b\d+\.(?:\d{3,}(?:e[+-]?\d+)?|\d+e-1\d)", "#", text)
     if type(error).__name__ in ("ConvergenceError", "ConvergenceWarning"):
         text = re.sub(r"-?\d[\d.]*(?:e[+-]?\d+)?(?:, \d+)*(?:, \.\.\.)?", "#", text)
     return text
