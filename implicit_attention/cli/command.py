@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from typer import Option
 
-from .errors import require_modules, writable
+from ..studies.errors import InputError
+from .errors import missing, writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +77,7 @@ class Command:
             return
         made = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
         try:
-            with writable(self.out):
+            with writable("--out", self.out, "folder"):
                 self.out.mkdir(parents=True, exist_ok=True)
                 TemporaryFile(dir=self.out).close()
             yield
@@ -99,7 +100,8 @@ class Command:
         Raises:
             InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
         """
-        require_modules("rich", *self.modules)
+        if (line := missing("rich", *self.modules)) is not None:
+            raise InputError(line)
         import torch
 
         from .progress import Progress, make_console
@@ -114,7 +116,7 @@ class Command:
             if self.out is not None:
                 progress.begin("figures")
                 name, content, others = self.files(result)
-                with writable(self.out):
+                with writable("--out", self.out, "folder"):
                     names = write(self.out, name, {"command": self.name, **content, "seconds": seconds}, others)
         console = make_console()
         self.show(result, console)

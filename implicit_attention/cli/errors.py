@@ -1,4 +1,4 @@
-"""Messages of one line on missing dependencies, and on folders that cannot be written."""
+"""Messages of one line on missing dependencies, and on files and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -20,17 +20,11 @@ def missing(*modules: str) -> str | None:
     return f"this command needs {' and '.join(absent)}, not installed here; in the checkout: {INSTALL}"
 
 
-def require_modules(*modules: str) -> None:
-    """Raise `InputError` with the install line unless all `modules` are installed."""
-    if (line := missing(*modules)) is not None:
-        raise InputError(line)
-
-
 @contextmanager
-def writable(out: Path) -> Iterator[None]:
-    """Turn an `OSError` of writing into `out` into an `InputError`."""
+def writable(option: str, path: Path, kind: str = "file") -> Iterator[None]:
+    """Turn an `OSError` of writing a file, or into a folder, into an `InputError`."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(f"`--out` must be a writable folder, got {str(out)!r} ({reason}); choose another") from None
+        reason, shown = error.strerror or type(error).__name__, path.name if kind == "file" else str(path)
+        raise InputError(f"`{option}` must be a writable {kind}, got {shown!r} ({reason}); choose another") from None

@@ -11,6 +11,7 @@ from typer import Option
 
 from ..studies.errors import InputError
 from .command import Command, Console, Progress, seed_option
+from .errors import writable
 from .watching import (
     FRAMES,
     GOAL_LEVEL,
@@ -20,7 +21,6 @@ from .watching import (
     check_file,
     pixels,
     show,
-    writable_file,
 )
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def write_gif(file: Path, maze: Mazes, solved: SolvedMaze, size: int) -> None:
     from ..plotting import save_maze_gif
     from ..studies.maze_model import RTOL, TRAIN_SIZE
 
-    with writable_file("--gif", file):
+    with writable("--gif", file):
         save_maze_gif(
             file,
             solved.paths,

@@ -12,6 +12,7 @@ from typer import Argument, Option
 from ..status import Status
 from ..studies.errors import InputError
 from .command import Command, Console, Progress, seed_option
+from .errors import writable
 from .watching import (
     FRAMES,
     GOAL_LEVEL,
@@ -22,7 +23,6 @@ from .watching import (
     pixels,
     show,
     tiles,
-    writable_file,
 )
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Think(Command):
         with one_thread():
             found = trained(puzzle, updates, progress)
         if self.weights is not None:
-            with writable_file("--out", self.weights):
+            with writable("--out", self.weights):
                 sha256 = write(self.weights, puzzle, found.model, updates)
             progress.end(self.weights.name, {"line": f"written, sha256 {sha256}"})
         return found
@@ -160,7 +160,7 @@ class Think(Command):
 
             title = f"Risk against coverage: {puzzle.kind}, trained on {puzzle.learnt}"
             figure = risk_figure({name: row.risk() for name, row in found.items()}, title=title)
-            with writable_file("--calibration", self.calibration):
+            with writable("--calibration", self.calibration):
                 figure.savefig(self.calibration)
             console.print(f"{self.calibration.name} written", markup=False)
 
@@ -170,7 +170,7 @@ class Think(Command):
         from ..studies.thinking.puzzle import RTOL
 
         words = [view.cells for view in views] if views[0].levels.numel() <= WORDS else None
-        with writable_file("--gif", file):
+        with writable("--gif", file):
             save_course_gif(
                 file,
                 [view.levels for view in views],

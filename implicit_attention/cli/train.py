@@ -70,7 +70,7 @@ class TrainCommand(Command):
         assert self.out is not None
         origin: dict[str, Any] = {"checkpoint": self.out / "checkpoint.pt", "resume": self.resume, "identity": identity}
         generator = torch.Generator().manual_seed(self.seed)
-        with writable(self.out):
+        with writable("--out", self.out, "folder"):
             return train(model, loss_of, plan, progress, generator=generator, **origin)
 
 

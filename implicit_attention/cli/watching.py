@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from ..studies.errors import InputError
+from .errors import writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,18 +129,8 @@ def check_file(option: str, file: Path | None, ending: str) -> None:
     if not file.absolute().parent.is_dir():
         folder = str(file.parent)
         raise InputError(f"`{option}` must lie in a folder that exists, got {folder!r}; make it, or choose another")
-    with writable_file(option, file):
+    with writable(option, file):
         new = not file.exists()
         file.open("ab").close()
         if new:
             file.unlink()
-
-
-@contextmanager
-def writable_file(option: str, file: Path) -> Iterator[None]:
-    """Turn an `OSError` of writing a file into an `InputError`."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(f"`{option}` must be a writable file, got {file.name!r} ({reason}); choose another") from None

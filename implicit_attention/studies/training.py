@@ -22,10 +22,8 @@ BETAS, WEIGHT_DECAY, CLIP, WARM_UP, LOWEST = (0.9, 0.99), 0.05, 1.0, 0.02, 1e-3
 #: To plan a training by its time at least so many updates are timed, for at least this part of the time, as solves grow
 #: longer while weights grow; and the fewest updates of a plan.
 TIMED, TIMED_PART, FEWEST = 4, 0.05, 10
-#: Seconds between two lines where stderr is no terminal.
-LINE_EVERY = 10.0
-#: Seconds between two checkpoints within an epoch: an interrupted training loses no more.
-SAVE_EVERY = 10.0
+#: Seconds between two lines where stderr is no terminal, and between two checkpoints within an epoch.
+EVERY = 10.0
 
 #: The loss of one batch, which it draws with the generator.
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
@@ -137,11 +135,11 @@ def train(
             losses.append(of_epoch / ((update - 1) % plan.epoch + 1))
             of_epoch, saved = 0.0, -math.inf
         now = time.perf_counter()
-        if now - saved > SAVE_EVERY:
+        if now - saved > EVERY:
             extra = {"identity": identity, "plan": plan._asdict(), "losses": losses, "of_epoch": of_epoch}
             save_checkpoint(checkpoint, **state, step=update, extra=extra)
             saved = now
-        if update == plan.updates or (now - reported > LINE_EVERY and not progress.has_bar):
+        if update == plan.updates or (now - reported > EVERY and not progress.has_bar):
             reported = now
             progress.end(name, {"line": f"update {update} of {plan.updates}, loss {loss:.3f}, {now - begin:.0f} s"})
     model.eval()
