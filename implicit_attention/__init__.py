@@ -10,7 +10,7 @@ libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (
 import sys
 from typing import TYPE_CHECKING, Any
 
-if sys.orig_argv[1:3] != ["-m", __name__] and not "".join(sys.orig_argv[1:2]).endswith("/implicit-attention"):
+if sys.orig_argv[1:3] != ["-m", __name__] and not "".join(sys.orig_argv[1:2]).endswith("/bin/implicit-attention"):
     # Exported programs call the package's operations, which torch knows once these are imported. The command line has
     # no such programs, and its help needs no torch.
     from . import ops as ops

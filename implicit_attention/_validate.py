@@ -20,10 +20,12 @@ from ._autograd import host_may_look, is_fake
 LARGEST_OFFSET = 2**62
 #: What torch says of tensors that do not fit each other, or are no single number.
 OF_SHAPES = re.compile(
-    r"sizes? (of|mis)|shapes? |Expected size|must match|elements? (cannot|tensors)|more than one value", re.IGNORECASE
+    r"sizes? of|size mismatch|tensor size|shapes? (cannot|'|\[|of)|broadcast|expected size|elements? (cannot|tensors)|"
+    r"more than one value",
+    re.IGNORECASE,
 )
-#: What it says of dtypes that do not.
-OF_DTYPES = re.compile(r"dtype|scalar type|Input type")
+#: What torch and we say of dtypes that do not.
+OF_DTYPES = re.compile(r"(same|the|expected|Found) dtype|\.dtype|dtypes match|scalar type (of|\w+ but)|Input type \(")
 
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:

@@ -329,7 +329,9 @@ class SolveReport(Recorded):
     def _size(self) -> Tensor:
         """(*lead), |f(z)| as the tolerance tells it; NaN where it does not."""
         rtol, atol = self.tolerances or (0.0, 0.0)
-        return (self.tolerance - atol) / rtol if rtol else torch.full_like(self.tolerance, torch.nan)
+        # At most that, where atol leaves no digits of it.
+        least = torch.finfo(self.tolerance.dtype).eps * self.tolerance
+        return (self.tolerance - atol).maximum(least) / rtol if rtol else torch.full_like(least, torch.nan)
 
     @property
     def relative_residual(self) -> Tensor:
@@ -478,7 +480,7 @@ def summarize(
 ) -> str:
     """One line over all problems: counts by status, largest residual, median and largest number of evaluations.
 
-    With tolerances the residual is the one that is largest beside its own; with sizes both are relative to its size.
+    With tolerances the residual is that which is largest beside its own; with sizes both are relative to its size.
     """
     if is_batched(status) or is_fake(status):
         return f"problems {tuple(status.shape)}, which the host cannot see"
@@ -492,12 +494,12 @@ def summarize(
 
 def _accuracy(residual: Tensor, tolerance: Tensor | None, size: Tensor | None) -> str:
     aim = torch.zeros_like(residual) if tolerance is None else tolerance
-    worst = (residual / aim.clamp_min(torch.finfo(aim.dtype).tiny)).nan_to_num(-1.0, torch.inf).argmax()
+    worst = torch.where(aim > 0, residual / aim, residual).nan_to_num(-1.0, torch.inf).argmax()
     found, wanted, unit = (float(x.flatten()[worst]) for x in (residual, aim, residual if size is None else size))
     if math.isnan(found):
         return f"residual {NOT_MEASURED}"
     if not wanted > 0:
         return f"residual <= {found:.1e}"
-    if size is None or not 0 < unit < math.inf:
-        return f"residual <= {found:.1e}, tolerance {wanted:.1e}"
-    return f"relative residual <= {found / unit:.1e}, tolerance {wanted / unit:.1e}"
+    if size is None or not wanted < unit < math.inf:
+        return f"residual {found:.1e}, tolerance {wanted:.1e}"
+    return f"relative residual {found / unit:.1e}, tolerance {wanted / unit:.1e}"

@@ -39,7 +39,7 @@ def test_the_readme_line():
     assert solution.converged.all()
     size = solution.value.norm(dim=-1)
     worst, aim = float((solution.residual / size).max()), float((solution.tolerance / size).max())
-    accuracy = f"(6 CONVERGED; relative residual <= {worst:.1e}, tolerance {aim:.1e}; evaluations median"
+    accuracy = f"(6 CONVERGED; relative residual {worst:.1e}, tolerance {aim:.1e}; evaluations median"
     assert repr(solution).startswith(f"Solution{accuracy}")
     assert repr(solution.report).startswith(f"SolveReport{accuracy}")
     torch.testing.assert_close(solution.report.relative_residual, solution.relative_residual, rtol=1e-3, atol=0)
@@ -69,15 +69,17 @@ def test_a_solution_says_where_the_absolute_tolerance_decided():
 def test_a_report_says_what_was_not_measured_or_has_no_size():
     problem, start = FixedPointMap(lambda z: 0.5 * z.cos(), event_ndim=1), torch.full((2, 1), 0.3)
     absolute = solve(problem, start, solver=Picard(rtol=0, atol=1e-3)).report
-    assert f"CONVERGED; residual <= {absolute.residual[0]:.1e}, tolerance 1.0e-03; evaluations" in repr(absolute)
+    assert f"CONVERGED; residual {absolute.residual[0]:.1e}, tolerance 1.0e-03; evaluations" in repr(absolute)
     assert absolute.relative_residual.isnan().all()
     budget = solve(problem, start, solver=Picard(rtol=0, atol=0, max_steps=1)).report
     assert repr(budget).startswith(f"SolveReport(2 BUDGET; residual <= {budget.residual[0]:.1e}; evaluations")
+    far = Record(budget.status, torch.tensor([5.0, 5e4]), torch.zeros(2), budget.num_steps, budget.num_evals)
+    assert "; residual <= 5.0e+04; " in repr(SolveReport(far))
     lost = Record.unmeasured(start, Status.DIVERGED, 1)
     assert repr(SolveReport(lost)).startswith("SolveReport(2 DIVERGED; residual not measured; evaluations")
     assert SolveReport(lost).message(0).endswith("the best state, after 0 steps, was not measured")
     mixed = lost._replace(residual=torch.tensor([torch.nan, 2.0]), tolerance=torch.ones(2))
-    assert "; residual <= 2.0e+00, tolerance 1.0e+00; " in repr(SolveReport(mixed))
+    assert "; residual 2.0e+00, tolerance 1.0e+00; " in repr(SolveReport(mixed))
 
 
 def test_a_map_has_no_energy():

@@ -57,7 +57,8 @@ def made_by(
 
 def refuse_shapes(call: Any, error: RuntimeError | ValueError) -> None:
     """Raise if a potential of the user's failed, in torch's words about shapes, on what the call gives it."""
-    own = getattr(call.potential, "__module__", "").startswith(__name__.partition(".")[0]) or str(error).startswith("`")
+    home, ours = str(getattr(call.potential, "__module__", "")), __name__.partition(".")[0]
+    own = home.startswith(ours) or str(error).startswith("`")
     if not own and type(error) in (RuntimeError, ValueError) and _validate.OF_SHAPES.search(str(error)) is not None:
         given = {"keys": call.keys, "beta": call.beta, "mask": call.mask, "bias": call.bias, "states": call.query}
         required = "take " + ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if isinstance(t, Tensor))

@@ -92,7 +92,8 @@ class Command:
         if self.out is None:
             return ""
         names = sorted(path.name for path in self.out.iterdir()) if self.out.is_dir() else []
-        return f": {self.out} holds {', '.join(names)}" if names else ": nothing was written"
+        more = "; go on with --resume" if "checkpoint.pt" in names else ""
+        return f": {self.out} holds {', '.join(names)}{more}" if names else ": nothing was written"
 
     def execute(self) -> None:
         """Check the options, work with progress, write the files, print the result.

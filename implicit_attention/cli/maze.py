@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from rich.text import Text
 from typer import Option
 
 from ..studies.errors import InputError
@@ -114,7 +113,7 @@ def watched(maze: Mazes, solved: SolvedMaze, settings: Maze, size: int) -> Watch
         title=f"{settings.generator} maze of {size} x {size} ({learnt})",
         evaluations=len(solved.paths),
         line=line,
-        view=lambda index: view(maze, solved.paths[index]),
+        view=lambda index: pixels(raster(maze, solved.paths[index])),
         drawn=drawn(maze, solved.paths[-1]),
         verdict=verdict(maze, solved),
         size=(2 * size + 1, size + 1),
@@ -149,11 +148,6 @@ def raster(maze: Mazes, path: Tensor) -> list[list[float]]:
     levels[1, 1], levels[-2, -2] = START_LEVEL, GOAL_LEVEL
     rows: list[list[float]] = levels.tolist()
     return rows
-
-
-def view(maze: Mazes, path: Tensor) -> Text:
-    """Return the maze in colours."""
-    return pixels(raster(maze, path))
 
 
 def drawn(maze: Mazes, path: Tensor) -> list[str]:

@@ -49,11 +49,6 @@ class TrainCommand(Command):
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise InputError(f"`--rate` must be > 0 and finite, got {self.rate:g}; leave it out for the usual one")
 
-    def kept(self) -> str:
-        assert self.out is not None
-        more = "; go on with --resume" if (self.out / "checkpoint.pt").exists() else ""
-        return super().kept() + more
-
     def train(
         self, model: nn.Module, loss_of: Loss, epoch: int, rate: float, progress: Progress, identity: dict[str, Any]
     ) -> Trained:

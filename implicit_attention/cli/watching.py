@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,7 +131,7 @@ def check_file(option: str, file: Path | None, ending: str) -> None:
         folder = str(file.parent)
         raise InputError(f"`{option}` must lie in a folder that exists, got {folder!r}; make it, or choose another")
     with writable(option, file):
-        new = not file.exists()
+        new = not os.path.lexists(file)
         file.open("ab").close()
         if new:
             file.unlink()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single, is_batched, is_exporting, uncompiled
+from .._autograd import is_batched, is_exporting, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Reversible
 from ..adjoints.base import AdjointMemory
@@ -30,7 +30,7 @@ from .block_arguments import (
 )
 from .block_call import BlockCall
 from .block_map import BlockMap, Draws
-from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure
+from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
 from .causal_call import CausalCall, begin_tokens, refusing_gradient
 from .compiled_block import check_compiled
@@ -313,8 +313,9 @@ class Equilibrium(Remembering):
         layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
+            # Arguments are as wide as the state: autocast chooses the precision inside the map.
             autocast, layout = torch.get_autocast_dtype(kind), layout.widened()
-            initial = pytree.tree_map(at_least_single, initial)
+            initial, x, args = (pytree.tree_map(widened, t) for t in (initial, x, args))
         of_tokens: dict[str, Any] = {}
         if tokens is not None:
             x, initial, of_tokens = begin_tokens(tokens, x, initial, layout, self._identity, warm=start is None)

@@ -200,13 +200,15 @@ class BlockProblem(FixedPointMap):
         tried, kept = ((self.mode, f"{word} {layout.dtypes} {sorted(map(str, kinds))}") for word in ("tried", "kept"))
         if tried not in self.checked and not is_exporting():
             with torch.no_grad():
-                if not pure or self.function.rounding in HALF:
-                    # What a loop refuses is refused. Operations may be missing in half precision.
-                    with contextlib.suppress(*[RuntimeError] * pure):
-                        problem.apart().fixed_point_map(z.to(self.function.rounding))
+                if not pure:
+                    # What a loop refuses is refused.
+                    problem.apart().fixed_point_map(z.to(self.function.rounding))
                 try:
                     wide.apart().fixed_point_map(z)
-                except Exception:
+                except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+                    if not (isinstance(error, AssertionError) or _validate.OF_DTYPES.search(str(error))):
+                        raise
+                    problem.apart().fixed_point_map(z.to(self.function.rounding))
                     self.checked.add(kept)
             self.checked.add(tried)
         return problem if kept in self.checked else wide

@@ -259,6 +259,13 @@ class Frame(NamedTuple):
         return tuple(leaves) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
 
 
+def widened(leaf: Any) -> Any:
+    """A tensor, wrapped or not, in float32 where it has half precision."""
+    if isinstance(leaf, PerSample | Shared):
+        return type(leaf)(pytree.tree_map(at_least_single, leaf.value))
+    return at_least_single(leaf)
+
+
 def _unwrapped(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, PerSample | Shared) else leaf
 

@@ -23,7 +23,7 @@ from ..status import Status
 from .block_call import BlockCall, BlockSolution
 from .block_map import BlockProblem
 from .block_state import StateLayout
-from .cache import check_owned
+from .cache import check_owned, joined_key_mask
 from .past import BlockCache
 from .past_check import check_past, check_update
 from .token_solve import TokenSolve
@@ -253,7 +253,7 @@ def begin_tokens(
             required, shapes = "have as many tokens as x beside a cache", [tuple(tensor.shape) for tensor in given]
             remedy = "pass the start of the new tokens alone"
             raise ValueError(_validate.message("start", required, f"{count} for x {shapes}", remedy))
-        key_mask = cache.all_exist(reads.exists, tuple(lead), count)
+        key_mask = joined_key_mask(cache.exists, reads.exists, tuple(lead), cache.length, count)
         reads = reads._replace(exists=key_mask)
         tokens.reads = reads if tokens.reads is not None or key_mask is not None else None
         if warm and cache.warm_start and cache.state is not None:

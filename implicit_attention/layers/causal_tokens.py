@@ -142,10 +142,6 @@ class Lost(NamedTuple):
         """x, (*#batch, heads, N, ...) with as many further axes as `trailing` says, with `value` at these tokens."""
         return torch.where(self.tokens[(..., *(None,) * trailing)], value, x)
 
-    def in_output(self, x: Tensor) -> Tensor:
-        """x, (*batch, N, dim), the output of merged heads, with NaN at these tokens."""
-        return x.masked_fill(self.tokens.any(-2)[..., None], torch.nan)
-
     def report(self, report: SolveReport, on_failure: Any, layer: str, event: int = 0) -> SolveReport:
         """The report in which problems with such tokens are NONFINITE, after an error or a warning about them.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .. import _validate
 from ..status import Status
-from .cache import joined_key_mask
 
 #: A cache that is full grows by this factor.
 GROWTH = 2
@@ -252,10 +251,6 @@ class BlockCache:
         if self._all_well or self.status is None or self.length == 0:
             return None
         return self.status.amax(-1, keepdim=True)
-
-    def all_exist(self, key_mask: Tensor | None, batch: tuple[int, ...], count: int) -> Tensor | None:
-        """Which tokens exist, (*batch, length + count), with `key_mask` of the new ones, or of all; None for all."""
-        return joined_key_mask(self.exists, key_mask, batch, self.length, count)
 
     def commit(self, exists: Tensor | None, status: Tensor, num_evals: Tensor, value: Tensor) -> None:
         """Keep new tokens, whose keys and values are in the memory, with their evidence (*batch, n) and states."""

@@ -101,7 +101,7 @@ class TokenMixing(Remembering):
         """The state of all heads as tokens (*batch, N, dim), NaN for those that are lost."""
         output = merge_heads(state)
         output = output if self.out_proj is None else self.out_proj(output)
-        return output if lost is None else lost.in_output(output)
+        return output if lost is None else output.masked_fill(lost.tokens.any(-2)[..., None], torch.nan)
 
     def _text(self, *parts: str) -> str:
         """The sizes, these parts and the flags of the layer, for `extra_repr`."""

@@ -118,10 +118,6 @@ class CausalProblem(BlockProblem):
                 raise ValueError(_validate.message("block", required, received, remedy))
         self.checked.add(key)
 
-    def lead_of(self, z: Tensor) -> torch.Size:
-        """The axes of a state that number samples."""
-        return z.shape[: z.ndim - self.event_ndim]
-
 
 class TokensTogether(Tokens):
     """The tokens of a causal problem, all of which stay in the work."""
@@ -192,7 +188,7 @@ class TokenWindow:
     ) -> None:
         self.problem = problem
         self.made_of = (problem, start, reads, memory, before, begin, end)
-        batch = problem.lead_of(start)
+        batch = start.shape[: start.ndim - problem.event_ndim]
         self.index = index
         self.function = problem.function
         device = self.function.layout.device

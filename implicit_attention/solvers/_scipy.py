@@ -122,7 +122,8 @@ class SciPy(Solver):
         except Finished:
             return
         except ValueError as error:  # a LinAlgError of numpy is one
-            if recorder.in_map or not _is_breakdown(error):
+            cannot_go_on = isinstance(error, np.linalg.LinAlgError) or "inversion yielded zero vector" in str(error)
+            if recorder.in_map or not cannot_go_on:
                 raise
             recorder.stalled[row] = True
             return
@@ -152,8 +153,3 @@ class SciPy(Solver):
                         f"see scipy.optimize.show_options('root', {self.method!r})",
                     )
                 ) from warning
-
-
-def _is_breakdown(error: ValueError) -> bool:
-    """Whether a method cannot go on, as opposed to a wrong argument."""
-    return isinstance(error, np.linalg.LinAlgError) or "Jacobian inversion yielded zero vector" in str(error)

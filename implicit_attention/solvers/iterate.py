@@ -469,7 +469,7 @@ def check_memory(name: str, state: Any, z: Tensor) -> None:
     for kept in pytree.tree_leaves(state):
         if isinstance(kept, Tensor) and kept.shape[: z.ndim - 1] != z.shape[:-1]:
             required = f"return a state whose tensors begin with the axes of the problems, {tuple(z.shape[:-1])}"
-            remedy = "expand it to them, as problems leave the work one by one, or keep a Python number"
+            remedy = "expand it to them, as problems leave the work one by one; what all share can be no tensor there"
             raise ValueError(_validate.message(name, required, f"shape {tuple(kept.shape)}", remedy))
 
 

@@ -103,18 +103,10 @@ class Safeguarded(Solver):
             return self.guard
         return "energy" if problem.has_energy else "residual"
 
-    def _keeps_step(self, problem: Problem) -> bool:
-        """Whether a step is kept for a test of its energy against its promise, or to be shortened."""
-        return self.backtracks or self._guard(problem) == "energy"
-
     def _stretches(self, problem: Problem) -> bool:
         """Whether steps are stretched where E curves downwards."""
         has_curvature = problem.symmetric or problem.has_metric
         return self._guard(problem) == "energy" and has_curvature and not self.backtracks
-
-    def _weighs(self, problem: Problem) -> bool:
-        """Whether steps are compared in the metric of the problem."""
-        return problem.has_metric and self._guard(problem) == "energy"
 
     def plain_start(self, problem: Problem) -> int:
         """Number of first steps that are plain and that the method does not learn from."""
@@ -146,10 +138,12 @@ class Safeguarded(Solver):
 
     def init(self, problem: Problem, z: Tensor) -> Memory:
         unknown = torch.zeros_like(z[..., 0] if z.shape[-1] else z.sum(-1))
-        energy = unknown if self._guard(problem) == "energy" else None
+        by_energy = self._guard(problem) == "energy"
+        energy = unknown if by_energy else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        direction = z if self._keeps_step(problem) else None
-        force, promise = (z, unknown) if self._weighs(problem) else (None, None)
+        # A step is kept for a test of its energy against its promise, or to be shortened.
+        direction = z if self.backtracks or by_energy else None
+        force, promise = (z, unknown) if problem.has_metric and by_energy else (None, None)
         return Memory(z, z, unknown, energy, force, promise, direction, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:

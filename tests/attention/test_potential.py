@@ -124,7 +124,7 @@ class Broken(Own):
 
 class Lost(Broken):
     def named(self, keys):
-        raise RuntimeError("no such file")
+        raise RuntimeError("no such shape in the file")
 
 
 def remembered(make, ask):
@@ -184,7 +184,7 @@ def test_what_a_constructor_raises_of_its_own_is_left_alone(door):
     ask = MAKERS[door][2]
     with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
         ask(Broken)
-    with pytest.raises(RuntimeError, match=r"^no such file$"):
+    with pytest.raises(RuntimeError, match=r"^no such shape in the file$"):
         ask(Lost)
 
 

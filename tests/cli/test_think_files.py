@@ -186,6 +186,10 @@ def test_a_file_that_cannot_be_written(tmp_path):
     message = "`--gif` must be a writable file, got 'a.gif' (No such file or directory); choose another"
     refused("think", "sudoku", "--gif", "/proc/a.gif", parts=message)
     refused("maze", "--gif", "/proc/a.gif", parts=message)
+    (tmp_path / "c.gif").symlink_to(tmp_path / "nowhere.gif")
+    done("think", "sudoku", "--gif", tmp_path / "c.gif")
+    assert (tmp_path / "c.gif").is_symlink()
+    assert (tmp_path / "nowhere.gif").stat().st_size > 1000
     (tmp_path / "b.gif").symlink_to("/dev/full")
     result = invoke("think", "sudoku", "--gif", tmp_path / "b.gif")
     assert result.exit_code == 2

@@ -108,7 +108,9 @@ def test_autocast_changes_no_bit_of_answer_and_gradients():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(map(torch.equal, found(), expected))
         with pytest.raises(ValueError, match=r"must have the dtype of .*float32.*convert it with"):
-            solved(network, x.bfloat16())
+            solved(network, x.double())
+        half, single = (solved(network, t, solver=Anderson()).value for t in (x.bfloat16(), x.bfloat16().float()))
+        assert torch.equal(half, single)
 
 
 def test_a_layer_that_solves_works_in_torch_func():

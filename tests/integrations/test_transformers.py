@@ -161,6 +161,7 @@ def test_copies_and_pickles_answer_alike_and_remember_nothing():
     model, given = model_and_inputs()
     convert(model, schedule=[0.7], inputs=given)
     expected = logits(model, given)
+    pickle.loads(pickle.dumps(ALL_ATTENTION_FUNCTIONS["equilibrium"]))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with pytest.raises(ValueError, match="no layer of LlamaForCausalLM has called"):
             report(other)

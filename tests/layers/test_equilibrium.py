@@ -580,6 +580,51 @@ def test_operations_that_half_precision_lacks_are_made_in_single():
     torch.testing.assert_close(layer.bfloat16()(x.bfloat16()).double(), want, rtol=2e-2, atol=2e-2)
 
 
+class Tabled(Block):
+    """Keeps a table in the dtype of its first state, and fails until it is ready."""
+
+    ready, error = True, RuntimeError("out of memory")
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def forward(self, z, x):
+        if not self.ready:
+            raise self.error
+        table = self.tables.setdefault(6, torch.linspace(0.5, 1, 6).to(z.dtype))
+        return torch.tanh(torch.lerp(0.3 * table * super().forward(z, x).to(z.dtype), x, 0.2))
+
+
+def test_a_solve_in_single_precision_reads_no_table_of_half():
+    layer, x = made(Tabled(), solver=ia.Picard(rtol=1e-6))
+    layer, x = layer.bfloat16(), x.bfloat16()
+    same = copy.deepcopy(layer).float()
+    want = same(x.float())
+    assert torch.equal(layer(x), want.bfloat16())
+    assert layer.block.tables[6].dtype == torch.float32
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ia.ConvergenceError("use a wider dtype")])
+def test_a_first_call_that_fails_leaves_the_next_ones_as_they_are(error):
+    layer, x = made(Tabled(), solver=ia.Picard(rtol=1e-6))
+    layer, x = layer.bfloat16(), x.bfloat16()
+    want = copy.deepcopy(layer)(x)
+    layer.block.ready, layer.block.error = False, error
+    with pytest.raises(type(error), match=str(error)):
+        layer(x)
+    layer.block.ready = True
+    assert torch.equal(layer(x), want)
+    assert bool(layer.last_solve.converged.all())
+
+
+def test_under_autocast_what_a_block_reads_is_as_wide_as_its_state():
+    layer, x = made(Tabled(), solver=ia.Picard(rtol=1e-2))
+    with torch.autocast("cpu", torch.bfloat16):
+        for steps in (None, 3):
+            assert layer.float()(x.bfloat16(), steps=steps).dtype == torch.float32
+
+
 class Own(nn.Module):
     """A bfloat16 layer beside a float32 table, which takes and returns bfloat16 alone."""
 
@@ -655,6 +700,11 @@ def test_a_block_that_returns_another_dtype_is_refused_by_solves_and_loops(weigh
     layer, x = of_kind(torch.bfloat16)
     layer.block.returned = torch.float32
     layer.to(weights)
+    if weights == torch.bfloat16 and steps is None:
+        # In a solve all of it is float32.
+        assert layer(x).dtype == torch.bfloat16
+        assert bool(layer.last_solve.converged.all())
+        return
     with pytest.raises(ValueError, match=r"`block Mixed` must return the dtype of its state \(torch.bfloat16\)"):
         layer(x, steps=steps)
 

@@ -132,6 +132,9 @@ class EquilibriumForward:
         self._seen: Any = lambda: None
         self._by: Any = self._seen
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.settings)
+
     def __call__(
         self,
         module: nn.Module,

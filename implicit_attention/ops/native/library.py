@@ -174,7 +174,8 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
             return None, f"the compiled library for {isa} is of interface {version}, the package of {ABI}; {again}"
         functions = {name: getattr(handle, f"ia_{name}") for name in ARGUMENTS}
     except (OSError, AttributeError) as error:
-        return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
+        reason = str(error).replace(f"{FOLDER}{os.sep}", "")
+        return None, f"the compiled library for {isa} cannot be loaded ({reason}); {again}"
     if not supported():
         return None, f"this processor has no {isa}"
     for name, function in functions.items():
@@ -187,10 +188,6 @@ def _is_whole(path: Path) -> bool:
     made = path.read_bytes()
     # Other systems check the signatures of their files themselves.
     return made[:4] != b"\x7fELF" or hashlib.sha256(made[:-32]).digest() == made[-32:]
-
-
-def _without_paths(error: Exception) -> str:
-    return str(error).replace(f"{FOLDER}{os.sep}", "")
 
 
 def _parallel_for() -> int:
