@@ -221,9 +221,8 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
     problem, (initial,) = widened(problem.settled(), initial)
     value = stepped(solver, written_out(problem), initial)
     record = Record.unmeasured(value, solver.exhausted, problem.event_ndim)
-    return Solution(
-        record, AdjointReport(in_graph=True), solver.remedies, tolerances=(solver.rtol, solver.atol), value=value
-    )
+    report, told = AdjointReport(in_graph=True), (solver.rtol, solver.atol)
+    return Solution(record, report, solver.remedies, tolerances=told, value=value)
 
 
 def concluded(

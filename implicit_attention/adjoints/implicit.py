@@ -185,7 +185,8 @@ def gradients_at(
     # A failed problem that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
     plain = not torch.is_grad_enabled() and not transforms_active()
     if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
-        left_out = ~_any(torch.isfinite(z) | (cotangent != 0), problem.event_ndim)
+        wanted = torch.isfinite(z) | (cotangent != 0)
+        left_out = ~(wanted.flatten(z.ndim - problem.event_ndim).any(-1) if problem.event_ndim else wanted)
         problem, z = isolated(problem.replace(*tensors), z, left_out)
         tensors = problem.tensors()
     with exact_precision(z):
@@ -365,11 +366,6 @@ def _bilinear_gradient(
 def _filled(tensors: list[Tensor], where: list[int], new: tuple[Tensor, ...]) -> list[Tensor]:
     replaced = dict(zip(where, new, strict=True))
     return [replaced.get(i, tensor) for i, tensor in enumerate(tensors)]
-
-
-def _any(entries: Tensor, event_ndim: int) -> Tensor:
-    """Whether any entry of a problem is true, (*lead)."""
-    return entries.flatten(entries.ndim - event_ndim).any(-1) if event_ndim else entries
 
 
 def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:

@@ -37,12 +37,9 @@ class Characters(TrainCommand):
 
     def run(self, progress: Progress) -> CharactersRun:
         """Train or go on, and measure."""
-        import torch
-
         from ..studies import characters
 
         text = characters.load()
-        torch.manual_seed(self.seed)
         model, rate = characters.CharacterModel(text.size), self.rate or characters.RATE
         identity = {"text": text.source["sha256"], "seed": self.seed, "rate": rate}
         trained = self.train(model, characters.training_loss(text), characters.EPOCH, rate, progress, identity)

@@ -37,10 +37,12 @@ class Command:
     Attributes:
         name: in the terminal; that of a command in a group begins with the group.
         out: the folder of the files, of a command that writes some.
+        seed: of torch's random numbers while it works.
     """
 
     name: ClassVar[str]
     out: Path | None = None
+    seed: int
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -112,6 +114,7 @@ class Command:
         names: list[str] = []
         with self._folder(), torch.random.fork_rng(devices=[]), Progress(self.line) as progress:
             begin = time.perf_counter()
+            torch.manual_seed(self.seed)
             result = self.run(progress)
             seconds = time.perf_counter() - begin
             if self.out is not None:

@@ -42,14 +42,11 @@ class Inpaint(TrainCommand):
 
     def run(self, progress: Progress) -> Inpainting:
         """Train or go on, and measure."""
-        import torch
-
         from ..studies import inpainting, inpainting_data
 
         task, recipe = inpainting_data.load(self.data), inpainting.RECIPES[self.data]
         if self.rate is not None:
             recipe = recipe._replace(rate=self.rate)
-        torch.manual_seed(self.seed)
         net = inpainting.Inpainter(task, recipe, self.mode)
         epoch, loss = -(-task.epoch // recipe.batch), inpainting.training_loss(task, recipe)
         identity = {"data": self.data, "mode": self.mode, "seed": self.seed, **recipe._asdict()}

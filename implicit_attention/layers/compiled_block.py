@@ -28,7 +28,7 @@ from ..solvers._rows import COMPACT_BELOW, Rows, flat, unflat
 from ..solvers.iterate import Ended, judged, loop
 from ..solvers.progress import Iteration, compared, progress_of
 from ..status import Status
-from .compiled_graphs import Graphs, System
+from .compiled_graphs import LENGTHS, STEPS, Graphs, System
 
 #: Samples leave the work where as many evaluations are still expected: fewer are not worth graphs of another size.
 WORTH = 4
@@ -95,7 +95,8 @@ class CompiledPicard(Picard):
         done, needed, most, before = 0, float(self.graphs.evaluations), self.max_steps + 1, None
         while True:
             problem: Any = rows.problem
-            count = self.graphs.count_for(needed if not self.fixed_budget else most, most - done)
+            left = min(max(needed, 1.0) if not self.fixed_budget else most, most - done)
+            count = max(length for length in LENGTHS if length <= left)
             given = problem.function, unflat(z, event), [tensor.detach() for tensor in problem.inputs]
             states, mapped, sizes = self.graphs.evaluated(*given, len(event), count, self.damping)
             states, mapped = [z, *(flat(state, event) for state in states)], flat(mapped, event)
@@ -226,7 +227,7 @@ def adjoint_by_graphs(
     system = System(g, scale.reshape(*scale.shape, *(1,) * event_ndim), torch.zeros_like(g), g.clone())
     spent, needed = torch.zeros_like(left, dtype=torch.int64), float(graphs.products)
     while int(spent.max()) < min(MOST_STEPS, method.max_steps or MOST_STEPS):
-        before, count = left, graphs.steps_for(needed)
+        before, count = left, next((steps for steps in STEPS if steps >= needed), STEPS[-1])
         made = graphs.adjoint(problem.function, z, system, own, moving, inputs, event_ndim, count)
         # A step is counted for a sample that was above its tolerance.
         spent = spent + (torch.cat([before[None], made.sizes[:-1]]) > tolerance).sum(0)

@@ -130,14 +130,6 @@ class Graphs:
                 warnings.warn(message, stacklevel=outside())
         return graph
 
-    def count_for(self, needed: float, most: int) -> int:
-        """The number of evaluations of the next graph, where so many are `needed` and `most` are left."""
-        return max(count for count in LENGTHS if count <= min(max(needed, 1.0), most))
-
-    def steps_for(self, needed: float) -> int:
-        """The number of steps of the next graph, where so many are `needed`."""
-        return next((count for count in STEPS if count >= needed), STEPS[-1])
-
 
 def _compiled(graph: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     # The compiler keeps, and limits, what it makes by the code of a function; each graph has code of its own.

@@ -104,7 +104,8 @@ class Bethe(FixedPointApproximation):
         along, across = _log_cosh(cavity + cavity.mT), _log_cosh(cavity - cavity.mT)
         variance = torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity))
         # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
-        size = _log_sinh(2 * bonds.abs()) - (variance + variance.mT) / 2
+        log_sinh = 2 * bonds.abs() + torch.log(-torch.expm1(-4 * bonds.abs())) - math.log(2.0)
+        size = log_sinh - (variance + variance.mT) / 2
         rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
         rest = rest - variance - variance.mT
         weights = torch.exp((size - rest).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
@@ -197,8 +198,3 @@ def _log_partition(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
     pairs = pairs - sites[..., :, None] - sites[..., None, :]
     others = 1 - torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
     return sites.sum(-1) + (others * pairs).sum((-2, -1)) / 2
-
-
-def _log_sinh(x: Tensor) -> Tensor:
-    """Return log sinh x for x >= 0."""
-    return x + torch.log(-torch.expm1(-2 * x)) - math.log(2.0)
