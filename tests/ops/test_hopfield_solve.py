@@ -268,8 +268,8 @@ def test_low_precision_is_as_exact_as_the_loop(case, dtype):
         for name in ("state", "mean", "logsumexp"):
             error, allowed = (relative_error(getattr(t, name), getattr(truth, name)) for t in (fast, slow))
             assert getattr(fast, name).dtype == torch.float32
-            # Sums of other processors round otherwise.
-            assert error <= 3 * allowed + 8 * torch.finfo(torch.float32).eps
+            # Settled states wander by rounding, which is another on other processors.
+            assert error <= 3 * allowed + 16 * torch.finfo(torch.float32).eps
             assert error < 3e-6
 
 
