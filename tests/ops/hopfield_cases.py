@@ -155,12 +155,13 @@ def solved_by_the_loop(
     rtol=1e-4,
     atol=1e-8,
     max_steps=200,
+    plain_steps=None,
 ):
     """The answer of the solvers' loop with every product written out."""
     energy = AnchoredEnergy(
         LogSumExp(keys, beta, bias=pairs(query, keys, mask, is_causal, query_offset)), query, anchor
     )
-    solver = Anderson(rtol=rtol, atol=atol, max_steps=max_steps)
+    solver = Anderson(rtol=rtol, atol=atol, max_steps=max_steps, plain_steps=plain_steps)
     start = query if initial is None else initial
     found = solve(energy, start, solver=solver, impl="reference", on_failure="ignore", adjoint=None)
     z = found.value.detach()

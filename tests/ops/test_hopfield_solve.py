@@ -254,9 +254,9 @@ def test_sets_too_many_for_one_evaluation_are_solved_in_groups():
 @pytest.mark.parametrize("case", ["plain", "fewer keys than the kernels take", "causal", "grouped", "added to pairs"])
 def test_low_precision_is_as_exact_as_the_loop(case, dtype):
     query, keys, options = make(case, dtype)
-    # Queries that are not settled after so many steps would tell of chaos, not of rounding.
+    # Accelerated steps, and queries that are not settled in the end, would tell of chaos, not of rounding.
     options["anchor"] = 0.5
-    budget = {"rtol": 0.0, "atol": 0.0, "max_steps": 60}
+    budget = {"rtol": 0.0, "atol": 0.0, "max_steps": 60, "plain_steps": 61}
     in_single, in_double = (
         {k: t.to(wide) if k == "mask" and t.is_floating_point() else t for k, t in options.items()}
         for wide in (torch.float32, torch.float64)
@@ -268,8 +268,7 @@ def test_low_precision_is_as_exact_as_the_loop(case, dtype):
         for name in ("state", "mean", "logsumexp"):
             error, allowed = (relative_error(getattr(t, name), getattr(truth, name)) for t in (fast, slow))
             assert getattr(fast, name).dtype == torch.float32
-            # Settled states wander by rounding, which is another on other processors.
-            assert error <= 3 * allowed + 16 * torch.finfo(torch.float32).eps
+            assert error <= 3 * allowed + 4 * torch.finfo(torch.float32).eps
             assert error < 3e-6
 
 
