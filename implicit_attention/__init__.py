@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if sys.orig_argv[1:3] != ["-m", __name__] and not "".join(sys.orig_argv[1:2]).endswith("/bin/implicit-attention"):
     # Exported programs call the package's operations, which torch knows once these are imported. The command line has
     # no such programs, and its help needs no torch.
-    from . import ops as ops
+    from . import _operations as _operations
 
 if TYPE_CHECKING:
     from ._solve import solve

@@ -22,7 +22,7 @@ from ._autograd import (
     unobserved,
 )
 from ._reporting import check_on_failure, report_failures, without_gradient
-from ._types import IMPLEMENTATIONS, Impl, OnFailure
+from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.native import NativeSolve, is_differentiated, is_native, native_rule, problem_of, solve_natively
 from .failure_policy import FailurePolicy, located, policy_of
@@ -56,9 +56,9 @@ def solve(
         initial: where to start, (*lead, *event): the last `problem.event_ndim` axes form one problem.
         solver: default `Anderson()`. Half-precision problems are solved in float32.
         adjoint: default `Implicit()`, the exact gradient of the solution.
-        impl: "auto" solves by a fused operation where there is one for the problem and the solver, else by the solvers'
-            loop; "reference" always by the loop, with every product written out; "native" (compiled for this CPU),
-            "tiled" (by torch's attention kernels, and adjoints in tiles) and "triton" insist on their operation.
+        impl: "auto" solves by a kernel where there is one for the problem and the solver, else by the solvers' loop;
+            "reference" always by the loop, with every product written out; "native" (compiled for this CPU) and
+            "triton" insist on their kernel.
         on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", "ignore", or a
             `FailurePolicy`. The same holds for a backward solve. Inside torch.vmap, where the host cannot look,
             `Solution.status` alone tells.
@@ -108,7 +108,7 @@ def solve(
         return _exported(problem, initial, solver, trace)
     callback = _checked_callback(callback, verbose, solver)
     report = _report(on_failure)
-    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
+    check_impl(impl)
     problem.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
     whole, origin = problem, None
     if (moved := problem._about_origin()) is not None:

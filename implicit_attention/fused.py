@@ -1,6 +1,6 @@
-"""The choice of a fused operation of `ops` that solves a problem as a solver would, if there is one.
+"""The choice of a kernel of `ops` that solves a problem as a solver would, if there is one.
 
-Solves and adjoints use operations only by `lower`. The solvers' loop and the linear solvers do everything else.
+The solvers' loop and the linear solvers do everything else.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from torch import Tensor
 from . import _validate
 from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
 from ._fused_rule import FusedRule
-from ._types import Impl, OnFailure
+from ._types import Impl
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
-from .failure_policy import FailureSite, text_of
-from .ops import dispatch, registration
+from .ops import dispatch
 from .ops.problem import Hopfield, carries
-from .ops.rule import THERE, AdjointAnswer, Solved
+from .ops.rule import AdjointAnswer
 from .potentials import LogSumExp, Potential
 from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp
@@ -41,42 +40,25 @@ class Lowered:
     rule: FusedRule | None
     impl: Impl
 
-    def solve(self, initial: Tensor) -> tuple[Tensor, Record]:
-        """The solution from `initial`, and how the solve went; without a graph."""
+    def solve(self, initial: Tensor) -> tuple[Tensor, Record] | None:
+        """The solution from `initial`, and how the solve went, without a graph; None where no kernel answers."""
         assert self.rule is not None
-        problem, poison = self._isolated()
-        initial = _poisoned(initial, poison)
+        problem, initial = self.isolated(initial)
         solved = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
-        return solved.state, solved.record
-
-    def in_graph(self, initial: Tensor, on_failure: OnFailure, site: FailureSite | None) -> tuple[Tensor, Record]:
-        """`solve` as one operation that a compiler keeps in its graph, with a first derivative.
-
-        A backward solve that fails is reported as `on_failure` says, at the `site`.
-        """
-        assert self.rule is not None
-        problem, poison = self._isolated()
-        impl = dispatch.checked(self.impl, problem)
-        # On an accelerator a number of the host would keep the graph from being captured.
-        numbered = (
-            site is not None and not is_fake(initial) and (initial.device.type == "cpu" or site.tally is not None)
-        )
-        handle = site.handle if site is not None and numbered else None
-        initial = _poisoned(initial, poison)
-        solved = Solved(*registration.solve_op(*problem, initial, *self.rule, impl, text_of(on_failure), handle))
-        return solved.state, solved.record
+        return None if solved is None else (solved.state, solved.record)
 
     def adjoint(
         self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
     ) -> tuple[tuple[Tensor | None, ...], AdjointAnswer] | None:
-        """The gradients of the energy's tensors, by conjugate gradients at z; None where it lacks that of a bias.
+        """The gradients of the energy's tensors, by conjugate gradients at z; None where no kernel has them all.
 
         It has the gradient of a bias per key, which is the same for all queries.
 
-        A problem that it could not solve has a failing status and an approximate gradient or NaN, but never 0.
+        A problem that it could not solve has a failing status and an approximate gradient or NaN; one that it gives up
+        (STALLED) adds nothing.
         """
         energy, potential = self.energy, self.potential
-        problem = self._isolated()[0]
+        problem = self.isolated(z)[0]
         own, by_bias = self._own.bias, None
         if (own is not None and own.requires_grad) or potential.bias is not own:
             if (own is not None and own.requires_grad and not is_per_key(own)) or self.impl == "triton":
@@ -84,6 +66,8 @@ class Lowered:
             by_bias = z.new_zeros(*z.shape[:-2], potential.keys.shape[-2])
         impl = dispatch.checked(self.impl, problem)
         answer = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, impl, by_bias=by_bias)
+        if answer is None:
+            return None
         by_potential: list[Tensor | None] = [answer.by_keys]
         if isinstance(potential.beta, Tensor):
             by_potential.append(sum_to_shape(answer.by_beta.sum(-1), potential.beta.shape))
@@ -95,8 +79,7 @@ class Lowered:
             by_potential = list(energy.potential.own_gradients(tuple(by_potential)))
         if own is not None and by_potential[-1] is not None:
             by_potential[-1] = sum_to_shape(by_potential[-1], own.shape)
-        by_own = energy._by_own(answer.value, lambda: dispatch.solve(problem, z, THERE, impl).mean)
-        return (*by_potential, *by_own), answer
+        return (*by_potential, *energy._by_own(answer.value, lambda: potential.mean(z))), answer
 
     @property
     def _own(self) -> LogSumExp:
@@ -106,20 +89,20 @@ class Lowered:
         assert isinstance(own, LogSumExp)
         return own
 
-    def _isolated(self) -> tuple[Hopfield, Tensor | None]:
-        """The problem, in which keys that are not finite are 0, and NaN for the queries that attend to such a key."""
+    def isolated(self, initial: Tensor) -> tuple[Hopfield, Tensor]:
+        """The problem, in which keys that are not finite are 0; the states of queries that read such a key are NaN."""
         problem = hopfield_of(self.energy, self.potential)
         if (problem.mask is None and problem.first is None) or surely_finite(problem.keys):
-            return problem, None
+            return problem, initial
         dtype = problem.field.dtype
         if problem.mask is None:
             assert problem.first is not None
             rows = problem.field.shape[-2]
             (keys,), poison = without_nan_before([problem.keys], problem.first, rows, dtype)
-            return problem._replace(keys=keys), poison
-        attended = problem.mask if problem.mask.dtype == torch.bool else torch.ne(problem.mask, -torch.inf)
-        (keys, _), poison = without_nan([problem.keys, problem.keys], attended, dtype)
-        return problem._replace(keys=keys), poison
+        else:
+            attended = problem.mask if problem.mask.dtype == torch.bool else torch.ne(problem.mask, -torch.inf)
+            (keys, _), poison = without_nan([problem.keys, problem.keys], attended, dtype)
+        return problem._replace(keys=keys), initial if poison is None else initial + poison[..., None]
 
 
 def hopfield_of(energy: AnchoredEnergy, potential: LogSumExp) -> Hopfield:
@@ -133,23 +116,13 @@ def hopfield_of(energy: AnchoredEnergy, potential: LogSumExp) -> Hopfield:
     return Hopfield(energy.field, potential.keys, beta, anchor, pairs, potential.query_offset).packed()
 
 
-def mean_and_logsumexp(energy: AnchoredEnergy, potential: LogSumExp) -> tuple[Tensor, Tensor]:
-    """Mean of the potential and log-sum-exp of its scores at the field, in one sweep over the keys."""
-    solved = dispatch.solve(hopfield_of(energy, potential), energy.field, THERE, "auto")
-    return solved.mean, solved.logsumexp
-
-
-def _poisoned(initial: Tensor, poison: Tensor | None) -> Tensor:
-    return initial if poison is None else initial + poison[..., None]
-
-
 def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Lowered | None:
     """The operation that solves `problem` as `solver` does, or None if there is none or `impl` is "reference".
 
     Args:
         problem: the problem to solve.
         solver: the method; None for the adjoint alone, whatever method solved the problem.
-        impl: "auto" takes an operation where there is one; "native", "tiled" and "triton" insist on theirs.
+        impl: "auto" takes a kernel where there is one; "native" and "triton" insist on theirs.
         every_step: whether every step must be recorded, for a trace or for a gradient through the steps.
 
     Raises:
@@ -207,7 +180,7 @@ def _underivable(potential: LogSumExp, impl: Impl) -> str | None:
     if transforms_active():
         return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
     bias = potential.bias
-    if bias is not None and is_differentiated(bias) and not (impl in ("native", "tiled") and is_per_key(bias)):
+    if bias is not None and is_differentiated(bias) and not (impl == "native" and is_per_key(bias)):
         return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
     return None
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict, Unpack
 from . import _validate
 from ._fused_rule import FusedRule
 from ._reporting import check_on_failure
-from ._types import IMPLEMENTATIONS, Impl, OnFailure
+from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Unrolled
 from .adjoints.native import native_rule
 from .solution import Remedies
@@ -63,8 +63,7 @@ class SolveOptions:
         adjoint: how the gradient is computed; default `Implicit()`, the exact gradient of an equilibrium, and
             `Unrolled()` for a solver with a fixed budget of steps (rtol = atol = 0).
         impl: which implementation runs. "auto" chooses. "reference" writes every product out. "native" is compiled for
-            this CPU, "tiled" is torch's fused attention, and "triton" one kernel for the whole solve; each raises where
-            it cannot be used.
+            this CPU, and "triton" one kernel for the whole solve; each raises where it cannot be used.
         max_steps: replaces the solver's `max_steps`. With 0 nothing is solved: the answer is one explicit step of
             attention, whatever the anchor.
         on_failure: what to do about queries without an answer, and about gradients that did not converge: "raise",
@@ -96,7 +95,7 @@ class SolveOptions:
         solver, adjoint = (Solver, type(None)), (Adjoint, type(None))
         _validate.check_instance("solver", self.solver, solver, "be None or a Solver", "for example Anderson()")
         _validate.check_instance("adjoint", self.adjoint, adjoint, "be None or an Adjoint", "for example Implicit()")
-        _validate.check_choice("impl", self.impl, IMPLEMENTATIONS)
+        check_impl(self.impl)
         if self.max_steps is not None:
             _validate.check_integer("max_steps", self.max_steps, low=0)
         check_on_failure(self.on_failure)

@@ -35,7 +35,6 @@ DOORS = {
     "auto": ({}, M),
     "native": ({"impl": "native"}, M),
     "reference": ({"impl": "reference"}, M),
-    "tiled": ({"impl": "tiled"}, 70),
     "linear solver": ({"adjoint": Implicit(CG(rtol=1e-12))}, M),
 }
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}

@@ -28,6 +28,19 @@ ALLOWED = {
     "potentials": {"ops"},
     "solvers": {"ops", "fixed_point_map", "problem", "linear", "solution"},
     "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
+    # What is above the kernels it imports when no kernel answers.
+    "_operations": {
+        "ops",
+        "fused",
+        "energies",
+        "potentials",
+        "solvers",
+        "adjoints",
+        "problem",
+        "linear",
+        "solution",
+        "_reporting",
+    },
     "adjoints": {
         "fused",
         "ops",
@@ -46,6 +59,7 @@ ALLOWED = {
     "options": {"solvers", "adjoints", "solution", "_reporting"},
     "attention": {
         "options",
+        "_operations",
         "ops",
         "fused",
         "energies",
@@ -206,7 +220,7 @@ def test_operations_are_asked_for_in_few_places():
     layout = PACKAGE / "potentials" / "masked_keys.py"
     # Commands tell which implementation ran.
     told = {"cli.compare_solvers", "cli.demo", "cli.report"}
-    ask = {"fused", "potentials.scored_keys", "adjoints.native", "adjoints.linear_system", "attention"}
+    ask = {"_operations", "fused", "potentials.scored_keys", "adjoints.native", "adjoints.linear_system", "attention"}
     ask |= {"solvers"}
     rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
     assert rooms == ask | told | {dotted_name(layout)}
@@ -276,7 +290,8 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
     assert of_torch == []
     assert set(libraries) - {"numpy"} == {"implicit_attention", "jaxtyping"}  # jaxtyping loads numpy.typing
     # The operations, which exported programs call by name; all else loads when it is asked for.
-    assert {"ops"} <= set(parts) <= {"ops", "linear", "solution", "_reporting", *LEAVES}
+    operations = {"_operations", "ops"}
+    assert operations <= set(parts) <= {*operations, "linear", "solution", "_reporting", *LEAVES}
 
 
 def test_the_help_of_the_command_line_needs_no_torch():

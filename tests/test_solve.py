@@ -262,3 +262,16 @@ def test_a_cuda_solve_equals_the_one_on_the_cpu():
     solution = solve(on_gpu, on_gpu.field)
     assert solution.converged.all()
     torch.testing.assert_close(solution.value.cpu(), solve(energy, energy.field).value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_fixed_budget_never_waits_for_an_accelerator(first, monkeypatch):
+    """Tensors without data: every look of the host at a number is an error."""
+    # The addresses of such tensors are all alike.
+    monkeypatch.setattr("implicit_attention.solvers.iterate.share_memory", lambda *tensors: False)
+    query, keys = (torch.empty(2, size, 8, device="meta") for size in (9, 70))
+    energy = AnchoredEnergy(LogSumExp(keys, 0.5, query_offset=first), query, 0.5)
+    for method in (Anderson, Picard):
+        assert method(rtol=0, atol=0, max_steps=6).run(energy, query).value.shape == query.shape
+        with pytest.raises(RuntimeError, match="meta"):
+            method(max_steps=6).run(energy, query)

@@ -93,10 +93,11 @@ class Request:
         return dataclasses.replace(self, problem=empty, initial=torch.empty(0))
 
     def solved(self, problem: Problem, initial: Tensor) -> Outcome:
-        """The outcome for `problem` without a graph, by a fused operation where `impl` has or wants one."""
+        """The outcome for `problem` without a graph, by a kernel where `impl` has or wants one."""
         every_step = self.trace or self.callback is not None
         lowered = lower(problem, self.solver, self.impl, every_step=every_step)
-        return self.run(problem, initial) if lowered is None else Outcome(*lowered.solve(initial))
+        solved = None if lowered is None else lowered.solve(initial)
+        return self.run(problem, initial) if solved is None else Outcome(*solved)
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
         """The outcome for `problem` by the solver's own steps, after each of which the callback is called."""

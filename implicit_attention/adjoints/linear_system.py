@@ -20,7 +20,7 @@ from .._types import LinearMap
 from ..failure_policy import policy_of
 from ..fused import lower
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
-from ..linear._solution import forgiven
+from ..linear._solution import forgiven, has_no_digits
 from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol
 from ..ops.native.krylov import Arnoldi
@@ -39,6 +39,7 @@ TILE_ROWS = 64
 SCALE = 1e-4
 
 Gradients = tuple[Tensor | None, ...]
+Known = tuple[Gradients, LinearSolution]
 
 
 def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool) -> Tensor:
@@ -86,28 +87,42 @@ def _gradients(
 ) -> tuple[Gradients, LinearSolution, Tape | None]:
     """The gradients, the solution of the linear system behind them, and the tape if one was recorded."""
     default = request.linear_solver is None and isinstance(method, CG)
+    known: Known | None = None
     if default and (lowered := lower(problem, None, request.impl)) is not None:
         steps = method.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
         with torch.no_grad():
             fused = lowered.adjoint(z, cotangent, method.rtol, steps)
         if fused is not None:
             gradients, answer = fused
-            return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature), None
-    if (own := problem._adjoint(method, z, cotangent)) is not None:
+            known = gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature)
+            if not bool((answer.status == Status.STALLED).any()):
+                return *known, None
+    if known is None and (own := problem._adjoint(method, z, cotangent)) is not None:
         return *own, None
     start = None if request.memory is None else request.memory.start(cotangent)
-    return _by_rows(method, problem, z, cotangent, start)
+    return gradients_by_rows(method, problem, z, cotangent, start, known=known)
 
 
-def _by_rows(
-    method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor, start: Tensor | None
+def gradients_by_rows(
+    method: LinearSolver[Any],
+    problem: Problem,
+    z: Tensor,
+    cotangent: Tensor,
+    start: Tensor | None = None,
+    *,
+    known: Known | None = None,
 ) -> tuple[Gradients, LinearSolution, Tape | None]:
     """The gradients and the answer, from the rows of one tile after another, one linearisation at a time.
 
     The tape is that of all rows, where they are one tile that was recorded.
+
+    known: the gradients and the answer of a kernel, to which the problems that it gave up (STALLED) are added.
     """
-    answers = []
-    for index in _tiles(problem, z):
+    answers, stalled, chosen = [], None, None
+    if known is not None:
+        stalled = known[1].status == Status.STALLED
+        chosen, cotangent = first_of(stalled), torch.where(along(stalled, cotangent), cotangent, 0.0)
+    for index in _tiles(problem, z, chosen):
         with torch.enable_grad():
             part = problem if index is None else problem.select(index)
         assert part is not None
@@ -134,16 +149,40 @@ def _by_rows(
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     last = z.ndim - problem.event_ndim - 1
     fields = zip(*((*answer.record, answer.value, answer.negative_curvature) for answer in answers), strict=True)
-    *record, value, negative_curvature = (torch.cat(parts, dim=last) for parts in fields)
+    rows = [torch.cat(parts, dim=last) for parts in fields]
     gradients = tuple(t.grad for t in problem.tensors())
+    if known is not None and stalled is not None and chosen is not None:
+        before, found = known
+        whole = *found.record, found.value, found.negative_curvature
+        picked = stalled.gather(-1, chosen)
+        rows = [merged(chosen, picked, old, new.to(old.dtype)) for old, new in zip(whole, rows, strict=True)]
+        both = zip(before, gradients, strict=True)
+        gradients = tuple(new if old is None else old if new is None else old + new for old, new in both)
+    *record, value, negative_curvature = rows
     return gradients, LinearSolution(Record(*record), value, negative_curvature), None
 
 
-def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
-    """Consecutive rows of the problem, by their indices; None for all where it is small or cannot be restricted."""
+def jacobian_product(problem: Problem, z: Tensor, v: Tensor) -> Tensor:
+    """J v, tile by tile."""
+    parts = []
+    for index in _tiles(problem, z):
+        part = problem if index is None else problem.select(index)
+        assert part is not None
+        parts.append(part.linearize(rows_of(z, index)).jvp(rows_of(v, index)))
+    return torch.cat(parts, z.ndim - problem.event_ndim - 1)
+
+
+def _tiles(problem: Problem, z: Tensor, chosen: Tensor | None = None) -> Iterator[Tensor | None]:
+    """Consecutive rows of the problem, by their indices; None for all where it is small or cannot be restricted.
+
+    chosen: the rows to take, (*lead[:-1], K), of a problem that can be restricted; None for all.
+    """
     lead = z.shape[: z.ndim - problem.event_ndim]
-    count = lead[-1] if lead else 0
     size = max(TILE // max(math.prod(lead[:-1]), 1), TILE_ROWS)
+    if chosen is not None:
+        yield from torch.split(chosen, size, -1)
+        return
+    count = lead[-1] if lead else 0
     starts = range(0, count, size)
     indices = [torch.arange(s, min(s + size, count), device=z.device).expand(*lead[:-1], -1) for s in starts]
     if len(indices) < 2 or not problem.separates or problem.select(indices[0]) is None:
@@ -246,10 +285,16 @@ def _solve(
         answer = _together(method, problem, system, answer)
     if isinstance(method, CG) and bool(answer.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)
-    stalled = answer.status == Status.STALLED
+    size, given = (_norm(t, problem.event_ndim) for t in (answer.value, system.rhs))
+    # Of a singular system whose rounding happens to leave a curvature; a length that overflows tells nothing.
+    empty = (answer.status <= Status.UNSTABLE) & has_no_digits(size, given) & (size < torch.inf)
+    if not (host_may_look(empty) and not bool(empty.any())):
+        status, residual = answer.status.masked_fill(empty, int(Status.STALLED)), answer.residual.where(~empty, given)
+        value = torch.where(along(empty, answer.value), 0.0, answer.value)
+        answer = replace(answer.amended(status=status, residual=residual), value=value, checked=False)
+    stalled = (answer.status == Status.STALLED) & ~empty
     if not (host_may_look(stalled) and not bool(stalled.any())):
-        sizes = (_norm(t, problem.event_ndim) for t in (answer.value, system.rhs))
-        status, tolerance = forgiven(*answer.record[:3], answer.negative_curvature, *sizes)
+        status, tolerance = forgiven(*answer.record[:3], answer.negative_curvature, size, given)
         answer = answer.amended(status=status, tolerance=tolerance)
     return replace(answer, value=system.lift(answer.value))
 

@@ -19,8 +19,6 @@ from .._autograd import applied, are_plain, sum_to_shape, unobserved
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..energies import AnchoredEnergy
-from ..failure_policy import policy_of
-from ..fused import hopfield_of
 from ..linear import CG, LinearSolution
 from ..ops import dispatch, trust
 from ..ops.native import checks
@@ -86,8 +84,7 @@ def energy_of(problem: Hopfield) -> AnchoredEnergy:
 def is_native(problem: Hopfield, impl: Impl, values: Any = None, *, numbers: bool = False) -> bool:
     """Whether a problem `is_plain`, and the native operations solve it as it is; `numbers` as there."""
     query, keys, _, anchor, pairs, first = problem
-    wanted = query.dtype in dispatch.NATIVE_DTYPES or impl == "native"
-    if not (wanted and problem.is_plain(values, numbers=numbers) and carries(query.dtype, anchor)):
+    if not (problem.is_plain(values, numbers=numbers) and carries(query.dtype, anchor)):
         return False
     # Keys that are not finite must not reach queries that do not attend to them.
     return (pairs is None and first is None) or is_finite(keys)
@@ -208,25 +205,20 @@ def native_gradients(
     if native is None:
         return None
     value, by_beta, by_keys, evidence, failed, doubtful = native
-    if failed and policy_of(report.on_failure).backward == "zero":
+    if failed:
+        # Saddles above all, which `Implicit` finishes.
         return None
-    answer = native.answer if failed else None
-    if answer is not None:
-        energy = energy_of(problem.detached())
-        packed = hopfield_of(energy, energy.potential)  # type: ignore[arg-type]
-        answer = dispatch.with_stalled(answer, packed, state, cotangent, rule, by_bias=None)
-        value, by_beta, by_keys = answer.value, answer.by_beta, answer.by_keys
     by_number = sum_to_shape(by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
     if isinstance(anchor, Tensor):
         by_anchor = sum_to_shape((value * (query - mean)).sum((-1, -2)), anchor.shape)
     watched = not isinstance(report.on_failure, str) or (report.site is not None and report.site.tally is not None)
-    if failed or doubtful or watched or not moved or report.status is not None or report.lead is not None:
+    if doubtful or watched or not moved or report.status is not None or report.lead is not None:
 
         def mapped() -> Tensor:
             return energy_of(problem.detached()).fixed_point_map(state)
 
-        answer = native.answer if answer is None else answer
+        answer = native.answer
         solution = LinearSolution(answer.record, answer.value, answer.negative_curvature)
         report_adjoint(report, how.solver, method, solution, True, state, cotangent, mapped)
     else:

@@ -23,9 +23,9 @@ from .._autograd import (
     may_have_tangent,
     uncompiled,
 )
+from .._operations import solved_in_graph
 from .._reporting import report_failures, without_gradient
 from .._solve import solve
-from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
@@ -242,7 +242,9 @@ def _answer(given: Call, in_graph: bool, *, eager: bool = True) -> Attended | No
         if call.values is not None or call.return_weights:
             reads_out(potential)
         if call.options.explicit:
-            _check_explicit(energy, call.options.impl)
+            if (impl := call.options.impl) in ("native", "triton"):
+                reason = "solves, and max_steps=0 solves nothing; use impl='auto'"
+                raise UnsupportedImplementation(f"`impl={impl!r}` {reason}")
             state, solution = call.query, _explicit_solution(energy, call, in_graph)
             output = _explicit_output(energy, call, given)
         else:
@@ -356,7 +358,7 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
             return None
         # An exported program keeps no site, and counts nothing.
         site = None if is_exporting() else located(call.on_failure)[1]
-        state, record = lowered.in_graph(initial, options.on_failure, site)
+        state, record = solved_in_graph(lowered, initial, options.on_failure, site)
         return without_gradient(options.on_failure, record.failed, state), record
     solution = solve(
         energy,
@@ -382,14 +384,6 @@ def _stood_in(
 
 
 # Explicit steps.
-
-
-def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
-    """Raise if `impl` is named and cannot do an explicit step."""
-    if impl in ("native", "triton"):
-        raise UnsupportedImplementation(f"`impl={impl!r}` solves, and max_steps=0 solves nothing; use impl='tiled'")
-    if impl == "tiled":
-        lower(energy, Picard(), impl)
 
 
 def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from .._autograd import sum_to_shape
-from ..energies import AnchoredEnergy
-from ..fused import mean_and_logsumexp
 from ..potentials import LogSumExp
 from ..potentials.log_sum_exp import CUTOFF
 from ..potentials.masked_keys import Read
@@ -23,9 +21,6 @@ TILE = 2**18
 
 def read_local(local: LogSumExp, z: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
     """The read-out of the local values (None: keys) and log-sum-exp, -inf for a query that attends to none of them."""
-    if values is None and local.mask is None and local.bias is None:
-        # One sweep for both, by the operation that solves: with anchor 0 its map is the mean.
-        return mean_and_logsumexp(AnchoredEnergy(local, z, 0.0), local)
     return local.readout_with_logsumexp(z, local.keys if values is None else values)
 
 

@@ -51,6 +51,11 @@ class LinearSolution(Recorded):
     checked: bool = False
 
 
+def has_no_digits(size: Tensor, rhs: Tensor) -> Tensor:
+    """Whether an answer, of norm `size`, of a system I - J is so long that rounding alone hides its right-hand side."""
+    return ROUNDING * torch.finfo(size.dtype).eps * size > MEANINGFUL * rhs
+
+
 def forgiven(
     status: Tensor, residual: Tensor, tolerance: Tensor, negative_curvature: Tensor, size: Tensor, rhs: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -61,7 +66,7 @@ def forgiven(
     """
     unit = torch.finfo(size.dtype).eps * size
     # A singular system drives the answer to 1/eps, where everything would be forgiven.
-    stalled = (status == Status.STALLED) & (ROUNDING * unit <= MEANINGFUL * rhs)
+    stalled = (status == Status.STALLED) & ~has_no_digits(size, rhs)
     floor = torch.maximum(ROUNDING * unit, torch.minimum(CANCELLING * unit, SMALL * rhs))
     solved = torch.where(negative_curvature, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
     status = torch.where(stalled & (residual <= floor), solved, status)

@@ -58,7 +58,8 @@ def with_logsumexp(
     first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, where with `first`, and no mask, query i attends to keys up to first + i, first >= 0."""
-    run = partial(flash_with_logsumexp, query, attn_mask=attn_mask, scale=scale)
+    kernel = flash_with_logsumexp if query.device.type == "cpu" else efficient_with_logsumexp
+    run = partial(kernel, query, attn_mask=attn_mask, scale=scale)
     if first is None:
         return run(keys, values)
     parts = [
@@ -108,29 +109,10 @@ def loses_nan(keys: Tensor) -> bool:
     return keys.shape[-2] * keys.dtype.itemsize < REGISTER
 
 
-def has_kernel(device: str) -> bool:
-    """Whether this torch has such a kernel for a type of device."""
-    return {"cpu": _FLASH_FOR_CPU, "cuda": _EFFICIENT}.get(device) is not None
-
-
-def mean_and_logsumexp(
-    query: Tensor, keys: Tensor, pairs: Tensor | None, scale: float, *, is_causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """softmax(scale Q K^T + pairs) K and the log-sum-exp of those scores, (E, R, D) and (E, R), without derivatives.
-
-    keys: (E, M, D). pairs: (E / S, #R, M), each for S sets in a row, or None.
-    """
-    sets, rows, _ = query.shape
-    lead = (sets, 1) if pairs is None else (len(pairs), sets // len(pairs))
-    query, keys = query.view(*lead, rows, -1), keys.view(*lead, *keys.shape[1:])
-    on_cpu = query.device.type == "cpu"
-    if pairs is not None:
-        # Align the mask before it is repeated.
-        pairs = (pairs if on_cpu else aligned_mask(pairs))[:, None].expand(*lead, rows, -1)
-    kernel = flash_with_logsumexp if on_cpu else efficient_with_logsumexp
-    mean, logsumexp = kernel(query, keys, keys, attn_mask=pairs, scale=scale, is_causal=is_causal)
-    # Kernels order the axes of their answers in memory as they like.
-    return mean.reshape(sets, rows, -1), logsumexp.reshape(sets, rows)
+def has_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether this torch has such a kernel for a type of device and of numbers."""
+    wide = device == "cuda" and dtype == torch.float64
+    return not wide and {"cpu": _FLASH_FOR_CPU, "cuda": _EFFICIENT}.get(device) is not None
 
 
 def sdpa(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._fused_rule import FusedRule
 from ..status import Status
-from .attention import mean_and_logsumexp
+from .attention import with_logsumexp
 from .fold import aligned
 from .problem import Hopfield
 from .rule import RTOL, THERE, AdjointAnswer, AdjointRule, Solved
@@ -139,13 +139,14 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
         problem = Hopfield(query, keys, number, number, mask, 0 if variant.causal else None)
         written = (Written(problem), Written(problem, variant.dtype))
         (_, mean, logsumexp), (_, rough_mean, rough_logsumexp) = (w.attend(query.double()) for w in written)
-        pairs = None if mask is None else mask.to(device)
+        pairs = None if mask is None else mask.to(device).expand(1, 2, rows, count)
         # Torch allocates the outputs, often where memory of their size was freed.
         for size in (query.shape, query.shape[:2]):
             poisoned(torch.empty(size, dtype=variant.dtype, device=device))
-        ours = mean_and_logsumexp(query.to(device), keys.to(device), pairs, scale, is_causal=variant.causal)
-        measured.add(f"mean{what}", ours[0], mean, rough_mean.to(variant.dtype).double())
-        measured.add(f"logsumexp{what}", ours[1], logsumexp, rough_logsumexp)
+        given = [t.to(device)[None] for t in (query, keys, keys)]
+        ours = with_logsumexp(*given, attn_mask=pairs, scale=scale, first=0 if variant.causal else None)
+        measured.add(f"mean{what}", ours[0][0], mean, rough_mean.to(variant.dtype).double())
+        measured.add(f"logsumexp{what}", ours[1][0], logsumexp, rough_logsumexp)
     return measured.errors
 
 

@@ -1,4 +1,4 @@
-"""Choice of the implementation: a named one or an error, else the fastest that can do the problem and is trusted.
+"""Choice of the kernel: a named one or an error, else the fastest that can do the problem and is trusted, or none.
 
 Shapes and dtypes are checked before an operation runs, trust in kernels while it runs.
 """
@@ -13,15 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import _validate
 from .._autograd import host_may_look_at_constant, is_fake
-from .._declared import first_of, pick, picked
 from .._fused_rule import FusedRule
-from .._types import Impl
+from .._types import Impl, check_impl
 from ..errors import UnsupportedImplementation
 from ..status import Status
 from . import checks, trust
-from .attention import FLASH_KEYS, has_kernel
 from .fold import widened
 from .native import checks as native_checks
 from .native.adjoint import solve_adjoint as native_adjoint
@@ -30,25 +27,20 @@ from .native.operands import unsupported as native_unsupported
 from .native.solve import solve as native_solve
 from .problem import Hopfield
 from .rule import THERE, AdjointAnswer, AdjointRule, Solved
-from .tiled.adjoint import solve_adjoint as tiled_adjoint
-from .tiled.solve import solve as tiled_solve
 from .triton import checks as triton_checks
 from .triton.support import FINEST, hidden, too_fine, unsupported
 
 _R = TypeVar("_R")
 
-IMPLEMENTATIONS = ("auto", "native", "tiled", "triton")
 # Where "auto" tries the Triton kernels.
 TRITON_DEVICES = ("cuda",)
-# States for which "auto" tries the native operations.
-NATIVE_DTYPES = (torch.float32,)
 
 
 def checked(impl: Impl, problem: Hopfield) -> Impl:
     """Return `impl`, or raise if it is named and cannot do the problem; it reads no numbers, which torch may trace."""
-    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
-    reasons = {"native": native_unsupported, "triton": unsupported, "tiled": without_kernel}
-    reason = reasons[impl](problem) if impl != "auto" else None
+    check_impl(impl)
+    reasons = {"native": native_unsupported, "triton": unsupported}
+    reason = reasons[impl](problem) if impl in reasons else None
     if reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     return impl
@@ -64,13 +56,16 @@ def _is_for_triton(impl: Impl, problem: Hopfield) -> bool:
     return impl == "triton" or (impl == "auto" and able)
 
 
-def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved:
-    """Solve every query from `initial`, (*batch, N, D); the mean may be left out where it costs extra."""
+def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved | None:
+    """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers.
+
+    The mean may be left out where it costs extra.
+    """
     if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
         # States of no entries still have weights: those of states with one entry, 0.
         field, keys, initial = (widened(t, 1) for t in (problem.field, problem.keys, initial))
         wide = solve(problem._replace(field=field, keys=keys), initial, rule, impl, keep_mean=keep_mean)
-        return wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
+        return None if wide is None else wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
     if initial.numel() == 0:
         return Solved.allocated(initial.new_zeros, initial.shape, initial.dtype)
 
@@ -87,14 +82,9 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
     if answer is not None:
         return answer
     problem = problem.to(initial.dtype)
-    run_native = partial(native_solve, problem, initial, rule, keep_mean=keep_mean)
-    if (answer := by_native(impl, "hopfield_solve", problem, run_native)) is not None:
-        return answer
-    run = partial(tiled_solve, problem, initial, rule, keep_mean=keep_mean)
-    if without_kernel(problem) is None:
-        masked, causal = problem.mask is not None, problem.first is not None
-        answer = by_attention(impl, problem.keys, partial(run, fused=True), mask=masked, causal=causal)
-    return run(fused=False) if answer is None else answer
+    return by_native(
+        impl, "hopfield_solve", problem, partial(native_solve, problem, initial, rule, keep_mean=keep_mean)
+    )
 
 
 def solve_adjoint(
@@ -106,8 +96,11 @@ def solve_adjoint(
     impl: Impl,
     *,
     by_bias: Tensor | None = None,
-) -> AdjointAnswer:
-    """Solve A u = cotangent, (*batch, N, D), for every query at its state.
+) -> AdjointAnswer | None:
+    """The solution of A u = cotangent, (*batch, N, D), for every query at its state, by a kernel; None where none does.
+
+    Queries that it gives up, at saddles above all, have the status STALLED and add 0 to every gradient; NaN during the
+    capture of a CUDA graph, where nothing can solve them again.
 
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
@@ -123,9 +116,8 @@ def solve_adjoint(
         return triton_adjoint(problem, state, cotangent, there.mean, there.logsumexp, rule)
 
     answer = _by_triton(impl, "hopfield_adjoint", problem, by_kernel) if by_bias is None else None
-    rule = AdjointRule.of(rtol, max_steps, state.dtype)
     if answer is None:
-        wide = problem.to(state.dtype)
+        wide, rule = problem.to(state.dtype), AdjointRule.of(rtol, max_steps, state.dtype)
 
         def run_native() -> AdjointAnswer:
             mean = native_solve(wide, state, THERE).mean
@@ -133,56 +125,14 @@ def solve_adjoint(
 
         answer = by_native(impl, "hopfield_adjoint", wide, run_native)
     if answer is None:
-        return tiled_adjoint(problem, state, cotangent, rule, by_bias=by_bias)
-    if not may_look(state):
-        return unanswered(answer, answer.status == Status.STALLED)
-    return with_stalled(answer, problem, state, cotangent, rule, by_bias=by_bias)
-
-
-def with_stalled(
-    answer: AdjointAnswer,
-    problem: Hopfield,
-    state: Tensor,
-    cotangent: Tensor,
-    rule: AdjointRule,
-    *,
-    by_bias: Tensor | None,
-) -> AdjointAnswer:
-    """Solve stalled queries again, at saddles above all, and write their answers into `answer`."""
+        return None
     stalled = answer.status == Status.STALLED
+    if not may_look(state):
+        return unanswered(answer, stalled)
     if not bool(stalled.any()):
         return answer
-    few, of_few = stalled, by_bias
-    # The gradient may have fewer leading axes than the queries, as the keys had.
-    by_keys = answer.by_keys.view(problem.keys.shape)
-    sets = stalled.any(-1).nonzero(as_tuple=True)
-    if problem.keys.shape[:-2] == stalled.shape[:-1] and len(sets[0]) < few[..., 0].numel():
-        # Leave out sets of keys that no stalled query reads.
-        def within(tensor: Tensor) -> Tensor:
-            return tensor[tuple(i if size > 1 else i * 0 for i, size in zip(sets, tensor.shape, strict=False))]
-
-        tensors = (None if t is None else within(t) for t in problem[:5])
-        problem = Hopfield._make((*tensors, problem.first))
-        few, state, cotangent = within(few), within(state), within(cotangent)
-        of_few = None if by_bias is None else by_bias.new_zeros(len(few), by_bias.shape[-1])
-    index = first_of(few)
-    if index is None or problem.first is not None:
-        # The causal rule needs the place of every query.
-        index = torch.arange(few.shape[-1], device=few.device).expand(few.shape)
-    chosen = pick(few, index)
-    mask = None if problem.mask is None else picked(problem.mask, index, few.ndim - 1)
-    problem = problem._replace(field=pick(problem.field, index), mask=mask)
-    cotangent = pick(cotangent, index).where(chosen[..., None], 0.0)
-    again = tiled_adjoint(problem, pick(state, index), cotangent, rule, by_bias=of_few)
-    for old, new in zip(answer[:-1], again[:-1], strict=True):
-        old[stalled] = new[chosen]
-    if few is stalled:
-        by_keys.add_(again.by_keys)
-        return answer
-    by_keys[sets] += again.by_keys
-    if by_bias is not None and of_few is not None:
-        by_bias[sets] += of_few
-    return answer
+    value, by_beta = answer.value.masked_fill(stalled[..., None], 0.0), answer.by_beta.masked_fill(stalled, 0.0)
+    return answer._replace(value=value, by_beta=by_beta)
 
 
 def may_look(tensor: Tensor) -> bool:
@@ -233,7 +183,7 @@ def _native_use(operation: str, device: torch.device, *variant: Any) -> trust.Us
 def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R]) -> _R | None:
     """Return the answer of `run`, the native library, if `impl` wants it and it is trusted, else None."""
     field, keys, _, _, mask, first = problem
-    if impl != "native" and not (impl == "auto" and field.device.type == "cpu" and field.dtype in NATIVE_DTYPES):
+    if impl != "native" and not (impl == "auto" and field.device.type == "cpu"):
         return None
     if not host_may_look_at_constant(*(t for t in problem if isinstance(t, Tensor))):
         # A mode of torch sees operations on tensors, and not what a library writes to their memory.
@@ -248,26 +198,11 @@ def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _
     return trust.answer(use, check, run, insists="native" if impl == "native" else None)
 
 
-def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
+def by_attention(keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
     """Return the answer of `run`, torch's attention kernel with its log-sum-exp, if that is trusted, else None."""
     if torch.compiler.is_compiling():
         # A check cannot run while torch traces. The registered operations are never traced through.
         return None
     variant = checks.attention_variant(keys, mask=mask, causal=causal)
     use = trust.Use("attention with log-sum-exp (torch)", keys.device, variant)
-    insists = "tiled" if impl == "tiled" else None
-    return trust.answer(use, partial(checks.attention, variant, keys.device), run, insists=insists)
-
-
-def without_kernel(problem: Hopfield) -> str | None:
-    """Why torch's attention kernels, with their log-sum-exp, cannot do a problem, as "reason; remedy"."""
-    device, count = problem.field.device.type, problem.keys.shape[-2]
-    if not has_kernel(device):
-        reason = f"torch {torch.__version__} has no attention kernel that returns the log-sum-exp on {device!r}"
-    elif device == "cuda" and problem.field.dtype == torch.float64:
-        reason = "torch's attention kernels do not take float64 on 'cuda'"
-    elif count < FLASH_KEYS:
-        reason = f"at least {FLASH_KEYS} keys are needed (torch's kernel loses NaN below), got {count}"
-    else:
-        return None
-    return f"{reason}; use impl='auto'"
+    return trust.answer(use, partial(checks.attention, variant, keys.device), run)

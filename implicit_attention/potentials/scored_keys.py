@@ -147,10 +147,10 @@ class ScoredKeys(MaskedKeys):
 
     def _attended(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
         """Return softmax(scores) V and the log-sum-exp of the scores, from one evaluation."""
-        if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z, read.values):
+        if has_kernel(z.device.type, z.dtype) and self._may_flash(z, read.values):
             run = partial(self._flash, z, read, with_logsumexp)
             causal = read.first is not None
-            outputs = by_attention("auto", read.keys, run, mask=read.pairs is not None, causal=causal)
+            outputs = by_attention(read.keys, run, mask=read.pairs is not None, causal=causal)
             if outputs is not None:
                 return outputs[0], outputs[1]
         scores = self._scores(z, read)

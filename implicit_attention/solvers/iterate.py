@@ -246,7 +246,9 @@ def _iterated(
         traced: list[Any] = []
         numbers = itertools.count()
         told = callback and (lambda _, *shown: callback(next(numbers), *shown))
-        begin = functools.partial(loop, solver, every=every, traced=traced if trace else None, callback=told)
+        # A fixed budget does not wait for another device.
+        looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
+        begin = functools.partial(loop, solver, every=looks, traced=traced if trace else None, callback=told)
         value, record = judged(solver, rows, begin, begin, every=every)
         if share_memory(value, initial):
             value = value.clone()

@@ -304,21 +304,21 @@ def test_a_fixed_budget_is_unrolled_unless_it_is_told_otherwise():
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=str)
 def test_reference_implementation_uses_no_fused_kernel(options):
     given = inputs(keys=80, dtype=torch.float32)
-    fused = equilibrium_attention(*given, impl="tiled")
-    for impl in ("tiled", "reference"):
+    fused = equilibrium_attention(*given)
+    for impl in ("auto", "reference"):
         torch.manual_seed(0)
         with Allocations() as seen:
             output = equilibrium_attention(*given, impl=impl, **options)
-        assert any("scaled_dot_product" in operator for operator in seen.operators) == (impl == "tiled")
+        assert any("scaled_dot_product" in operator for operator in seen.operators) == (impl == "auto")
         assert torch.allclose(output, fused, rtol=1e-4, atol=1e-5) == (not options)
 
 
 def test_what_the_kernels_cannot_do_is_refused():
     given, bias = inputs(keys=80), random(N, 80).requires_grad_()
     with pytest.raises(UnsupportedImplementation, match="with an additive mask that requires grad"):
-        equilibrium_attention(*given, bias, impl="tiled")
+        equilibrium_attention(*given, bias, impl="native")
     with pytest.raises(UnsupportedImplementation, match=r"inside torch\.func"):
-        torch.func.grad(lambda q: equilibrium_attention(q, *given[1:], impl="tiled").sum())(given[0])
+        torch.func.grad(lambda q: equilibrium_attention(q, *given[1:], impl="native").sum())(given[0])
 
 
 def test_a_wide_mask_is_not_rounded_by_narrow_queries():

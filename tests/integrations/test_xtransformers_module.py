@@ -163,7 +163,7 @@ def test_other_refusals_name_their_reason():
     made.attend = Other()
     with pytest.raises(ValueError, match="own Attend, got Other"):
         replace_attend(made)
-    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'native', 'tiled', 'triton'"):
+    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'native', 'triton'"):
         replace_attend(Attention(DIM), impl="fast")
     with pytest.raises(ValueError, match="'learned' or a number"):
         replace_attend(Attention(DIM), anchor="free")

@@ -274,7 +274,7 @@ def test_every_override_of_a_call_counts():
     gradient = torch.autograd.grad(plain.square().sum(), x)[0]
     assert not torch.equal(torch.autograd.grad(made(x, adjoint=OneStep()).square().sum(), x)[0], gradient)
     with pytest.raises(UnsupportedImplementation):
-        made(x, impl="tiled")
+        made(x, impl="triton")
     with pytest.raises(ConvergenceError):
         made(x, max_steps=1, on_failure="raise")
     assert torch.equal(made(x), plain)

@@ -1,17 +1,27 @@
 """Small problems of every form that the operations take, and the map of each written out by itself."""
 
+import contextlib
+
 import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Status, solve
 from implicit_attention.ops import AdjointAnswer, Solved, native_status
+from implicit_attention.ops.native import library
 from implicit_attention.testing.numerics import random
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_status().isa is None, reason=str(native_status())))
-#: What answers float64: native operations and, by "auto", torch's kernel or, of few keys, products written out.
-IMPLEMENTATIONS = pytest.mark.parametrize("impl", [NATIVE, "auto"])
-#: What answers both precisions, of at least 64 keys.
-KERNELS = pytest.mark.parametrize("impl", [NATIVE, "tiled"])
+#: The native operations, and the loop with every product written out.
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", [NATIVE, "reference"])
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """A machine without native kernels: the loop answers, over torch's attention kernels."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(library.VARIABLE, "off")
+        patched.setattr(library, "_found", lambda: (None, "switched off"))
+        yield
 
 
 def attended(*shape, seed=5):

@@ -8,9 +8,7 @@ from layouts import MATRICES, Layouts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention
-from implicit_attention._fused_rule import FusedRule
-from implicit_attention.ops import attention, dispatch
-from implicit_attention.ops.problem import Hopfield
+from implicit_attention.ops import attention
 from implicit_attention.testing.numerics import random
 
 PRIVATE = ("torch.ops", "_scaled_dot_product", "torch._efficient_attention", "torch._flash_attention")
@@ -89,18 +87,6 @@ def test_the_kernel_on_cuda_is_given_what_torch_would_give_it(count, kind, monke
     )
     mean, _ = attention.efficient_with_logsumexp(query, keys, keys, attn_mask=mask, scale=0.5)
     torch.testing.assert_close(mean, (0.5 * query @ keys.mT + mask).softmax(-1) @ keys, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("first", [None, 0])
-def test_a_fixed_budget_never_waits_for_an_accelerator(first):
-    """Tensors without data: every look of the host at a number is an error."""
-    query, keys, one = (torch.empty(2, *size, device="meta") for size in ((9, 8), (70, 8), (1, 1)))
-    problem = Hopfield(query, keys, one, one, None, first)
-    for plain_steps in (2, 9):
-        found = dispatch.solve(problem, query, FusedRule(0.0, 0.0, 6, plain_steps), "auto")
-        assert found.state.shape == query.shape
-    with pytest.raises(NotImplementedError, match="meta"):
-        dispatch.solve(problem, query, FusedRule(1e-4, 0.0, 6, 3), "auto")
 
 
 def test_nobody_else_calls_private_operations():

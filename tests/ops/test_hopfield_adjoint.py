@@ -5,7 +5,6 @@ import torch
 from hopfield_cases import (
     CASES,
     IMPLEMENTATIONS,
-    KERNELS,
     dense_adjoint,
     gradients,
     hessians,
@@ -83,7 +82,7 @@ def saddle():
     return query, keys, state, {"beta": 1.0, "anchor": 0.0}
 
 
-@KERNELS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_saddle_is_answered_and_told(dtype, impl):
     query, keys, state, options = (t if isinstance(t, dict) else t.to(dtype) for t in saddle())
@@ -221,7 +220,7 @@ def test_what_takes_more_steps_than_allowed_is_told(impl):
 # Rows, order and precision.
 
 
-@KERNELS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["plain", "causal", "grouped", "beta of each head"])
 def test_low_precision(case, dtype, impl):
@@ -243,7 +242,7 @@ def test_low_precision(case, dtype, impl):
 # Scale.
 
 
-@KERNELS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_the_scale_of_the_cotangent_changes_not_one_bit(dtype, impl):
     query, keys, state, cotangent, options = solved("key padding", dtype=torch.float64)
@@ -262,7 +261,7 @@ def test_the_scale_of_the_cotangent_changes_not_one_bit(dtype, impl):
 # Keys that have much in common.
 
 
-@KERNELS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 def test_what_keys_have_in_common_costs_no_digits(offset, impl):
     """Cov does not change when the keys are shifted, nor do the weights; in float32 it did, by the shift squared."""

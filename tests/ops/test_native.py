@@ -28,6 +28,7 @@ from implicit_attention import (
 from implicit_attention.ops import hopfield_adjoint, hopfield_solve, kernel_checks
 from implicit_attention.ops.native import library
 from implicit_attention.testing.numerics import random, relative_error
+from implicit_attention.testing.potential import Allocations
 
 SETS = library.SETS.get(platform.machine(), ())
 SOURCE = Path(library.__file__).parent / "kernels.cpp"
@@ -204,22 +205,22 @@ def test_leading_axes_are_up_to_sixteen():
         torch.testing.assert_close(found.state.squeeze(), expected.state)
 
 
-# Sizes and numbers, against the tiled operation in float64.
+# Sizes and numbers, against the loop in float64.
 
 
-def check_as_tiled(query, keys, cotangent, *, alike=1.0, **options):
+def check_as_the_loop(query, keys, cotangent, *, alike=1.0, **options):
     """The same courses in at least the part `alike` of the queries, and the same numbers at the same states."""
-    found, expected = (solved(query, keys, impl=impl, rtol=1e-7, **options) for impl in ("native", "auto"))
+    found, expected = (solved(query, keys, impl=impl, rtol=1e-7, **options) for impl in ("native", "reference"))
     assert torch.equal(found.status, expected.status)
     same = found.num_evals == expected.num_evals
     assert same.double().mean() >= alike
     torch.testing.assert_close(found.state[same], expected.state[same], rtol=1e-5, atol=1e-5)
     stop = {name: value for name, value in options.items() if name != "plain_steps"}
-    there = solved(query, keys, initial=found.state, impl="auto", max_steps=0, **stop)
+    there = solved(query, keys, initial=found.state, impl="reference", max_steps=0, **stop)
     for name in ("mean", "logsumexp"):
         torch.testing.assert_close(getattr(found, name), getattr(there, name), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.residual, there.residual, rtol=1e-3, atol=1e-4 * float(there.tolerance.max()))
-    u, v = (adjoint(query, keys, found.state, cotangent, impl=impl, **stop) for impl in ("native", "auto"))
+    u, v = (adjoint(query, keys, found.state, cotangent, impl=impl, **stop) for impl in ("native", "reference"))
     assert torch.equal(u.status, v.status)
     assert torch.equal(u.negative_curvature, v.negative_curvature)
     if (v.status == Status.CONVERGED).all():
@@ -232,7 +233,7 @@ def check_as_tiled(query, keys, cotangent, *, alike=1.0, **options):
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 127, 128, 129, 300])
 def test_sizes(count, dim):
     query, keys, cotangent = problem(2, n=11, m=count, dim=dim, dtype=torch.float64)
-    check_as_tiled(query, keys, cotangent, beta=1 / dim**0.5, anchor=0.6)
+    check_as_the_loop(query, keys, cotangent, beta=1 / dim**0.5, anchor=0.6)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -256,7 +257,7 @@ def test_any_shape_mask_and_rule(data):
     options["beta"] = random(*batch, seed=4).sigmoid()
     options["anchor"] = data.draw(st.sampled_from([0.0, 0.5, 1.0, random(*batch, seed=5).sigmoid()]))
     # Near a fold the rounding of one step decides how many follow.
-    check_as_tiled(query, keys, cotangent, alike=0.9, plain_steps=data.draw(sizes) + 1, **options)
+    check_as_the_loop(query, keys, cotangent, alike=0.9, plain_steps=data.draw(sizes) + 1, **options)
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
@@ -317,21 +318,22 @@ def test_cotangents_of_any_size(size):
 def test_modes_of_torch_see_the_operations_of_torch():
     query, keys, _ = problem(n=70, m=80)
     energy = AnchoredEnergy(LogSumExp(keys, 0.4), query, 0.3)
-    tiled, native = (solve(energy, query, impl=impl).value for impl in ("tiled", "native"))
-    assert not torch.equal(tiled, native)
-    with FlopCounterMode(display=False):
-        assert torch.equal(solve(energy, query).value, tiled)
+    expected = solve(energy, query, impl="native")
+    with Allocations() as seen:
+        found = solve(energy, query)
+    assert any("scaled_dot_product" in operator for operator in seen.operators)
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-3, atol=1e-3)
     with FlopCounterMode(display=False), pytest.raises(UnsupportedImplementation, match="a mode is active"):
         solve(energy, query, impl="native")
 
 
-@pytest.mark.parametrize(("dtype", "native"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
-def test_it_is_what_answers_float32_on_a_cpu(dtype, native, instruction_set):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_it_is_what_answers_on_a_cpu(dtype, instruction_set):
     # Nobody else has keys of this dimension, whose first use is checked.
     dim = 37 + 2 * SETS.index(instruction_set) + 8 * dtype.itemsize
     query, keys, _ = problem(dim=dim, m=60, dtype=dtype)
     solved(query, keys, impl="auto", rtol=1e-3)
-    assert any(f"head_dim {dim}," in check.use and "(native)" in check.use for check in kernel_checks()) == native
+    assert any(f"head_dim {dim}," in check.use and "(native)" in check.use for check in kernel_checks())
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def refused(*, dim=16, lead=(2,), keys_lead=None, dtype=torch.float32, **options
 
 def test_what_is_unsupported_is_said(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "device 'cpu'; use a CUDA device or impl='tiled'" in refused()
+    assert "device 'cpu'; use a CUDA device or impl='auto'" in refused()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "head dimension of 129; use at most 128 with keys in torch.float32" in refused(dim=129)
     assert "head dimension of 257; use at most 256" in refused(dim=257, dtype=torch.float16)

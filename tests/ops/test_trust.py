@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hopfield_cases import without_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -175,7 +176,7 @@ def test_two_threads_wait_for_one_check():
     assert second.calls == 0
 
 
-# Torch's private attention operation, which answers float64 on a CPU.
+# Torch's private attention operation, by which the loop evaluates where no kernel answers.
 
 
 def problem(dtype=torch.float64):
@@ -192,6 +193,12 @@ def solved(impl, dtype=torch.float64, **options):
     else:
         state = hopfield_solve(query, keys, beta=0.4, anchor=0.3, rtol=1e-6, impl=impl, **options).state
     return state.detach(), *torch.autograd.grad(state.square().sum(), (query, keys))
+
+
+@pytest.fixture
+def no_kernels():
+    with without_kernels():
+        yield
 
 
 def broken(fault):
@@ -217,7 +224,7 @@ MASKS = {"mask": {"mask": torch.arange(70) < 66}, "causal": {"is_causal": True},
 
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("fault", ["wrong", "wrong logsumexp", "unwritten", "raises"])
-def test_a_broken_attention_kernel_is_found_at_its_first_use(fault, options, monkeypatch):
+def test_a_broken_attention_kernel_is_found_at_its_first_use(fault, options, monkeypatch, no_kernels):
     expected = solved("reference", **options)
     monkeypatch.setattr(attention, "flash_with_logsumexp", broken(fault))
     with pytest.warns(KernelWarning) as told:
@@ -228,10 +235,8 @@ def test_a_broken_attention_kernel_is_found_at_its_first_use(fault, options, mon
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
         found = solved("auto", **options)
-    assert verdicts() == ["refused"]
+    assert set(verdicts()) == {"refused"}
     assert "head_dim 8" in kernel_checks()[0].use
-    with pytest.raises(UnsupportedImplementation, match="`impl='tiled'`: the kernel attention"):
-        solved("tiled", torch.float32, **options)
 
 
 def test_a_broken_attention_kernel_evaluates_no_potential(monkeypatch):
@@ -243,8 +248,6 @@ def test_a_broken_attention_kernel_evaluates_no_potential(monkeypatch):
         found = potential.evaluate(query)
     torch.testing.assert_close(found[0], value)
     torch.testing.assert_close(found[1], mean)
-    with pytest.raises(UnsupportedImplementation, match="`impl='tiled'`"):
-        solve(AnchoredEnergy(potential, query), query, impl="tiled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -285,6 +288,10 @@ def test_it_is_verified_inside_transforms_and_compiled_graphs():
         assert verdicts() == ["verified"]
 
 
+def evaluated(query, keys, beta):
+    return LogSumExp(keys.detach(), beta).evaluate(query.detach())
+
+
 # What is no verdict: others raise, too, while a kernel runs.
 
 
@@ -311,7 +318,7 @@ def handler_that_raises():
     [
         (Operands, "call", torch.float32, hopfield_solve),
         (Operands, "call", torch.float32, lambda query, keys, beta: [equilibrium_attention(query, keys, keys)]),
-        (attention, "_FLASH_FOR_CPU", torch.float64, hopfield_solve),
+        (attention, "_FLASH_FOR_CPU", torch.float64, evaluated),
     ],
     ids=["native library", "native attention", "torch's kernel"],
 )

@@ -24,7 +24,7 @@ from triton_oracle import Dense, adjoint
 from triton_solve_cases import STOP, check_solved, solve
 
 from implicit_attention import Status
-from implicit_attention.ops import dispatch
+from implicit_attention.ops import AdjointAnswer, dispatch
 from implicit_attention.ops.problem import Hopfield
 from implicit_attention.ops.rule import AdjointRule
 
@@ -193,7 +193,8 @@ def adjoint_negative_curvature():
     assert error(answer.value, kept) < 1e-5
     assert error(answer.by_keys, gradients(kept)[0]) < 1e-5
     # The operation has another method answer them, and says what they are.
-    whole = dispatch.solve_adjoint(problem, z, cotangent, 1e-5, 60, "triton")
+    operation = torch.ops.implicit_attention.hopfield_adjoint
+    whole = AdjointAnswer._make(operation(*problem, z, cotangent, 1e-5, 60, "triton", "ignore"))
     assert bool((whole.status[saddle] == Status.UNSTABLE).all())
     assert bool((whole.status[~saddle] == Status.CONVERGED).all())
     assert error(whole.value, exact) < 1e-4

@@ -171,9 +171,9 @@ def test_what_the_page_says_of_every_potential():
         assert isinstance(phi, ReadsOut) == (place < 6), name
         assert convex == ("as its part" if phi.convex != other.convex else "yes" if phi.convex else "no"), name
         assert bounded in bounds(phi, other), name
-        # The refusal says whether there is a fused solve of the energy, or of too few keys alone.
+        # The refusal says whether there is a fused solve of the energy, or none on a CPU alone.
         with pytest.raises(UnsupportedImplementation) as refused:
-            solve(AnchoredEnergy(phi, x, anchor=1.0), x, solver=Anderson(), impl="tiled")
+            solve(AnchoredEnergy(phi, x, anchor=1.0), x, solver=Anderson(), impl="triton")
         assert ("it exists for" not in str(refused.value)) == (place < 3), name
 
 

@@ -149,10 +149,10 @@ def test_a_nan_that_comes_in_is_a_failure_and_the_others_are_counted_as_they_are
     assert observed.total.forward.worst == math.inf
 
 
-@pytest.mark.parametrize("impl", ["auto", "tiled", "reference"])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_cotangents_that_are_not_finite_are_lost_and_not_failed(value, impl):
-    model, count = layer_of(impl=impl), 70  # the tiled operation has at least 64 keys
+    model, count = layer_of(impl=impl), 70
     seen = watch(model)
     output = model(tokens(count=count))
     cotangent = torch.ones_like(output)

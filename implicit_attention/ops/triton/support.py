@@ -22,24 +22,24 @@ def unsupported(problem: Hopfield) -> str | None:
     """Why the Triton kernels cannot do `problem`, as "what is unsupported; what to use"; None if they can."""
     device, dim = problem.field.device, problem.field.shape[-1]
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install it (`pip install triton`) or use impl='tiled'"
+        return "Triton is not installed; install it (`pip install triton`) or use impl='auto'"
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='tiled'"
+        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='auto'"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='tiled'"
+        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='auto'"
     for name, tensor in (("field", problem.field), ("keys", problem.keys)):
         if tensor.dtype not in DTYPES:
-            return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='tiled'"
+            return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='auto'"
     if not 1 <= dim <= largest_dim(problem.keys.dtype):
         most = f"{largest_dim(problem.keys.dtype)} with keys in {problem.keys.dtype}"
-        return f"Triton kernels do not take a head dimension of {dim}; use at most {most}, or impl='tiled'"
+        return f"Triton kernels do not take a head dimension of {dim}; use at most {most}, or impl='auto'"
     if _is_double(problem.mask) or _is_double(problem.beta) or _is_double(problem.anchor):
-        return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='tiled'"
+        return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='auto'"
     if KernelLayout.of(problem) is None:
         return (
             f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
-            "make the tensors contiguous, or use impl='tiled'"
+            "make the tensors contiguous, or use impl='auto'"
         )
     return None
 
@@ -58,7 +58,7 @@ def too_fine(keys: Tensor, rule: FusedRule) -> str | None:
     if not hidden(keys, rule) or rule.rtol >= FINEST[keys.dtype]:
         return None
     reason = f"products in {keys.dtype} are rounded, which may hide {hidden(keys, rule):.1g} |f(z)| of residuals"
-    return f"{reason}; use rtol >= {FINEST[keys.dtype]:g}, got {rule.rtol:g}, float32 keys, or impl='tiled'"
+    return f"{reason}; use rtol >= {FINEST[keys.dtype]:g}, got {rule.rtol:g}, float32 keys, or impl='auto'"
 
 
 def _is_double(tensor: Tensor | None) -> bool:

@@ -1,0 +1,467 @@
+"""The operations that torch knows by name: equilibria of attention and their adjoint solves, by a kernel or the loop.
+
+They are in the graphs of autograd and of the compiler, under torch.vmap and in exported programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from . import _validate
+from ._autograd import exact_precision, is_fake, may_have_tangent, state_dtype
+from ._fused_rule import FusedRule
+from ._reporting import forgiven, left_out, lost, report_failures
+from ._types import Impl, OnFailure
+from .errors import UnsupportedImplementation
+from .failure_policy import FailureSite, of_text, text_of
+from .linear import CG, LinearSolution
+from .linear._vectors import normalised
+from .linear.base import adjoint_rtol
+from .ops import dispatch
+from .ops.problem import Hopfield, carries, triangle
+from .ops.rule import MAX_STEPS, AdjointAnswer, AdjointRule, Solved
+from .solution import Record
+from .status import Status
+
+if TYPE_CHECKING:
+    from .energies import AnchoredEnergy
+    from .fused import Lowered
+    from .potentials import LogSumExp
+
+_PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
+_EIGHT = f"({', '.join(['Tensor'] * 8)})"
+
+
+def refuse_tangents(operation: str, *inputs: Any) -> None:
+    """Raise in forward mode, for which torch lets an operation have no rule: every derivative would be 0."""
+    if any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
+        raise UnsupportedImplementation(
+            f"`{operation}` has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); use "
+            "solve(AnchoredEnergy(LogSumExp(keys, beta), query, anchor), query), which has every derivative"
+        )
+
+
+def _run_solve(*args: Any) -> tuple[Tensor, ...]:
+    problem, initial, impl = Hopfield(*args[:6]), args[6], args[11]
+    return _unshared(_solved(problem, initial, FusedRule(*args[7:11]), impl))
+
+
+def _solved(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved:
+    """The equilibria by a kernel, or by the loop where none answers."""
+    answer = dispatch.solve(problem, initial, rule, impl)
+    if answer is not None:
+        return answer
+    from .solvers import Anderson, Picard
+
+    options: dict[str, Any] = {"rtol": rule.rtol, "atol": rule.atol, "max_steps": rule.max_steps}
+    plain = rule.plain_steps > rule.max_steps
+    solver = Picard(**options) if plain else Anderson(history=1, plain_steps=rule.plain_steps, **options)
+    with torch.no_grad(), exact_precision(initial):
+        energy = _energy(problem.to(initial.dtype), impl)
+        state, record = solver.run(energy, initial)[:2]
+        potential = cast("LogSumExp", energy.potential)
+        mean, logsumexp = potential.readout_with_logsumexp(state, potential.keys)
+    return Solved(state, mean, logsumexp.masked_fill(logsumexp == -torch.inf, 0.0), *record)
+
+
+def _energy(problem: Hopfield, impl: Impl) -> AnchoredEnergy:
+    """The energy of a problem, whose numbers may be NaN; "reference" writes its products out."""
+    from .energies import AnchoredEnergy
+    from .potentials import LogSumExp
+
+    field, keys, beta, anchor, mask, first = problem.detached()
+    # Without an anchor the field is not read.
+    field = field.masked_fill(anchor == 0, 0.0)
+    if mask is not None and first is not None:
+        lower = triangle(field.shape[-2], keys.shape[-2], first, field.device)
+        mask, first = mask & lower if mask.dtype == torch.bool else mask.where(lower, -torch.inf), None
+    masks = [] if mask is None else [mask]
+    named = {"mask" if mask.dtype == torch.bool else "bias": mask for mask in masks}
+    beta, anchor = beta[..., 0, 0], anchor[..., 0, 0]
+    # Ones pass the checks of numbers.
+    potential = LogSumExp(keys, torch.ones_like(beta), query_offset=first, **named)
+    energy = AnchoredEnergy(
+        potential.written_out() if impl == "reference" else potential, field, torch.ones_like(anchor)
+    )
+    return energy.replace(keys, beta, *masks, field, anchor)
+
+
+def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
+    problem, given, text = Hopfield(*args[:6]), args[6:11], args[11]
+    # Torch leaves out arguments that have their default.
+    handle = args[12] if len(args) > 12 else None
+    answer = _adjoints(problem, *given)
+    on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
+    if site is not None and site.tally is not None:
+        site.tally.add_backward(*answer[1:5], lost(answer.status, cotangent))
+    if dispatch.may_look(answer.status):
+        # A compiled graph has no other place that could report its backward pass.
+        what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
+        reported = forgiven(answer.record, cotangent)
+        report_failures(on_failure, what, reported, CG.remedies, site=site, side="backward")
+    if (rest := left_out(on_failure, answer.status, cotangent)) is not None:
+        again = _adjoints(problem, given[0], rest, *given[2:])
+        answer = answer._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
+    return _unshared(answer)
+
+
+def _adjoints(
+    problem: Hopfield, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
+) -> AdjointAnswer:
+    """The adjoint solves by a kernel, and by the linear solvers where none answers or it gives a query up."""
+    kernel = dispatch.solve_adjoint(problem, state, cotangent, rtol, max_steps, impl)
+    if kernel is not None and not (dispatch.may_look(state) and bool((kernel.status == Status.STALLED).any())):
+        return kernel
+    from .adjoints.linear_system import gradients_by_rows, jacobian_product
+    from .problem import isolated
+
+    rule = AdjointRule.of(rtol, max_steps, state.dtype)
+    method = CG(rtol=min(rule.rtol, 1.0), max_steps=max(rule.max_steps, 1))
+    with torch.no_grad(), exact_precision(state):
+        # A state without a cotangent adds nothing, even if it is not finite.
+        idle = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
+        energy, state = isolated(_energy(problem.to(state.dtype), impl), state, idle)
+        keys, *others = energy.tensors()
+        energy = energy.replace(keys.requires_grad_(), *others)
+        known = None
+        if kernel is not None:
+            solution = LinearSolution(kernel.record, kernel.value, kernel.negative_curvature)
+            known = (kernel.by_keys, *(None for _ in others)), solution
+        gradients, found, _ = gradients_by_rows(method, energy, state, cotangent, known=known)
+        u, scale = normalised(found.value)
+        by_beta = scale * ((state * jacobian_product(energy, state, u)).sum(-1) / problem.beta[..., 0])
+    assert gradients[0] is not None
+    if kernel is not None:
+        by_beta = torch.where(kernel.status == Status.STALLED, by_beta, kernel.by_beta)
+    evidence = found.status, found.residual, found.tolerance, found.num_steps.to(torch.int32)
+    return AdjointAnswer(found.value, *evidence, found.negative_curvature, by_beta, gradients[0])
+
+
+def _unshared(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # Results of an operation share no memory.
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.first, ctx.rtol, (ctx.impl, ctx.on_failure) = inputs[5], inputs[7], inputs[11:13]
+    site = inputs[13] if len(inputs) > 13 else None
+    ctx.save_for_backward(*inputs[:5], output[0], output[1], site)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    field, keys, beta, anchor, mask, state, mean, site = ctx.saved_tensors
+    if cotangent is None:
+        return (None,) * 14
+    refuse_tangents("hopfield_solve", cotangent)
+    problem = (field, keys, beta, anchor, mask, ctx.first)
+    # A failed query without a cotangent must not reach the gradients that it shares with others: 0 * NaN is NaN.
+    lost = ~torch.isfinite(state).all(-1, keepdim=True)
+    read = lost & (cotangent != 0).any(-1, keepdim=True)
+    # A failed query with a cotangent stays NaN: its backward solve fails and is reported.
+    state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
+    # Products of keys in half precision have a tolerance of their own.
+    rtol = adjoint_rtol(ctx.rtol, state.dtype) if keys.dtype == state.dtype else None
+    answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.impl, ctx.on_failure, site))
+    by_anchor = (answer.value * (field - mean)).sum(-1, keepdim=True)
+    gradients = (anchor * answer.value, answer.by_keys, answer.by_beta[..., None], by_anchor)
+    # The gradients of broadcast tensors are sums.
+    likes = (field, keys, beta, anchor)
+    return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 10)
+
+
+def _batched(operation: Any, states: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+    """The rule of torch.vmap: one more leading axis, of which all but the arguments `states` may have size 1."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        given: list[Any] = []
+        for index, (argument, dim) in enumerate(zip(args, in_dims, strict=True)):
+            # Texts and the number of a site, which come last, have no such axis.
+            if isinstance(argument, Tensor) and index < states[-1] + 1:
+                argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
+                if index in states:
+                    argument = argument.expand(info.batch_size, *argument.shape[1:])
+            given.append(argument)
+        return operation(*given), (0,) * 8
+
+    return rule
+
+
+solve_op = torch.library.custom_op(
+    "implicit_attention::hopfield_solve",
+    _run_solve,
+    mutates_args=(),
+    schema=f"({_PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str impl, "
+    f"str on_failure, Tensor? site=None) -> {_EIGHT}",
+)
+solve_op.register_autograd(_backward, setup_context=_setup)
+solve_op.register_vmap(_batched(solve_op, states=(0, 6)))
+
+
+@solve_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    initial = args[6]
+    return Solved.allocated(initial.new_empty, initial.shape, initial.dtype)
+
+
+adjoint_op = torch.library.custom_op(
+    "implicit_attention::hopfield_adjoint",
+    _run_adjoint,
+    mutates_args=(),
+    schema=f"({_PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl, str on_failure, "
+    f"Tensor? site=None) -> {_EIGHT}",
+)
+
+
+@adjoint_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    keys, state = args[1], args[6]
+    return AdjointAnswer.allocated(state.new_empty, state.shape, keys.shape, state.dtype)
+
+
+# The gradient of the keys, an output, has the new axis too.
+adjoint_op.register_vmap(_batched(adjoint_op, states=(0, 1, 6, 7)))
+
+
+def solved_in_graph(
+    lowered: Lowered, initial: Tensor, on_failure: OnFailure, site: FailureSite | None
+) -> tuple[Tensor, Record]:
+    """A fused solve as one operation that a compiler keeps in its graph, with a first derivative.
+
+    A backward solve that fails is reported as `on_failure` says, at the `site`.
+    """
+    assert lowered.rule is not None
+    problem, initial = lowered.isolated(initial)
+    impl = dispatch.checked(lowered.impl, problem)
+    # On an accelerator a number of the host would keep the graph from being captured.
+    numbered = site is not None and not is_fake(initial) and (initial.device.type == "cpu" or site.tally is not None)
+    handle = site.handle if site is not None and numbered else None
+    solved = Solved(*solve_op(*problem, initial, *lowered.rule, impl, text_of(on_failure), handle))
+    return solved.state, solved.record
+
+
+def hopfield_solve(
+    query: Float[Tensor, "*batch N D"],
+    keys: Float[Tensor, "*#batch M D"],
+    *,
+    beta: float | Float[Tensor, "*#batch"],
+    anchor: float | Float[Tensor, "*#batch"] = 0.0,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    initial: Float[Tensor, "*batch N D"] | None = None,
+    rtol: float | None = None,
+    atol: float = 1e-8,
+    max_steps: int = 200,
+    plain_steps: int = 3,
+    impl: Impl = "auto",
+) -> Solved:
+    r"""The equilibrium z of every query x, each solved on its own; with a the anchor:
+
+    ```math
+    z = a\,x + (1 - a)\, \operatorname{softmax}(\beta z K^\top)\, K
+    ```
+
+    Picard's iteration, accelerated from step `plain_steps` on where that lowers the energy: what `Anderson(history=1)`
+    does to an `AnchoredEnergy`, in one operation.
+
+    Args:
+        query: x, (*batch, N, D).
+        keys: K, (*batch, M, D); leading axes broadcast, and are not copied (grouped queries: one axis more).
+        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
+        anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+        mask: boolean (True = the query attends to the key), or added to the scaled scores; broadcasts to
+            (*batch, N, M). What a masked key holds must be finite.
+        is_causal: a query attends to keys up to its own index, both counted from the start; no mask is written.
+        query_offset: with `is_causal`, the index of the first query among the keys: query i attends to keys up to
+            query_offset + i.
+        initial: where to start, default the query.
+        rtol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2. None is 1e-4; for Triton's products of keys in
+            half precision 1e-3 in float16 and 5e-3 in bfloat16, the least that these can tell.
+        atol: with 0 for both exactly `max_steps` steps are made, without any look of the host.
+        max_steps: largest number of updates of a query.
+        plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
+        impl: "native" (compiled for this CPU), "triton" (one kernel), "auto", the one of them that can do it and is
+            right on this machine (`kernel_checks`), or else the solvers' loop over torch's attention kernels, or
+            "reference", the loop with every product written out.
+
+    Returns:
+        `Solved`: state, and what was measured there. In half precision the state is float32; the products of
+        impl="triton" are those of the keys' precision, and its residuals include the most that rounding may hide.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, such as
+            impl="triton" a finer rtol in half precision, or is wrong on this machine, and why.
+
+    Gradients: of `state`, exact where it converged, at saddles too, with respect to query, keys, beta and anchor, not
+    to an additive mask; first order, by backward passes, of which one that fails warns. `implicit_attention.solve` has
+    all orders and forward mode.
+
+    Not for derivatives of second order, forward mode, a bias with a gradient or another potential: use `solve` with
+    `AnchoredEnergy`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_solve
+        >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
+        >>> found = hopfield_solve(query, keys, beta=0.3, anchor=0.5)
+        >>> found.state.shape, bool((found.residual <= found.tolerance).all())
+        (torch.Size([2, 4]), True)
+
+    Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
+    """
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
+    start = state_of(problem, "initial", query if initial is None else initial)
+    rtol = dispatch.default_rtol(impl, problem) if rtol is None else rtol
+    rtol = _validate.check_number("rtol", rtol, low=0.0)
+    atol = _validate.check_number("atol", atol, low=0.0)
+    max_steps = _validate.check_integer("max_steps", max_steps, low=0)
+    plain_steps = _validate.check_integer("plain_steps", plain_steps, low=2)
+    if mask is not None and mask.requires_grad:
+        raise ValueError(
+            _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
+        )
+    refuse_tangents("hopfield_solve", *problem, start)
+    impl = dispatch.checked(impl, problem)
+    return Solved(*solve_op(*problem, start, rtol, atol, max_steps, plain_steps, impl, "warn"))
+
+
+def hopfield_adjoint(
+    query: Float[Tensor, "*batch N D"],
+    keys: Float[Tensor, "*#batch M D"],
+    state: Float[Tensor, "*batch N D"],
+    cotangent: Float[Tensor, "*batch N D"],
+    *,
+    beta: float | Float[Tensor, "*#batch"],
+    anchor: float | Float[Tensor, "*#batch"] = 0.0,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    rtol: float | None = None,
+    max_steps: int = MAX_STEPS,
+    impl: Impl = "auto",
+) -> AdjointAnswer:
+    """The u with A u = cotangent, A = I - (1 - anchor) beta Cov(z), and the gradients of z that it carries.
+
+    By conjugate gradients for each query, in tiles: the memory is O((N + M) D) beside one tile. dL/dx = anchor u,
+    dL/dK = `by_keys`, dL/dbeta = `by_beta` summed.
+
+    Args:
+        query: x, (*batch, N, D).
+        keys: K, (*#batch, M, D), as in `hopfield_solve`.
+        state: z, (*batch, N, D), a solution.
+        cotangent: dL/dz, (*batch, N, D).
+        beta: inverse temperature, as in `hopfield_solve`.
+        anchor: in [0, 1], as in `hopfield_solve`.
+        mask: boolean or additive, as in `hopfield_solve`.
+        is_causal: a query attends to keys up to its own index.
+        query_offset: as in `hopfield_solve`.
+        rtol: a system is solved when |cotangent - A u| <= rtol |cotangent|, by its recurrence; recomputed at u it may
+            be ten times that, as rounding adds up. Default 1e-10 in float64 and 1e-5 in float32; impl="triton", which
+            forms products in the keys' precision, 5e-3 in float16 and 3e-2 in bfloat16.
+        max_steps: largest number of products with A.
+        impl: as in `hopfield_solve`; the loop is that of `linear.CG`.
+
+    Returns:
+        `AdjointAnswer`: u, evidence, gradients. A query with negative curvature is a saddle: MINRES finishes it.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: an `impl` that cannot do it.
+
+    Gradients: none; it is the derivative of `hopfield_solve`.
+
+    Not for the gradient of a solve, which autograd takes: use `solve` or `hopfield_solve` and `backward()`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+        >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
+        >>> state = hopfield_solve(query, keys, beta=0.3, anchor=0.5).state
+        >>> found = hopfield_adjoint(query, keys, state, torch.ones(2, 4), beta=0.3, anchor=0.5)
+        >>> found.value.shape, found.by_keys.shape, bool((found.residual <= 10 * found.tolerance).all())
+        (torch.Size([2, 4]), torch.Size([70, 4]), True)
+
+    Reference: Hestenes and Stiefel (1952).
+    """
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
+    state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
+    refuse_tangents("hopfield_adjoint", *problem, state, cotangent)
+    rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
+    max_steps = _validate.check_integer("max_steps", max_steps, low=0)
+    impl = dispatch.checked(impl, problem)
+    return AdjointAnswer(*adjoint_op(*problem, state, cotangent, rtol, max_steps, impl, "ignore"))
+
+
+def laid_out(
+    query: Tensor,
+    keys: Tensor,
+    *,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    query_offset: int = 0,
+) -> Hopfield:
+    """The problem of an operation, all its tensors with as many axes as the query."""
+    named = [("query", query), ("keys", keys)]
+    for name, tensor in named:
+        _validate.check_float_tensor(name, tensor, min_ndim=2)
+    _validate.check_same_kind(named)
+    _validate.require(keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}")
+    _validate.require(
+        keys.shape[-1] == query.shape[-1],
+        "keys",
+        f"have the query's dimension {query.shape[-1]} on the last axis",
+        f"shape {tuple(keys.shape)}",
+    )
+    _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
+    query_offset = _validate.check_offset("query_offset", query_offset)
+    _validate.require(is_causal or query_offset == 0, "query_offset", "come with is_causal=True", query_offset)
+    axes, wide = query.ndim, state_dtype(query.dtype)
+    numbers: list[Tensor] = []
+    for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
+        if isinstance(number, Tensor):
+            _validate.check_float_tensor(name, number)
+            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
+            _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
+            # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
+            number = _validate.inside(number, low=0.0, high=high, open_low=name == "beta")
+            numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
+        else:
+            number = _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
+            if name == "anchor":
+                required = f"leave 1 - anchor its digits in {wide}"
+                _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
+            numbers.append(query.new_full((1,) * axes, number, dtype=wide))
+    if mask is not None:
+        pairs = (*query.shape[:-1], keys.shape[-2])
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            received = getattr(mask, "dtype", type(mask).__name__)
+            raise TypeError(_validate.message("mask", "be boolean (True = attend) or added to the scores", received))
+        _validate.check_dense("mask", mask)
+        _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
+        _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)
+        if mask.dtype != torch.bool:
+            mask = mask.to(wide)
+        mask = mask[(None,) * (axes - mask.ndim)]
+    return Hopfield(
+        query, keys[(None,) * (axes - keys.ndim)], numbers[0], numbers[1], mask, query_offset if is_causal else None
+    )
+
+
+def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
+    """A tensor of the shape of the state, in the precision of the solve."""
+    _validate.check_float_tensor(argument, state)
+    shape = problem.field.shape
+    _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))
+    _validate.require(
+        state.device == problem.field.device, argument, f"be on the query's device {problem.field.device}", state.device
+    )
+    return state.to(state_dtype(problem.field.dtype))
