@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -16,30 +17,8 @@ from ..solution import AdjointReport, Record, Remedies
 from ..solvers import Outcome, Solver
 from ..solvers.iterate import Callback, iterate
 
-
-@dataclasses.dataclass
-class AdjointMemory:
-    """The solution of a layer's last backward solve, (*lead, *event), from which its next one starts.
-
-    Not for single solves, which start at 0.
-
-    Examples:
-        >>> from implicit_attention.adjoints.base import AdjointMemory
-        >>> AdjointMemory().value is None
-        True
-    """
-
-    value: Tensor | None = None
-
-    def start(self, rhs: Tensor) -> Tensor | None:
-        """Return where the system with this right-hand side starts; None for 0."""
-        known = self.value
-        fits = known is not None and known.shape == rhs.shape and known.dtype == rhs.dtype
-        return known if fits and known is not None and known.device == rhs.device else None
-
-    def keep(self, value: Tensor) -> None:
-        """Keep a solution; numbers that are not finite would spoil the next start."""
-        self.value = value.detach().nan_to_num(0.0, 0.0, 0.0)
+#: Layers that were pickled with a memory of their last backward solve name it.
+AdjointMemory = SimpleNamespace
 
 
 class SolveOfTokens(Protocol):
@@ -79,8 +58,6 @@ class Request:
     callback: Callback | None = None
     #: The method of the backward solve, where the adjoint names one.
     linear_solver: LinearSolver[Any] | None = None
-    #: Where the backward solve starts, for a layer that is told to remember it.
-    memory: AdjointMemory | None = None
     #: The solve of the tokens of a causal block, in place of that of whole samples.
     by_token: SolveOfTokens | None = None
     #: Whether the residual of the answer is wanted where it costs an evaluation of its own.

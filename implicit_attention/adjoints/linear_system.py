@@ -67,8 +67,6 @@ def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: 
     """
     method = request.linear_solver or _default_method(problem, request.solver, z.dtype)
     gradients, answer, tape = _gradients(request, method, problem, z, cotangent)
-    if request.memory is not None:
-        request.memory.keep(answer.value)
 
     def mapped() -> Tensor:
         return problem.fixed_point_map(z) if tape is None else tape.mapped
@@ -99,18 +97,11 @@ def _gradients(
                 return *known, None
     if known is None and (own := problem._adjoint(method, z, cotangent)) is not None:
         return *own, None
-    start = None if request.memory is None else request.memory.start(cotangent)
-    return gradients_by_rows(method, problem, z, cotangent, start, known=known)
+    return gradients_by_rows(method, problem, z, cotangent, known=known)
 
 
 def gradients_by_rows(
-    method: LinearSolver[Any],
-    problem: Problem,
-    z: Tensor,
-    cotangent: Tensor,
-    start: Tensor | None = None,
-    *,
-    known: Known | None = None,
+    method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor, known: Known | None = None
 ) -> tuple[Gradients, LinearSolution, Tape | None]:
     """The gradients and the answer, from the rows of one tile after another, one linearisation at a time.
 
@@ -129,17 +120,8 @@ def gradients_by_rows(
         with torch.no_grad():
             tape = Tape.of(part, rows_of(z, index))
             linear = part.linearize(rows_of(z, index)) if tape is None else tape.linearization()
-            first = None if start is None else rows_of(start, index)
-            answer = _solve(
-                method,
-                part,
-                linear,
-                rows_of(z, index),
-                rows_of(cotangent, index),
-                transpose=True,
-                tape=tape,
-                start=first,
-            )
+            rows = rows_of(z, index), rows_of(cotangent, index)
+            answer = _solve(method, part, linear, *rows, transpose=True, tape=tape)
             gradients = tape.gradients if tape and answer.checked else linear.vjp_tensors(answer.value)
         if index is None:
             return gradients, answer, tape
@@ -268,17 +250,14 @@ def _solve(
     rhs: Tensor,
     transpose: bool,
     tape: Tape | None = None,
-    start: Tensor | None = None,
 ) -> LinearSolution:
     """The answer, `checked` where the last product with the `tape` gave its gradients, too."""
     system = _AdjointSystem.of(method, problem, linear, z, rhs, transpose)
     both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
     product, right = system.flat(problem)
-    # With a metric the unknowns are others than those of the answer.
-    initial = None if start is None or (method.symmetric and problem.has_metric) else start.reshape(right.shape)
     # Problems that read each other take steps that know nothing of the residual.
     check = both if problem.separates or both is not None else product
-    answer = natively(method).solve(product, right, initial=initial, check=check)
+    answer = natively(method).solve(product, right, check=check)
     answer = replace(answer, value=answer.value.reshape(rhs.shape))
     failed = answer.status > Status.UNSTABLE
     if not problem.separates and not is_batched(failed) and bool(failed.any()):

@@ -13,7 +13,6 @@ from .. import _validate
 from .._autograd import is_batched, is_exporting, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Reversible
-from ..adjoints.base import AdjointMemory
 from ..errors import ConvergenceError
 from ..options import SolveOptions
 from ..solution import Record, Solution
@@ -102,10 +101,6 @@ class Equilibrium(Remembering):
         on_failure: what to do about samples without an answer, and gradients that did not converge: "raise", "warn" or
             "ignore".
         compiled: whether torch.compile makes graphs of several evaluations each.
-        warm_adjoint: start each backward solve at the solution of the last one of the same shape. Where every step
-            trains on the same samples, in the same order, that saves most products while the weights change slowly (1
-            instead of 6 at a rate of 1e-4, 4 at 1e-3); for other samples it costs one product more. Not with
-            `compiled`.
         causal: promise that token t of the block's result reads tokens <= t of its arguments, on the first axis of the
             event; tried at the first call. Each token is then a problem of its own: it has converged when its residual
             and those of all tokens before it are within the tolerance, and `last_solve` has an entry for each, (B, N).
@@ -167,7 +162,6 @@ class Equilibrium(Remembering):
         steps: Steps = None,
         on_failure: OnFailure = "warn",
         compiled: bool = False,
-        warm_adjoint: bool = False,
         causal: bool = False,
         chunk: int | None = None,
         confirm: Confirmation = None,
@@ -188,17 +182,12 @@ class Equilibrium(Remembering):
         if compiled:
             check_compiled(self.options)
         self._graphs = Graphs()
-        _validate.check_instance("warm_adjoint", warm_adjoint, bool, "be True or False")
-        required = "be False with compiled=True, whose backward solves start at 0"
-        _validate.require(not (compiled and warm_adjoint), "warm_adjoint", required, True)
-        self.warm_adjoint = warm_adjoint
         check_causal(causal, self.event_ndim, compiled, chunk)
         self.causal, self.chunk = causal, checked_chunk(chunk)
         self.confirm = checked_confirm(confirm, causal)
         self._check_solves(self.confirm, self.steps)
         #: What the caches of this layer know it by.
         self._identity = object()
-        self._memory = AdjointMemory()
         #: Modes (training or not) in which the block passed its checks, and in which it draws random numbers.
         self._checked: set[tuple[Any, str]] = set()
         self._drawing: set[bool] = set()
@@ -329,14 +318,13 @@ class Equilibrium(Remembering):
         graphs = self._graphs if self.compiled and steps is None and not is_exporting() else None
         if graphs is not None:
             check_compiled(options)
-        memory = self._memory if self.warm_adjoint else None
         policy = self._on_failure(options)
         kind_of_call = BlockCall if tokens is None else CausalCall
         if tokens is not None and not tokens.differentiable and isinstance(options.adjoint, Reversible):
             required = "not be Reversible() for a fixed number of steps beside a cache or `exit`"
             fits = steps is None and not options.effective_solver.fixed_budget
             _validate.require(fits, "adjoint", required, repr(options.adjoint), "solve, with steps=None")
-        call = kind_of_call(function, initial, inputs, options, policy, self._checked, graphs, memory, **of_tokens)
+        call = kind_of_call(function, initial, inputs, options, policy, self._checked, graphs, **of_tokens)
         try:
             state, solution = call.solved() if steps is None else call.looped(steps, measured)
         except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -449,7 +437,6 @@ class Equilibrium(Remembering):
             "_checked": set(),
             "_drawing": set(),
             "_graphs": Graphs(),
-            "_memory": AdjointMemory(),
             "_identity": object(),
         }
 
@@ -459,7 +446,7 @@ class Equilibrium(Remembering):
         shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
-        shown += [f"{name}=True" for name in ("compiled", "warm_adjoint", "causal") if getattr(self, name)]
+        shown += [f"{name}=True" for name in ("compiled", "causal") if getattr(self, name)]
         named = ("chunk", "confirm")
         shown += [f"{name}={getattr(self, name)}" for name in named if getattr(self, name)]
         return ", ".join(shown)

@@ -14,7 +14,6 @@ from .._autograd import HALF, is_batched, is_exporting
 from .._norm import norm
 from .._solve import by_adjoint, solve
 from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
-from ..adjoints.base import AdjointMemory
 from ..adjoints.reversible import coupled_steps
 from ..fixed_point_map import PerSample, Shared
 from ..linear import GMRES
@@ -44,7 +43,6 @@ class BlockCall:
         on_failure: the treatment of failures by the layer.
         checked: the modes of the block in which `BlockProblem` passed its checks.
         graphs: what the compiler made of the block, for a layer that is compiled.
-        memory: where the backward solve starts, for a layer that remembers it.
     """
 
     map: BlockMap
@@ -54,7 +52,6 @@ class BlockCall:
     on_failure: Any
     checked: set[tuple[Any, str]]
     graphs: Graphs | None = None
-    memory: AdjointMemory | None = None
 
     def solved(
         self, solver: Solver | None = None, adjoint: Adjoint | None = None, measured: bool = True
@@ -100,7 +97,7 @@ class BlockCall:
 
     def _request(self, problem: BlockProblem, packed: Tensor, solver: Solver, measured: bool) -> Request:
         report = AdjointReport(on_failure=self.on_failure.on_failure, site=self.on_failure.site)
-        return Request(problem, packed, solver, "auto", False, report, memory=self.memory, measured=measured)
+        return Request(problem, packed, solver, "auto", False, report, measured=measured)
 
     def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
         """The state after plain steps, by a bare loop at the cost of a loop written by hand."""

@@ -180,7 +180,6 @@ WAYS = {
     "phantom": ({"adjoint": Phantom(5)}, 0.2),
     "unrolled": ({"adjoint": Unrolled()}, OFTEN),
     "Anderson": ({"solver": Anderson(history=1, rtol=1e-3)}, ONCE),
-    "warm adjoint": ({"warm_adjoint": True}, ONCE),
     "reversible": ({"adjoint": Reversible(), "steps": 40}, ONCE),
 }
 
