@@ -80,7 +80,7 @@ def test_gradients_of_a_state_that_is_returned(policy):
     torch.testing.assert_close(found, (by_query, by_key[0, 0]), **CLOSE)
 
 
-@pytest.mark.parametrize("made", [{}, {"readout": "state"}, {"values_inside": True}, {"rotary": Rotary()}], ids=str)
+@pytest.mark.parametrize("made", [{}, {"readout": "state"}, {"rotary": Rotary()}], ids=str)
 def test_decoding_with_a_cache_gives_the_whole_sequence(made):
     options = {"beta": 2.0, "anchor": 0.3, "causal": True, "dtype": torch.float64, "on_failure": EXPLICIT}
     layer = ImplicitAttention(8, 1, **options, **made)

@@ -61,8 +61,6 @@ class ImplicitAttention(Remembering):
             gradient from the solve.
         beta: inverse temperature, "learned" (per head, from 1/sqrt(head_dim)) or a number > 0.
         readout: "values", or "state": the equilibrium z itself, in the space of the keys.
-        values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state:
-            the part of a value that is recalled helps to recall the rest. One explicit step is the same either way.
         causal: a token attends to itself and the tokens before it; in a context, to tokens up to its own index.
         dropout: part of the attention weights dropped in the read-out while training.
         qk_norm: None, "rms" or "layer": normalise queries and keys per head.
@@ -114,7 +112,6 @@ class ImplicitAttention(Remembering):
         anchor: Scalar = "learned",
         beta: Scalar = "learned",
         readout: Readout = "values",
-        values_inside: bool = False,
         causal: bool = False,
         dropout: float = 0.0,
         qk_norm: Literal["rms", "layer"] | None = None,
@@ -136,8 +133,6 @@ class ImplicitAttention(Remembering):
         _validate.check_choice("readout", readout, ("values", "state"))
         dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
         if readout == "state":
-            required = "be 'values' with values_inside=True"
-            _validate.require(not values_inside, "readout", required, "'state'", "the state has no values")
             required = "be 0 with readout='state', which has no weights"
             remedy = "put nn.Dropout behind the layer, or use readout='values'"
             _validate.require(dropout == 0, "dropout", required, dropout, remedy)
@@ -146,7 +141,7 @@ class ImplicitAttention(Remembering):
             _validate.require(issubclass(potential, ReadsOut), "readout", required, "'values'", "pass it so")
         if rotary is not None:
             _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
-        self.potential, self.readout, self.values_inside = potential, readout, values_inside
+        self.potential, self.readout = potential, readout
         self.causal, self.dropout, self.rotary = causal, dropout, rotary
         _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))
         self.unbounded: Word = unbounded
@@ -240,10 +235,6 @@ class ImplicitAttention(Remembering):
             beta, anchor, sources = parts["beta"](), parts["anchor"](), None
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
-        if self.values_inside:
-            assert read is not None
-            keys = torch.cat([keys, read], dim=-1)
-            query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
         call = Call(
             query,
             keys,
@@ -429,6 +420,11 @@ class ImplicitAttention(Remembering):
             for name, size in (("head_dim", head_dim or self.dim), ("context_dim", self.context_dim)):
                 _validate.require(size == self.dim, name, f"be dim = {self.dim} with bare=True", size, remedy)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        required, remedy = "be False in a layer that was pickled: it is gone", "train a layer without it"
+        _validate.require(not state.get("values_inside"), "values_inside", required, True, remedy)
+        super().__setstate__(state)
+
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
         usual = {
@@ -441,7 +437,7 @@ class ImplicitAttention(Remembering):
         parts += [
             f"{name}={getattr(self, name)!r}" for name, default in usual.items() if getattr(self, name) != default
         ]
-        parts += [name for name in ("values_inside", "causal", "bare") if getattr(self, name)]
+        parts += [name for name in ("causal", "bare") if getattr(self, name)]
         if self.potential is not LogSumExp:
             parts.append(f"potential={getattr(self.potential, '__name__', self.potential)}")
         options = (

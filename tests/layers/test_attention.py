@@ -112,7 +112,7 @@ def test_no_steps_are_torchs_multi_head_attention():
     torch.testing.assert_close(made(x), theirs(x, x, x, need_weights=False)[0], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "causal": True}, {"values_inside": True}, {"readout": "state"},
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "causal": True}, {"readout": "state"},
                                      {"qk_norm": "rms", "projection_bias": True}])  # fmt: skip
 def test_gradients_reach_every_parameter_in_training_and_evaluation(options):
     made, x = layer(**options), tokens().requires_grad_()
@@ -130,8 +130,7 @@ def test_gradients_reach_every_parameter_in_training_and_evaluation(options):
     assert bool((made.last_solve.adjoint.status == Status.CONVERGED).all())
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "causal": True}, {"values_inside": True},
-                                     {"readout": "state", "rotary": Rotary()}])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "causal": True}, {"readout": "state", "rotary": Rotary()}])
 def test_gradients_are_the_derivatives(options):
     made, x = layer(dim=8, heads=2 if "kv_heads" not in options else 4, solver=TIGHT, **options), tokens(3, 8)
     parameters = dict(made.named_parameters())
@@ -164,21 +163,6 @@ def test_the_state_satisfies_its_equation():
     one_step = anchor * q + (1 - anchor) * (beta * q @ k.mT).softmax(-1) @ k
     expected = made.out_proj(one_step.transpose(1, 2).flatten(2))
     torch.testing.assert_close(made(x, max_steps=0), expected, rtol=1e-9, atol=1e-10)
-
-
-def test_values_inside_the_energy_take_part_in_the_recall():
-    made, x = layer(values_inside=True, solver=TIGHT), tokens()
-    outside = layer(solver=TIGHT)
-    output, solution = made(x, return_solution=True)
-    q, k, v = (split(p(x), HEADS) for p in (made.q_proj, made.k_proj, made.v_proj))
-    field, patterns = torch.cat([q, torch.zeros_like(q)], -1), torch.cat([k, v], -1)
-    z = equilibrium_reference(field, patterns, beta=made.beta(), anchor=made.anchor())
-    torch.testing.assert_close(solution.value, z, rtol=1e-8, atol=1e-9)
-    weights = (made.beta()[:, None, None] * z @ patterns.mT).softmax(-1)
-    expected = made.out_proj((weights @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(output, expected, rtol=1e-8, atol=1e-9)
-    assert not torch.allclose(output, outside(x), atol=1e-4)
-    torch.testing.assert_close(made(x, max_steps=0), outside(x, max_steps=0), rtol=1e-10, atol=1e-12)
 
 
 def test_bare_is_the_energy_itself():
@@ -220,7 +204,7 @@ def test_rotary_turns_by_the_angles_of_the_paper():
 CHANGES = {
     "dim": None, "heads": None, "device": None,
     "head_dim": 6, "kv_heads": 2, "context_dim": None, "potential": None, "anchor": 0.9, "beta": 2.0,
-    "readout": "state", "values_inside": True, "causal": True, "dropout": 0.5, "qk_norm": "rms", "rotary": Rotary(),
+    "readout": "state", "causal": True, "dropout": 0.5, "qk_norm": "rms", "rotary": Rotary(),
     "projection_bias": True, "bare": None, "solver": Broyden(rtol=1e-2), "adjoint": None, "impl": None,
     "max_steps": 0, "on_failure": None, "unbounded": None, "dtype": torch.float32,
 }  # fmt: skip
@@ -369,6 +353,15 @@ def test_state_dict_has_the_names_that_one_expects():
     assert torch.equal(other(x), made(x))
     assert set(layer(anchor=0.5, beta=1.0, readout="state").state_dict()) == names - {
         "anchor.logit", "beta.log_scale", "v_proj.weight"}  # fmt: skip
+
+
+def test_a_pickle_of_an_option_that_is_gone_is_refused():
+    made = layer()
+    made.values_inside = False
+    assert pickle.loads(pickle.dumps(made))(tokens()).shape == tokens().shape
+    made.values_inside = True
+    with pytest.raises(ValueError, match="`values_inside` must be False in a layer that was pickled"):
+        pickle.loads(pickle.dumps(made))
 
 
 def test_copies_and_pickles_compute_the_same():

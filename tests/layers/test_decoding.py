@@ -28,7 +28,7 @@ def decode(made, x, sizes=None, **options):
     return torch.cat([made(piece, cache=cache) for piece in pieces], dim=-2), cache
 
 
-OPTIONS = [{}, {"kv_heads": 2}, {"rotary": Rotary()}, {"values_inside": True}, {"readout": "state", "rotary": Rotary()}]
+OPTIONS = [{}, {"kv_heads": 2}, {"rotary": Rotary()}, {"readout": "state", "rotary": Rotary()}]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -41,7 +41,6 @@ RIGHT = {
     "grouped": {"kv_heads": 2, "causal": True},
     "normed": {"qk_norm": "rms", "rotary": Rotary(), "projection_bias": True},
     "normed by hand": {"qk_norm": "layer"},
-    "inside": {"values_inside": True, "anchor": 0.5},
     "state": {"readout": "state", "beta": 0.3},
     "masked": {},
     "pooling": {"anchor": 0.8},
