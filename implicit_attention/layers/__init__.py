@@ -18,7 +18,6 @@ from .transformer import EquilibriumTransformer
 
 if TYPE_CHECKING:
     from .causal_tokens import solve_in_order
-    from .distillation import distill_correction
     from .energy_layer_norm import EnergyLayerNorm
     from .energy_transformer import EnergyTransformer
     from .mean_field import MeanFieldAttention
@@ -38,7 +37,6 @@ __all__ = [
     "SpinTransformerBlock",
     "SpinTransformer",
     "MeanFieldAttention",
-    "distill_correction",
     "MemoryLookup",
     "AttentionPooling",
     "KeyValueCache",
@@ -61,7 +59,6 @@ _LAZY = {
     "SpinTransformerBlock": "spin_transformer",
     "SpinTransformer": "spin_transformer",
     "MeanFieldAttention": "mean_field",
-    "distill_correction": "distillation",
 }
 
 

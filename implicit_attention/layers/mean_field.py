@@ -81,8 +81,8 @@ class MeanFieldAttention(TokenMixing):
         mixing: "softmax": attention over the other sites, fixed by the input; "free": a number for each pair of
             `sites`; "blocks": a (D, D) matrix for each pair; "mixer": in the place of J z a perceptron over `sites`; or
             a function or module z -> z', (*batch, heads, N, head_dim) both.
-        correction: None, "exact", "learned" (a feed-forward net per head, zero at the start; see `distill_correction`),
-            or a function or module z -> f(z) of these shapes.
+        correction: None, "exact", "learned" (a feed-forward net per head, zero at the start), or a function or
+            module z -> f(z) of these shapes.
         contraction: largest Lipschitz constant, in (0, 1).
         symmetric: make J_ij = J_ji^T by the mean of both orders. None: where correction="exact", which needs it.
         sites: number of tokens, for mixings that have weights for each.

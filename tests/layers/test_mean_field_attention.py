@@ -1,4 +1,4 @@
-"""Mean-field attention: known numbers, each mixing against its iteration, bounds of slopes, masks, and distillation."""
+"""Mean-field attention: known numbers, each mixing against its iteration, bounds of slopes, masks."""
 
 import copy
 import itertools
@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from implicit_attention import Anderson, Implicit, Picard, Status
-from implicit_attention.layers import MeanFieldAttention, distill_correction
+from implicit_attention.layers import MeanFieldAttention
 from implicit_attention.linear import Neumann
 from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
     GaussianUnits,
-    KineticPlefka,
     MeanField,
     SaddlePoint,
     SpinSystem,
@@ -461,66 +460,6 @@ def test_a_card_has_the_answer_of_the_host(mixing, correction):
     layer, x = made(mixing, correction, solver=None).float(), torch.randn(3, 4, 6)
     truth = layer(x)
     torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), truth, rtol=0, atol=1e-3)
-
-
-# Distillation.
-
-
-@pytest.mark.slow
-def test_a_net_learns_the_reaction_of_spherical_spins():
-    torch.manual_seed(0)
-    layer = MeanFieldAttention(
-        8, 1, mixing="free", sites=8, symmetric=True, correction="learned", bare=True, dtype=torch.float64
-    )
-    # Fields of one length, to which the reaction is nearly linear: normed ones, as `SpinAttention` has them.
-    fields = random(128, 8, 8)
-    fields = (0.3 * fields / fields.square().mean(-1, keepdim=True).sqrt()).split(16)
-    weights = copy.deepcopy(layer.mixing.state_dict())
-    found = distill_correction(layer, TAP(), fields, steps=200)
-    assert float(found.r2_before) == float(found.r2_zero) == pytest.approx(0, abs=0.05)
-    assert found.left_out == 0
-    assert float(found.r2) > 0.98
-    assert float(found.r2_linear) > 0.98
-    assert float(found.r2_train) != float(found.r2)
-    assert float(found.error) < 0.1 * float(found.error_before)
-    assert "R^2 0.9" in repr(found)
-    # It trains nothing else, and the layer still contracts.
-    assert all(torch.equal(value, weights[name]) for name, value in layer.mixing.state_dict().items())
-    assert all(p.grad is None for p in layer.parameters())
-    assert bool((layer.contraction_bound() <= 0.9).all())
-    # The numbers are those of a definition written out, on inputs that were held out.
-    x = torch.cat(fields[6:])
-    couplings = layer.couplings(x)[0]
-    m = magnetization(SpinSystem(couplings, x), TAP())
-    target = (x + couplings @ m - m).flatten(0, 1)
-    off = layer.correction(m[:, None])[:, 0].flatten(0, 1) - target
-    r2 = 1 - off.square().sum() / (target - target.mean(0)).square().sum()
-    assert float(found.r2) == pytest.approx(r2.item(), abs=1e-9)
-    z = layer(x)
-    assert float(found.error) == pytest.approx(((z - m).norm() / m.norm()).item(), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "method"),
-    [
-        ({"symmetric": True}, AdaTAP(rtol=1e-6)),
-        ({}, KineticPlefka()),
-        ({"mixing": "blocks", "sites": 4, "symmetric": True}, TAP()),
-    ],
-)
-def test_other_methods_couplings_and_heads_are_distilled(options, method):
-    torch.manual_seed(0)
-    layer = MeanFieldAttention(6, 2, correction="learned", **options)
-    found = distill_correction(layer, method, [torch.randn(6, 4, 6) for _ in range(4)], steps=150)
-    assert found.r2.shape == (2,)
-    assert bool((found.r2 > found.r2_zero + 0.3).all())
-    assert bool((found.error < found.error_before).all())
-
-
-def test_what_cannot_be_distilled_is_said():
-    layer, fields = MeanFieldAttention(8, 2, correction="learned"), [torch.randn(2, 4, 8) for _ in range(3)]
-    with pytest.raises(ValueError, match="must be symmetric"):
-        distill_correction(layer, TAP(), fields)
 
 
 # Bad input.
