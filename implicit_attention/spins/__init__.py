@@ -27,7 +27,7 @@ from .kinetic_plefka import KineticPlefka
 from .low_rank import LowRank
 from .mean_field import MeanField
 from .saddle_point import SaddlePoint
-from .sampling import Samples, heat_bath, replica_exchange, sample_spins, synchronous
+from .sampling import Samples, heat_bath, sample_spins, synchronous
 from .stability import Stability, stability
 from .sweep import Sweep, sweep
 from .system import SpinSystem
@@ -88,7 +88,6 @@ __all__ = [
     "StationaryLaw",
     "heat_bath",
     "synchronous",
-    "replica_exchange",
     "sample_spins",
     "Samples",
     "fit_ising",

@@ -1,13 +1,13 @@
-"""Synchronous dynamics against exact Markov chains, and replica exchange where a plain heat bath stays caught."""
+"""Synchronous dynamics against exact Markov chains."""
 
 import pytest
 import torch
-from solvable_models import ASYMMETRIC, ising_states
+from solvable_models import ASYMMETRIC
 from solvable_models import DRIVE as FIELD
 
 from implicit_attention.potentials import SphereUnits
-from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, stationary_law, thermodynamics
-from implicit_attention.spins.sampling import heat_bath, replica_exchange, synchronous
+from implicit_attention.spins import SpinSystem, stationary_law
+from implicit_attention.spins.sampling import heat_bath, synchronous
 from implicit_attention.testing.numerics import random
 
 # 31 degrees of freedom make this as improbable as 4 is for a normal variable.
@@ -174,121 +174,6 @@ def test_synchronous_runs_repeat_and_keep():
     torch.testing.assert_close(found.delayed_correlations, expected)
 
 
-def wells(field=0.05):
-    """A strong ferromagnet of eight spins whose wells are left once in exp(30) sweeps."""
-    couplings = torch.full((8, 8), 1.0, dtype=torch.float64).fill_diagonal_(0.0)
-    return SpinSystem(couplings, torch.full((8, 1), field, dtype=torch.float64), 2.0)
-
-
-BETAS = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0]
-
-
-def truth(system, betas, method):
-    parts = [thermodynamics(system.at(system.field, system.couplings, beta), method) for beta in betas]
-    names = ("magnetization", "correlations", "internal_energy", "heat_capacity")
-    return [torch.stack([getattr(part, name) for part in parts]) for name in names]
-
-
-def assert_thermal(found, expected, limit):
-    names = ("magnetization", "correlations", "energy", "heat_capacity")
-    for name, right in zip(names, expected, strict=True):
-        assert_near(getattr(found, name), getattr(found, name + "_error"), right, limit)
-
-
-@pytest.mark.slow
-def test_two_wells():
-    system = wells()
-    found = replica_exchange(system, BETAS, chains=128, burn_in=300, sweeps=1000, generator=generator())
-    expected = truth(system, BETAS, Enumeration())
-    assert found.magnetization.shape == (8, 8, 1)
-    assert found.final.shape == (128, 8, 8, 1)
-    assert found.exchange_rate.shape == (7,)
-    assert ((found.exchange_rate > 0.2) & (found.exchange_rate <= 1)).all()
-    # At beta = 2 the energy hardly ever leaves its ground state: its rare excursions are no normal variable.
-    for name, right in zip(("magnetization", "correlations"), expected[:2], strict=True):
-        assert_near(getattr(found, name), getattr(found, name + "_error"), right, 0.05)
-    warm = slice(0, 6)
-    assert_near(found.energy[warm], found.energy_error[warm], expected[2][warm], 0.1)
-    assert_near(found.heat_capacity[warm], found.heat_capacity_error[warm], expected[3][warm], 0.1)
-    # A plain heat bath splits evenly between the wells, which are not even.
-    caught = heat_bath(system, chains=128, burn_in=300, sweeps=1000, generator=generator())
-    assert expected[0][-1].min() > 0.5
-    assert caught.magnetization.max() < 0.4
-    assert float(caught.effective_samples) < 4 * 128 < float(found.effective_samples[-1])
-
-
-def test_frustrated_spins_at_falling_beta():
-    couplings = torch.sign(random(2, 9, 9, seed=3)).triu(1)
-    system = SpinSystem(couplings + couplings.mT, 0.1 * random(2, 9, 1, seed=4))
-    betas = torch.tensor([1.0, 0.7, 0.5, 0.35, 0.2])
-    found = replica_exchange(system, betas, chains=256, burn_in=100, sweeps=300, generator=generator())
-    assert found.energy.shape == (5, 2)
-    assert found.exchange_rate.shape == (4, 2)
-    assert_thermal(found, truth(system, betas.double().tolist(), Enumeration()), 0.1)
-
-
-def test_vectors_are_exchanged():
-    couplings = torch.diag(torch.tensor([0.6, -0.5, 0.8]).double(), 1)
-    field = torch.tensor([0.4, -0.2, 0.3, 0.1]).double()[:, None] * torch.tensor([0, 3**0.5, 0]).double()
-    system = SpinSystem(couplings + couplings.mT, field)
-    found = replica_exchange(
-        system, (0.5, 1.0, 2.0), chains=256, burn_in=30, sweeps=150, exchange_every=2, generator=generator()
-    )
-    assert_thermal(found, truth(system, (0.5, 1.0, 2.0), TransferMatrix()), 0.1)
-
-
-def test_the_exchange_rate_is_that_of_independent_states():
-    """States at two temperatures are all but independent if exchanges are rare: the rate follows from the energies."""
-    couplings = random(6, 6, seed=1)
-    system = SpinSystem((couplings + couplings.mT) / 4, random(6, 1, seed=2))
-    betas = torch.tensor([0.4, 1.3]).double()
-    spins = ising_states(6)
-    energies = -((spins @ system.couplings) * spins).sum(-1) / 2 - spins @ system.field[:, 0]
-    law = (-betas[:, None] * energies).softmax(-1)
-    ratio = ((betas[0] - betas[1]) * (energies[:, None] - energies)).exp().clamp(max=1)
-    expected = law[0] @ ratio @ law[1]
-    found = replica_exchange(
-        system, betas, chains=512, burn_in=20, sweeps=200, exchange_every=10, generator=generator()
-    )
-    # Ten exchanges of 512 chains.
-    assert float(found.exchange_rate) == pytest.approx(float(expected), abs=4 * (0.25 / 5120) ** 0.5)
-
-
-def test_exchanges_are_made_as_often_as_asked():
-    system = wells()
-    never = replica_exchange(system, BETAS[:3], chains=4, burn_in=0, sweeps=5, exchange_every=9, generator=generator())
-    assert never.exchange_rate.isnan().all()
-    once = replica_exchange(system, BETAS[:3], chains=4, burn_in=0, sweeps=1, generator=generator())
-    assert once.exchange_rate.isnan().tolist() == [True, False]
-    # The burn-in is not counted.
-    second = replica_exchange(system, BETAS[:3], chains=4, burn_in=1, sweeps=1, generator=generator())
-    assert second.exchange_rate.isnan().tolist() == [False, True]
-
-
-def test_replicas_repeat_and_do_not_spread_what_is_lost():
-    field = 0.1 * random(3, 8, 1)
-    system = SpinSystem(wells().couplings, field)
-    run = {"chains": 3, "burn_in": 2, "sweeps": 6}
-    first = replica_exchange(system, BETAS, **run, generator=generator(3))
-    assert torch.equal(first.final, replica_exchange(system, BETAS, **run, generator=generator(3)).final)
-    field = field.clone()
-    field[1, 0] = torch.nan
-    found = replica_exchange(SpinSystem(wells().couplings, field), BETAS, **run, generator=generator(3))
-    assert found.energy.isnan().tolist() == [[False, True, False]] * 8
-    assert found.exchange_rate[:, 1].isnan().all()
-    assert torch.equal(found.energy[:, ::2], first.energy[:, ::2])
-    assert torch.equal(found.exchange_rate[:, ::2], first.exchange_rate[:, ::2])
-
-
-def test_couplings_are_not_mistaken_for_those_of_single_temperatures():
-    """Matrices as couplings of N = D sites look like couplings per sample of a batch (T, ...) = (N, ...)."""
-    turns = torch.linalg.qr(random(3, 3, 3, seed=5)).Q
-    couplings = torch.einsum("ij,iab,jcb->ijac", torch.ones(3, 3).double() - torch.eye(3), turns, turns)
-    system = SpinSystem(couplings, random(3, 3, 3))
-    found = replica_exchange(system, [0.5, 0.6, 0.7], chains=4, burn_in=0, sweeps=2, generator=generator())
-    assert found.energy.shape == (3, 3)
-
-
 def test_systems_with_masked_sites_only():
     system = SpinSystem(torch.zeros(3, 3), torch.zeros(2, 3, 3), mask=torch.zeros(2, 3, dtype=torch.bool))
     for found in (
@@ -304,6 +189,3 @@ def test_systems_with_masked_sites_only():
 def test_empty_batches():
     system = SpinSystem(torch.zeros(4, 4), torch.zeros(0, 4, 2))
     assert synchronous(system, chains=2, sweeps=2, generator=generator()).entropy_production.shape == (0,)
-    found = replica_exchange(system, [1.0, 2.0], chains=2, sweeps=2, generator=generator())
-    assert found.energy.shape == (2, 0)
-    assert found.exchange_rate.shape == (1, 0)

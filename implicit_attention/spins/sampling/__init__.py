@@ -2,8 +2,7 @@
 
 from .estimates import Samples
 from .heat_bath import heat_bath
-from .replica_exchange import replica_exchange
 from .synchronous import synchronous
 from .von_mises_fisher import sample_spins
 
-__all__ = ["Samples", "heat_bath", "synchronous", "replica_exchange", "sample_spins"]
+__all__ = ["Samples", "heat_bath", "synchronous", "sample_spins"]

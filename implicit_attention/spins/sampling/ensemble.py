@@ -70,22 +70,16 @@ class Ensemble:
     Args:
         system: the spins to sample.
         chains: C.
-        betas: temperatures (T), which number the first axis of the batch, instead of the system's own.
     """
 
-    def __init__(self, system: SpinSystem, chains: int, betas: Tensor | None = None) -> None:
+    def __init__(self, system: SpinSystem, chains: int) -> None:
         system = widened(system)[0]
         self.radius, self.chains = system.radius, chains
         self.num_sites, self.dim = system.num_sites, system.dim
         couplings, field, mask = system.flat_couplings.detach(), system.live_field.detach(), system.mask
         #: Rows of the coupling matrix per site.
         self.rows = system.dim if system.block else 1
-        if betas is None:
-            self.batch = system.batch
-            beta = system.beta_tensor().detach()
-        else:
-            self.batch = torch.Size([len(betas), *system.batch])
-            beta = betas.to(field).reshape(-1, *(1,) * len(system.batch))
+        self.batch, beta = system.batch, system.beta_tensor().detach()
         exists = field.new_ones((), dtype=torch.bool) if mask is None else mask
         couplings, field = self.radius**2 * couplings, self.radius * field
         self.beta = beta.expand(self.batch).reshape(-1)
@@ -103,10 +97,6 @@ class Ensemble:
     def columns(self, state: Tensor) -> Tensor:
         """The state as columns for the coupling matrix, a view."""
         return state.view(len(state), self.num_sites * self.rows, self.dim // self.rows * self.chains)
-
-    def energy(self, state: Tensor) -> Tensor:
-        """E of every chain, (B, C)."""
-        return -((self.coupled(state) / 2 + self.field) * state).sum((1, 2))
 
     def wide(self) -> Ensemble:
         """The same in float64, for measurements."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,9 +14,6 @@ from torch.nn import functional
 
 from .._request import fill
 from .ensemble import Ensemble, Schedule
-
-#: One sweep of the chains: their next states, from these and whether the sweep belongs to those that are measured.
-Step: TypeAlias = Callable[[Tensor, bool], Tensor]
 
 # Averages are taken over so many independent parts of the run at most, whose scatter gives the errors (to 13 %).
 PARTS = 32
@@ -41,11 +38,9 @@ class Samples:
         delayed_correlations, delayed_correlations_error: D_ij = <s_i(t+1) . s_j(t)> - <s_i> . <s_j>, (*batch, N, N);
             None but for synchronous dynamics.
         entropy_production, entropy_production_error: sigma per step, (*batch); None but for synchronous dynamics.
-        exchange_rate: the share of accepted exchanges between neighbouring temperatures, (T - 1, *batch); None but for
-            replica exchange.
         effective_samples: (*batch), of how many independent states the scatter is that of: the variance of one state
             over the squared error, for the energy or the magnetization, whichever is less. Near the number of chains,
-            the chains have not moved: take more sweeps, or replica exchange.
+            the chains have not moved: take more sweeps.
         num_samples: chains times measured sweeps.
         final: (chains, *batch, N, D), the last states, to look at or to `start` from.
         trajectory: (measurements, chains, *batch, N, D), all measured states, if they were to be kept.
@@ -77,7 +72,6 @@ class Samples:
     delayed_correlations_error: Tensor | None = None
     entropy_production: Tensor | None = None
     entropy_production_error: Tensor | None = None
-    exchange_rate: Tensor | None = None
     trajectory: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -109,14 +103,13 @@ class Estimates:
         self.reference: Tensor | None = None
         self.kept: list[Tensor] = []
 
-    def run(self, state: Tensor, step: Step) -> Tensor:
-        """The last state of burn-in and sweeps, every `thin`-th of the latter measured."""
+    def run(self, state: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+        """The last state of burn-in and sweeps by `step`, every `thin`-th of the latter measured."""
         plan = self.schedule
         total = plan.burn_in + plan.sweeps
         for done in range(1, total + 1):
-            measured = done > plan.burn_in
-            before, state = state, step(state, measured)
-            if measured and (done - plan.burn_in) % plan.thin == 0:
+            before, state = state, step(state)
+            if done > plan.burn_in and (done - plan.burn_in) % plan.thin == 0:
                 self.measure(before, state)
             if plan.progress is not None:
                 plan.progress(done, total)
@@ -148,7 +141,7 @@ class Estimates:
             self.kept.append(self.ensemble.public(after))
         self.seen += 1
 
-    def samples(self, final: Tensor, *, exchange_rate: Tensor | None = None) -> Samples:
+    def samples(self, final: Tensor) -> Samples:
         """Return the estimates."""
         numbers: dict[str, Tensor] = {}
 
@@ -186,7 +179,6 @@ class Estimates:
             effective_samples=self._public(effective),
             num_samples=total,
             final=self.ensemble.public(final),
-            exchange_rate=exchange_rate,
             trajectory=torch.stack(self.kept) if self.schedule.keep else None,
         )
 

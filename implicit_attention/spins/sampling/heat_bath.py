@@ -55,8 +55,8 @@ def heat_bath(
 
     Reference: Miyatake et al. (1986), The implementation of the heat bath algorithm, for D = 3.
 
-    Not for synchronous dynamics: use `synchronous`; not at low temperatures, where chains stay caught: use
-    `replica_exchange`.
+    Not for synchronous dynamics: use `synchronous`; not at low temperatures, where chains stay caught, as few
+    `effective_samples` tell.
 
     Examples:
         >>> import torch
@@ -68,7 +68,7 @@ def heat_bath(
     """
     check_arguments(system, generator)
     plan = Schedule(**schedule)
-    check_boltzmann(system, "heat_bath")
+    _check_boltzmann(system)
     with exact_precision(system.field):
         ensemble = Ensemble(system, plan.chains)
         fixed = _checked_clamp(clamp, start, system)
@@ -77,9 +77,9 @@ def heat_bath(
         return estimates.samples(estimates.run(state, HeatBath(ensemble, generator, fixed)))
 
 
-def check_boltzmann(system: SpinSystem, name: str) -> None:
+def _check_boltzmann(system: SpinSystem) -> None:
     """Raise unless exp(-beta E) exists and its one-site laws are von Mises-Fisher."""
-    system.check_symmetric(name, wait=True)
+    system.check_symmetric("heat_bath", wait=True)
     if not system.block:
         return
     own = system.live_couplings.detach().diagonal(dim1=-4, dim2=-3).movedim(-1, -3).nan_to_num(0.0, 0.0, 0.0)
@@ -87,7 +87,7 @@ def check_boltzmann(system: SpinSystem, name: str) -> None:
     apart = (own - mean[..., None, None] * torch.eye(system.dim).to(own)).abs()
     scale = float(own.abs().sum())
     fits = float(apart.sum()) <= 64 * torch.finfo(own.dtype).eps * scale
-    required = f"have multiples of the unit matrix on the diagonal for {name}"
+    required = "have multiples of the unit matrix on the diagonal for heat_bath"
     received = f"entries that differ from these by up to {float(apart.max()) if apart.numel() else 0.0:.1e}"
     _validate.require(fits, "couplings", required, received, "leave the diagonal out")
 
@@ -108,7 +108,7 @@ class HeatBath:
         self.skipped: list[bool] = stays.all(0).tolist()
         self.mixed: list[bool] = stays.any(0).tolist()
 
-    def __call__(self, state: Tensor, measured: bool) -> Tensor:
+    def __call__(self, state: Tensor) -> Tensor:
         noise = draw_noise(state, self.generator)
         rows, sites = self.ensemble.rows, self.ensemble.num_sites
         columns = self.ensemble.columns(state)

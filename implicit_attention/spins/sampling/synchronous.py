@@ -64,7 +64,7 @@ def synchronous(
         ensemble = Ensemble(system, plan.chains)
         beta = ensemble.beta[:, None, None, None]
 
-        def step(state: Tensor, measured: bool) -> Tensor:
+        def step(state: Tensor) -> Tensor:
             noise = draw_noise(state, generator)
             pull = beta * (ensemble.coupled(state) + ensemble.field)
             return unit_spins(pull, noise, generator) * ensemble.exists[..., None, None]
