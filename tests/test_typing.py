@@ -70,7 +70,6 @@ def call(
     assert_type(spin_transformer(x, return_state=True), Any)
     assert_type(mean_field(x), Tensor)
     assert_type(mean_field(x, return_state=True), Any)
-    assert_type(energy(x, order="tokens"), Tensor)
     assert_type(energy(x, return_energies=True), Any)
     assert_type(images(x, x), Tensor)
     assert_type(images(x, x, return_energies=True), Any)
@@ -84,7 +83,7 @@ def call(
     spin_block(x, no_such_option=1)  # expected error
     spin_transformer(x, initial=x)  # expected error
     mean_field(x, no_such_option=1)  # expected error
-    energy(x, order="no such order")  # expected error
+    energy(x, no_such_option=1)  # expected error
     images(x)  # expected error
     classifier(x, no_such_option=1)  # expected error
     nodes(x, "x")  # expected error

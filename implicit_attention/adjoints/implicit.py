@@ -185,8 +185,11 @@ def gradients_at(
     # A failed problem that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
     plain = not torch.is_grad_enabled() and not transforms_active()
     if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
-        wanted = torch.isfinite(z) | (cotangent != 0)
-        left_out = ~(wanted.flatten(z.ndim - problem.event_ndim).any(-1) if problem.event_ndim else wanted)
+        lost, unread = ~torch.isfinite(z), cotangent == 0
+        if problem.event_ndim:
+            lost = lost.flatten(z.ndim - problem.event_ndim).any(-1)
+            unread = unread.flatten(z.ndim - problem.event_ndim).all(-1)
+        left_out = lost & unread
         problem, z = isolated(problem.replace(*tensors), z, left_out)
         tensors = problem.tensors()
     with exact_precision(z):

@@ -11,13 +11,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from .._autograd import is_batched
 from ..potentials import Potential
 from ..potentials._query_side import QuerySide
 from ..potentials._read import check_masks_fit
 from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
 from ..potentials.token_attention import TokenAttention
-from ..problem import Linearization, Problem, pullback
+from ..problem import Linearization, Problem, TokenOrder, pullback
 from .anchored import Fielded
 from .base import check_fixed_budget
 
@@ -87,12 +88,8 @@ class CausalTokens(_Causal, Fielded):
     `TokenAttention` alone. Its key side would pull a token by those after it. So this map is the gradient of no
     function: there is no energy.
 
-    All tokens are solved at once by `solve`, or token by token, by `solve_in_order`; where there is one fixed point
-    both find it. A token of a fixed point depends on no later one, but at once all tokens share a solver, which ends at
-    a residual |f(x) - x| of at most tol. Changing the last token then changes earlier outputs by no more than
-    2 tol/(1 - spectral radius), with the Jacobian J of the earlier tokens. (To first order; the radius stands for the
-    exact 2 tol |(I - J)^-1|, which is larger where J is far from normal. Where there are several fixed points, the
-    change may lead to another.) Token by token it changes them by no bit.
+    `solve` stops each token on its own, once its residual and those of all tokens before it are within the tolerance:
+    changing the last token changes earlier ones by no bit.
 
     Nothing guards the way to a fixed point, as no energy does. With large weights `Anderson` may end at none where
     `Picard` finds one.
@@ -105,11 +102,12 @@ class CausalTokens(_Causal, Fielded):
         keys: (*batch, H, M, Y), of M earlier tokens that are solved and stay as they are:
             attention.keys_of(lagrangian.mean(x)). All of the new tokens may read them.
 
-    A first token with `exclude_self` has no attention pull. A NaN in a sample reaches all of its tokens where these are
-    solved at once, token by token the later ones alone; it reaches no other sample.
+    A first token with `exclude_self` has no attention pull. A NaN in a token leaves it and those behind it without an
+    answer, and its sample without a gradient; it reaches no token before it, and no other sample.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit.
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; in `solve`, a solver that cannot stop each
+            token on its own, such as `Broyden`.
 
     Gradients: with respect to field, keys and the tensors of attention, memory and L, to any order.
 
@@ -133,7 +131,7 @@ class CausalTokens(_Causal, Fielded):
 
     declares_all = True
     #: The attributes of the class: closed forms do not hold for a subclass with more.
-    _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "attention", "memory", "field", "keys")
+    _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "attention", "memory", "field", "keys", "token_order")
 
     def __init__(
         self,
@@ -148,6 +146,12 @@ class CausalTokens(_Causal, Fielded):
         super().__init__(field)
         self.keys = keys
         self._check("field", field, keys)
+        # A mask that vmap maps over does not outlive it: a token then waits for all tokens before it.
+        pairs = None if attention.mask is None or is_batched(attention.mask) else attention.mask
+        if pairs is not None:
+            count, before = field.shape[-2], 0 if keys is None else keys.shape[-2]
+            pairs = pairs.broadcast_to(*pairs.shape[:-2], count, before + count)[..., before:].tril()
+        self.token_order = TokenOrder(pairs)
 
     def fixed_point_map(self, z: States) -> States:
         """f(x) = b + pull(LN(x))."""
@@ -205,7 +209,10 @@ class CausalTokens(_Causal, Fielded):
                 required, received = "tell what it is for one token alone", type(self.memory).__name__
                 remedy = "define its `select`, or solve all tokens at once"
                 raise ValueError(_validate.message("memory", required, f"{received}, which cannot", remedy))
-        return type(self)(self.lagrangian, attention, memory, self.field[..., rows, :], keys=keys)
+        found = type(self)(self.lagrangian, attention, memory, self.field[..., rows, :], keys=keys)
+        # A single token has no order, so that any solver can solve it.
+        found.token_order = None
+        return found
 
 
 class CausalDynamics(_Causal):

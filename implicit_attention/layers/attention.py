@@ -423,7 +423,7 @@ class ImplicitAttention(Remembering):
     def __setstate__(self, state: dict[str, Any]) -> None:
         required, remedy = "be False in a layer that was pickled: it is gone", "train a layer without it"
         _validate.require(not state.get("values_inside"), "values_inside", required, True, remedy)
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]

@@ -1,31 +1,30 @@
-"""Causal tokens, solved one after the other given their predecessors, or at once, where each stops on its own."""
+"""Causal tokens, each a problem that reads those before it, and those that are lost."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import backward_running, host_may_look, in_own_precision
+from .._autograd import backward_running, host_may_look, in_own_precision, is_exporting, transforms_active
 from .._reporting import report_failures
-from .._solve import solve
+from .._solve import by_adjoint, solve
 from .._types import Impl, OnFailure
-from ..adjoints import Adjoint, Unrolled
+from ..adjoints import Adjoint, Implicit, Request, Unrolled
 from ..energies.causal_tokens import CausalTokens
 from ..errors import ConvergenceError
 from ..failure_policy import located
 from ..options import SolveOptions
-from ..problem import TokenOrder, widened
+from ..problem import Problem, TokenOrder, widened
 from ..solution import AdjointReport, Record, Solution, SolveReport
-from ..solvers import Picard, Solver
+from ..solvers import Outcome, Picard, Solver
+from ..solvers.in_order import Tokens, of_problems
 from ..status import Status
 from .cache import KeyValueCache, check_cache
-
-Order: TypeAlias = Literal["together", "tokens"]
 
 
 class InOrder(NamedTuple):
@@ -56,8 +55,8 @@ def solve_in_order(
     """The fixed point of a causal problem, token by token: N problems of one token, given the keys of those before it.
 
     The bits of a token depend on no later token, and tokens may be added later, with the `keys` of this answer in the
-    next problem. A unique fixed point is that of `solve(problem, ...)`; of several, the two functions may find
-    different ones.
+    next problem, and any solver may solve them. A unique fixed point is that of `solve(problem, ...)`; of several, the
+    two functions may find different ones.
 
     Args:
         problem: a `CausalTokens`.
@@ -75,8 +74,8 @@ def solve_in_order(
 
     Gradients: with respect to every tensor of the problem, as the adjoint says.
 
-    Not for training on long sequences, where all at once takes fewer and larger products, and keeps the keys once
-    instead of once per token: use `solve`.
+    Not for training on long sequences: `solve` stops each token on its own, too, by fewer and larger products, and
+    keeps the keys once instead of once per token.
 
     Examples:
         >>> import torch
@@ -130,7 +129,7 @@ def keys_at(problem: CausalTokens, x: Float[Tensor, "*batch N D"]) -> Float[Tens
     return keys.where(finite.unsqueeze(-3), torch.nan)
 
 
-# For layers whose tokens are solved at once, each stopping on its own.
+# For layers whose tokens stop each on its own.
 
 
 class Lost(NamedTuple):
@@ -184,15 +183,8 @@ def lost_tokens(order: TokenOrder, sites: Tensor | None, own: Tensor) -> Lost | 
 _CAUSAL = "make the layer with causal=True"
 
 
-def check_causal_call(
-    layer: Any, x: Tensor, mask: Tensor | None, order: Order, cache: object, return_energies: bool
-) -> None:
-    """Raise unless an `EnergyTransformer` can solve the tokens x in this order, beside this cache."""
-    _validate.check_choice("order", order, ("together", "tokens"))
-    if order == "tokens":
-        _validate.require(layer.causal, "order", "be 'together' for tokens that read each other", repr(order), _CAUSAL)
-        required = "be 'together' in mode='published', whose tokens all step together"
-        _validate.require(layer.mode != "published", "order", required, repr(order), "use mode='equilibrium'")
+def check_causal_call(layer: Any, x: Tensor, mask: Tensor | None, cache: object, return_energies: bool) -> None:
+    """Raise unless an `EnergyTransformer` can solve the tokens x beside this cache."""
     if cache is not None:
         check_cachable(layer)
         check_cache(cache, layer._identity, tuple(x.shape[:-2]))
@@ -222,36 +214,57 @@ def pairs_that_exist(
     return own, pairs if mask is None else mask & pairs
 
 
+@dataclasses.dataclass
+class _EachToken:
+    """The loop over tokens, which keeps the record of each, (*batch, N); `lost` are those without an answer."""
+
+    lost: Tensor | None
+    record: Record | None = None
+
+    def run(self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
+        outcome = solver.run(Tokens(problem), initial, trace=trace, graph=graph)
+        if isinstance(problem, CausalTokens) and not transforms_active():
+            self.record = outcome.record if self.lost is None else outcome.record.nonfinite_at(self.lost)
+        return outcome._replace(record=of_problems(outcome.record, 1))
+
+
 def solve_tokens(
     problem: CausalTokens,
     x: Tensor,
+    own: Tensor,
     options: SolveOptions,
-    on_failure: OnFailure,
-    order: Order,
+    on_failure: Any,
     cache: KeyValueCache | None,
     key_mask: Tensor | None,
 ) -> Solution:
-    """The solution in either order, with a record of each token for "tokens"; the tokens are added to the cache.
+    """The solution with a record of each token (in a transform, of each sample); the tokens are added to the cache.
 
     The default solver makes plain steps. Without an energy that guards it Anderson failed where these converge: at
     N 32, D 64 and weights of standard deviation 0.02, memories of 0.1, in 3 of 4 samples within 1,000 steps, of which
     plain steps needed 120 to 193 to 1e-4. At smaller weights both needed the same few.
+
+    own: tokens that are not finite, (*batch, N), which are 0 in the problem.
     """
     if options.solver is None:
         options = dataclasses.replace(options, solver=Picard(max_steps=1000))
     # A cache numbers heads; these states have none.
     begin = None if cache is None else cache.start(x.unsqueeze(-3))
     initial, solver = x if begin is None else begin.squeeze(-3), options.effective_solver
-    adjoint = Unrolled() if options.explicit else options.effective_adjoint
-    how: dict[str, Any] = {"impl": options.impl, "on_failure": on_failure, "adjoint": adjoint}
-    if order == "together":
-        solution = solve(problem, initial, solver=solver, **how)
+    adjoint = Unrolled() if options.explicit else options.effective_adjoint or Implicit()
+    assert problem.token_order is not None
+    lost = lost_tokens(problem.token_order, None, own)
+    each = _EachToken(None if lost is None else lost.tokens)
+    if is_exporting():
+        solution = solve(problem, initial, solver=solver, adjoint=adjoint, on_failure=on_failure)
     else:
-        answer = solve_in_order(problem, initial, solver=solver, **how)
-        report = answer.report
-        solution = Solution(**report._parts, value=answer.value)
+        report = AdjointReport(on_failure=on_failure.on_failure, site=on_failure.site)
+        # The layer has checked its options.
+        request = Request(problem, initial, solver, options.impl, False, report, by_token=each)
+        solution = by_adjoint(request, adjoint)
+    if lost is not None:
+        solution = dataclasses.replace(solution, value=lost.fill(solution.value, torch.nan))
     if cache is not None:
-        evals = solution.num_evals[..., None] if order == "together" else solution.num_evals
+        evals = solution.num_evals if each.record is not None else solution.num_evals[..., None]
         contents = cache.with_new(keys_at(problem, solution.value), None, key_mask)
         cache.commit(contents, solution.value.unsqueeze(-3), evals.unsqueeze(-2))
     return solution

@@ -27,7 +27,7 @@ from ..solution import Solution
 from ..solvers.exported import check_no_evidence
 from .cache import KeyValueCache
 from .calls import plain
-from .causal_tokens import Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
+from .causal_tokens import check_cachable, check_causal_call, pairs_that_exist, solve_tokens, without_nonfinite
 from .energy_layer_norm import EnergyLayerNorm, check_tokens
 from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta, per_head
 from .published_steps import CausalSteps, PublishedSteps, published_solver, report_rise
@@ -67,8 +67,8 @@ class EnergyTransformer(Remembering):
         exclude_self: no token attends to itself. A single token then has no attention.
         causal: a token reads itself (unless `exclude_self`) and those before it, as a query alone: there is no energy
             (`CausalTokens`, `CausalDynamics`), and the default solver is `Picard(max_steps=1000)`. Changing the last
-            token changes earlier outputs by no bit in published mode and with order="tokens", and by no more than
-            2 tol/(1 - spectral radius) where all are solved together.
+            token changes earlier outputs by no bit. In an equilibrium each token is a problem of its own: it has
+            converged when its residual and those of all tokens before it are within the tolerance.
         steps: number of steps, >= 0, in published mode. The option `max_steps` replaces it for a call.
         step_size: > 0, in published mode.
         checkpoint: published mode keeps the state of each step alone and computes the step again in the backward pass.
@@ -83,8 +83,8 @@ class EnergyTransformer(Remembering):
         w_query: (H, Y, D), from N(0, .002^2), as w_key.
         memories: the patterns xi, (M, D), from N(0, .02^2).
         beta: a module that returns the inverse temperature.
-        last_solve: the `SolveReport` of the last call, one problem per sample, detached. Not part of the state dict, of
-            copies and of pickles.
+        last_solve: the `SolveReport` of the last call, one problem per sample, of a causal equilibrium per token,
+            detached. Not part of the state dict, of copies and of pickles.
 
     A `ConvergenceWarning` says where the energy rises during published steps, as it does by steps that are too long;
     with `on_failure="raise"` that is an error, with "ignore" nothing. Only on a CPU, where the host need not wait, are
@@ -96,7 +96,8 @@ class EnergyTransformer(Remembering):
     Gradients: with respect to x and all parameters, to second order; energies are detached. In an equilibrium the
     gradient to x of a loss that reads LN(x) alone has mean zero over the entries of every token.
 
-    A NaN in a token makes its sample NaN, status NONFINITE, and changes no other. Half precision, and autocast, solve
+    A NaN in a token makes its sample NaN, status NONFINITE, and changes no other; in a causal equilibrium it makes the
+    token and those behind it NaN. Half precision, and autocast, solve
     and measure energies in float32; the dtype of the output is that of x.
 
     Reference: Hoover et al. (2023), Energy Transformer: mode "published".
@@ -230,7 +231,6 @@ class EnergyTransformer(Remembering):
         mask: Tensor | None = None,
         *,
         key_mask: Tensor | None = None,
-        order: Order = "together",
         cache: KeyValueCache | None = None,
         return_energies: bool = False,
         return_solution: bool = False,
@@ -243,7 +243,6 @@ class EnergyTransformer(Remembering):
             mask: boolean, (N, N) or (*batch, N, N): True = the token of the row attends to that of the column. A token
                 that attends to none adds nothing to the attention.
             key_mask: which tokens exist, boolean, (*batch, N). The others change nothing and are returned as they are.
-            order: of a causal equilibrium, "together", or "tokens": one after the other, with a report of each.
             cache: of a causal equilibrium, from `new_cache`; the tokens of x follow those in it, and are added.
             return_energies: return (x, energies) with the energy of every sample, detached: (steps + 1, *batch) in
                 published mode, of every iteration, (iterations, *batch), in an equilibrium.
@@ -254,11 +253,14 @@ class EnergyTransformer(Remembering):
             (*batch, N, dim) in the dtype of x, or a tuple (x, energies, solution) of the parts that were requested.
         """
         self._check_call(x, mask, key_mask)
-        check_causal_call(self, x, mask, order, cache, return_energies)
+        check_causal_call(self, x, mask, cache, return_energies)
         chosen, state = self._checked(self.options.override(**options)), at_least_single(x)
         if key_mask is not None:
             # 0 * NaN is NaN: a number at a missing token must reach no gradient.
             state = state.masked_fill(~key_mask[..., None], 0.0)
+        own = None
+        if self.causal and self.mode == "equilibrium":
+            state, own = without_nonfinite(state)
         problem = self._problem(state, mask, key_mask, cache)
         if is_exporting():
             check_no_evidence(return_energies or return_solution, "return_energies` and `return_solution")
@@ -270,8 +272,8 @@ class EnergyTransformer(Remembering):
                 _validate.check_numbers("x", x, remedy)
             return problem.fixed_point_map(state).to(x.dtype)
         energies = None
-        if isinstance(problem, CausalTokens):
-            solution = solve_tokens(problem, state, chosen, self._on_failure(chosen), order, cache, key_mask)
+        if isinstance(problem, CausalTokens) and own is not None:
+            solution = solve_tokens(problem, state, own, chosen, self._on_failure(chosen), cache, key_mask)
         else:
             solution, energies = self._solved(problem, state, chosen, return_energies)
         self._remember(None if is_batched(solution.status) else solution.report)

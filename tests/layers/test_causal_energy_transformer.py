@@ -1,4 +1,4 @@
-"""EnergyTransformer(causal=True): in any order, with a cache, in both modes, no output depends on a later token."""
+"""EnergyTransformer(causal=True): with a cache, and in both modes, no output depends on a later token."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from implicit_attention import EnergyTransformer, Picard, Status
+from implicit_attention import Anderson, Broyden, EnergyTransformer, Picard, Status
 from implicit_attention.potentials import LogSumExp
 from implicit_attention.testing.numerics import random
 
@@ -43,18 +43,17 @@ def truth():
     return made, torch.sin(1 + 4 * rows[:, None] + columns)
 
 
-@pytest.mark.parametrize("order", ["together", "tokens"])
-def test_ground_truth(order):
+def test_ground_truth():
     made, x = truth()
     expected = torch.tensor([1.7705759616, -1.0653887279, -2.9877300330, -1.9280988644], dtype=torch.float64)
-    torch.testing.assert_close(made(x, order=order, solver=TIGHT)[2], expected, rtol=0, atol=1e-10)
-    assert made.last_solve.status.shape == ((3,) if order == "tokens" else ())
+    torch.testing.assert_close(made(x, solver=TIGHT)[2], expected, rtol=0, atol=1e-10)
+    assert made.last_solve.status.tolist() == [Status.CONVERGED] * 3
 
 
-def decoded(made, x, sizes, key_masks=None, order="together", **options):
+def decoded(made, x, sizes, key_masks=None, **options):
     cache, parts = made.new_cache(**options), x.split(sizes, dim=1)
     masks = key_masks or [None] * len(parts)
-    found = [made(p, cache=cache, key_mask=m, order=order) for p, m in zip(parts, masks, strict=True)]
+    found = [made(p, cache=cache, key_mask=m) for p, m in zip(parts, masks, strict=True)]
     return torch.cat(found, dim=1), cache
 
 
@@ -64,14 +63,8 @@ def test_a_cache_gives_what_one_call_does(exclude_self):
     whole = made(x)
     parameters = [x, *made.parameters()]
     by_whole = torch.autograd.grad(whole.square().sum(), parameters)
-    cases = (
-        ([1] * 6, False, "together"),
-        ([2, 1, 3], True, "tokens"),
-        ([2, 4], False, "together"),
-        ([6], True, "tokens"),
-    )
-    for sizes, warm_start, order in cases:
-        found, cache = decoded(made, x, sizes, warm_start=warm_start, order=order)
+    for sizes, warm_start in (([1] * 6, False), ([2, 1, 3], True), ([2, 4], False), ([6], True)):
+        found, cache = decoded(made, x, sizes, warm_start=warm_start)
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-11)
         # What is held is part of the graph.
         by_found = torch.autograd.grad(found.square().sum(), parameters)
@@ -92,9 +85,8 @@ def test_missing_tokens_beside_a_cache():
     alone = made(x[1, [0, 2, 3]])
     torch.testing.assert_close(whole[1, [0, 2, 3]], alone, rtol=0, atol=1e-11)
     for sizes in ([1] * 5, [2, 3]):
-        for order in ("together", "tokens"):
-            found, _ = decoded(made, spoiled, sizes, exist.split(sizes, dim=1), order=order)
-            torch.testing.assert_close(found, whole, rtol=0, atol=1e-11, equal_nan=True)
+        found, _ = decoded(made, spoiled, sizes, exist.split(sizes, dim=1))
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-11, equal_nan=True)
     # Masks may begin late, and end.
     late = exist.clone()
     late[:, :2] = True
@@ -108,16 +100,43 @@ def test_missing_tokens_beside_a_cache():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", [("published", "together"), ("equilibrium", "tokens")], ids=lambda case: case[0])
-def test_changing_the_last_token_changes_no_earlier_bit(case, dtype):
-    mode, order = case
-    made, x = layer(mode, dtype=dtype), random(2, 9, 6, seed=5).to(dtype)
+@pytest.mark.parametrize("solver", [Picard(rtol=1e-3), Anderson(), Anderson(history=1, rtol=1e-2), Picard(max_steps=3)])
+def test_changing_the_last_token_changes_no_earlier_bit(solver, dtype):
+    made, x = layer(dtype=dtype, solver=solver, on_failure="ignore"), random(2, 9, 6, seed=5).to(dtype)
+    one, report = made(x), made.last_solve
+    for last in (50 * random(2, 6, seed=6).to(dtype), 1e30 * x[:, -1], math.nan, math.inf):
+        changed = x.clone()
+        changed[:, -1] = last
+        two = made(changed)
+        assert torch.equal(one[:, :-1], two[:, :-1])
+        assert not torch.equal(one[:, -1], two[:, -1])
+        for name in ("status", "residual", "num_evals"):
+            assert torch.equal(getattr(report, name)[:, :-1], getattr(made.last_solve, name)[:, :-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_changing_the_last_token_changes_no_earlier_bit_of_published_steps(dtype):
+    made, x = layer("published", dtype=dtype), random(2, 9, 6, seed=5).to(dtype)
     changed = x.clone()
     changed[:, -1] = 50 * random(2, 6, seed=6).to(dtype)
-    options = {} if mode == "published" else {"solver": Picard(rtol=1e-3)}
-    one, two = (made(t, order=order, **options) for t in (x, changed))
+    one, two = made(x), made(changed)
     assert torch.equal(one[:, :-1], two[:, :-1])
     assert not torch.equal(one[:, -1], two[:, -1])
+
+
+def test_each_token_converges_by_itself():
+    made, x = layer(solver=Picard(rtol=1e-6, atol=0)), random(2, 9, 6, seed=5)
+    found, solution = made(x, return_solution=True)
+    assert made.last_solve.status.shape == (2, 9)
+    assert bool(made.last_solve.converged.all())
+    residual = torch.linalg.vector_norm(made._problem(x, None, None).fixed_point_map(found) - found, dim=-1)
+    torch.testing.assert_close(solution.residual, residual, rtol=1e-3, atol=1e-12)
+    # The first token reads none but itself, and is done as if it were alone.
+    alone = made(x[:, :1])
+    torch.testing.assert_close(alone, found[:, :1], rtol=0, atol=1e-12)
+    evals = made.last_solve.num_evals[:, 0]
+    assert torch.equal(solution.num_evals[:, 0], evals)
+    assert bool((solution.num_evals[:, 0] < solution.num_evals.amax(-1)).any())
 
 
 def test_published_steps_are_those_of_a_prefix():
@@ -150,22 +169,48 @@ def test_the_default_solver_makes_plain_steps():
     assert torch.equal(found, made(x, solver=Picard(max_steps=1000)))
     # The budget of a call is kept; nothing is solved with 0.
     made(x, max_steps=1, on_failure="ignore")
-    assert made.last_solve.num_steps.tolist() == [1, 1]
-    explicit = made(x, max_steps=0)
-    torch.testing.assert_close(made(x, max_steps=0, order="tokens")[:, 0], explicit[:, 0], rtol=0, atol=1e-12)
+    assert made.last_solve.num_steps.tolist() == [[1] * 5] * 2
+    assert torch.equal(made(x, max_steps=0), x)
+    assert made.last_solve.status.tolist() == [[Status.EXPLICIT] * 5] * 2
 
 
 def test_a_nan_reaches_no_earlier_token_and_no_other_sample():
     made, x = layer(on_failure="ignore"), random(2, 5, 6, seed=5)
     spoiled = x.clone()
     spoiled[0, 3, 1] = math.nan
-    good, found = made(x, order="tokens"), made(spoiled, order="tokens")
+    good, found = made(x), made(spoiled)
     assert torch.equal(found[0, :3], good[0, :3])
     assert torch.equal(found[1], good[1])
-    assert made.last_solve.status[0].tolist() == [Status.CONVERGED] * 3 + [Status.NONFINITE] * 2
-    together = made(spoiled)
-    assert made.last_solve.status.tolist() == [Status.NONFINITE, Status.CONVERGED]
-    assert torch.equal(together[1], made(x)[1])
+    assert bool(found[0, 3:].isnan().all())
+    expected = [[Status.CONVERGED] * 3 + [Status.NONFINITE] * 2, [Status.CONVERGED] * 5]
+    assert made.last_solve.status.tolist() == expected
+    # Nor does it reach the gradient of a loss of the others.
+    by_found, by_good = (
+        torch.autograd.grad(t[torch.tensor(expected) == 0].square().sum(), list(made.parameters()))
+        for t in (found, good)
+    )
+    torch.testing.assert_close(by_found, by_good, rtol=0, atol=1e-8)
+    # Tokens that follow it in a cache are lost with it.
+    cache = made.new_cache()
+    made(spoiled[:, :4], cache=cache)
+    assert made(x[:, 4:], cache=cache).isnan().any(-1).tolist() == [[True], [False]]
+
+
+def test_a_nan_reaches_no_other_document():
+    made, x = layer(on_failure="ignore"), random(2, 6, 6, seed=5)
+    mask = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)) > 0
+    good, spoiled = made(x, mask), x.clone()
+    spoiled[1, 0] = math.nan
+    found = made(spoiled, mask)
+    assert found.isnan().any(-1).tolist() == [[False] * 6, [True, True] + [False] * 4]
+    assert torch.equal(found[1, 2:], good[1, 2:])
+
+
+def test_masks_that_are_mapped_over_and_samples_without_tokens():
+    made, x, mask = layer(), random(3, 2, 5, 6, seed=5), random(3, 2, 5, 5, seed=6) > -0.5
+    torch.testing.assert_close(torch.vmap(made)(x, mask), made(x, mask), rtol=0, atol=1e-11)
+    assert made(x[..., :0, :]).shape == (3, 2, 0, 6)
+    assert made.last_solve.status.shape == (3, 2, 0)
 
 
 def test_half_precision_copies_and_pickles():
@@ -182,6 +227,8 @@ def test_half_precision_copies_and_pickles():
 
 def test_bad_calls_are_refused():
     made, x = layer(), random(2, 4, 6, seed=5)
+    with pytest.raises(ValueError, match="`solver` must stop every token of a causal layer on its own, got Broyden"):
+        made(x, solver=Broyden())
     with pytest.raises(ValueError, match="`mask` must be None beside a cache"):
         made(x, cache=made.new_cache(), mask=torch.ones(4, 4) > 0)
     # A call that raises leaves the cache as it is.
