@@ -97,8 +97,8 @@ class EnergyTransformer(Remembering):
     gradient to x of a loss that reads LN(x) alone has mean zero over the entries of every token.
 
     A NaN in a token makes its sample NaN, status NONFINITE, and changes no other; in a causal equilibrium it makes the
-    token and those behind it NaN. Half precision, and autocast, solve
-    and measure energies in float32; the dtype of the output is that of x.
+    token and those behind it NaN. Half precision, and autocast, solve and measure energies in float32; the dtype of the
+    output is that of x.
 
     Reference: Hoover et al. (2023), Energy Transformer: mode "published".
 
