@@ -120,8 +120,8 @@ def gradients_by_rows(
         with torch.no_grad():
             tape = Tape.of(part, rows_of(z, index))
             linear = part.linearize(rows_of(z, index)) if tape is None else tape.linearization()
-            rows = rows_of(z, index), rows_of(cotangent, index)
-            answer = _solve(method, part, linear, *rows, transpose=True, tape=tape)
+            given = rows_of(z, index), rows_of(cotangent, index)
+            answer = _solve(method, part, linear, *given, transpose=True, tape=tape)
             gradients = tape.gradients if tape and answer.checked else linear.vjp_tensors(answer.value)
         if index is None:
             return gradients, answer, tape

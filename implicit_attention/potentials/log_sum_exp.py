@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -9,6 +11,7 @@ from typing_extensions import Self
 from .. import _validate
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import Composite, CovarianceMap, Potential
+from .masked_keys import in_blocks
 from .scored_keys import ScoredKeys
 
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they do not show at that precision, and products of
@@ -85,6 +88,7 @@ class LogSumExp(ScoredKeys):
 
     # The three numbers, differentiable to any order; `value` is that of `ScoredKeys`.
 
+    @in_blocks
     def mean(self, z: States) -> States:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
         read = self._read(z, fused=True)
@@ -101,6 +105,7 @@ class LogSumExp(ScoredKeys):
         spread = fold.product(weighted, keys) - mean * weighted.sum(-1, keepdim=True)
         return self._scale * read.finish(spread, rows=True)
 
+    @in_blocks
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z, fused=True)
         mean, logsumexp = self._attended(z, read)
@@ -136,6 +141,10 @@ class LogSumExp(ScoredKeys):
     def lipschitz(self) -> Tensor:
         """beta diam(K)^2/4, Popoviciu's bound on the variance along any direction, (*batch)."""
         return self.beta * self.diameter().square() / 4
+
+    def _blocks(self, z: Tensor) -> tuple[int, Iterator[tuple[Self, Tensor]]] | None:
+        # Torch's kernels store no scores.
+        return None if self._has_kernel(z) else super()._blocks(z)
 
     def _is_own(self) -> bool:
         """Whether the closed forms of this class hold for the object: a subclass may compute something else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ._shapes import Bias, Keys, Mask, PerBatch, per_state
 from .base import CovarianceMap, Potential
 
 _P = TypeVar("_P", bound="MaskedKeys")
+_R = TypeVar("_R")
 # Pairs in one block of work: memory that stays in the processor's cache costs a fraction of fresh memory.
 BLOCK = 2**18
 # How many axes of these attributes belong to one batch entry; the other attributes have none.
@@ -264,18 +265,18 @@ class MaskedKeys(KeyPotential):
         return factor * self.beta * largest.square().to(self.keys)
 
 
-def in_blocks(evaluate: Callable[[_P, Tensor], Any]) -> Callable[[_P, Tensor], Any]:
+def in_blocks(evaluate: Callable[[_P, Tensor], _R]) -> Callable[[_P, Tensor], _R]:
     """Evaluate a method, (*batch, N, D) -> tensors (*batch, N, ...), block by block where no gradient is recorded."""
 
     @functools.wraps(evaluate)
-    def in_parts(self: _P, z: Tensor) -> Any:
+    def in_parts(self: _P, z: Tensor) -> _R:
         if (blocks := self._blocks(z)) is None:
             return evaluate(self, z)
         axis, parts = blocks
-        results = [in_parts(potential, part) for potential, part in parts]
+        results: list[Any] = [in_parts(potential, part) for potential, part in parts]
         if isinstance(results[0], Tensor):
-            return torch.cat(results, axis)
-        return tuple(torch.cat(pieces, axis) for pieces in zip(*results, strict=True))
+            return cast(_R, torch.cat(results, axis))
+        return cast(_R, tuple(torch.cat(pieces, axis) for pieces in zip(*results, strict=True)))
 
     return in_parts
 

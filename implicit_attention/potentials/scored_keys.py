@@ -147,7 +147,7 @@ class ScoredKeys(MaskedKeys):
 
     def _attended(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
         """Return softmax(scores) V and the log-sum-exp of the scores, from one evaluation."""
-        if has_kernel(z.device.type, z.dtype) and self._may_flash(z, read.values):
+        if self._has_kernel(z) and self._may_flash(z, read.values):
             run = partial(self._flash, z, read, with_logsumexp)
             causal = read.first is not None
             outputs = by_attention(read.keys, run, mask=read.pairs is not None, causal=causal)
@@ -158,6 +158,10 @@ class ScoredKeys(MaskedKeys):
 
     def _may_flash(self, z: Tensor, *values: Tensor) -> bool:
         return self._fits_kernels(z) and is_plain(z, *values, *self.tensors())
+
+    def _has_kernel(self, z: Tensor) -> bool:
+        """Whether a kernel of torch returns the log-sum-exp, too, of states like z."""
+        return has_kernel(z.device.type, z.dtype)
 
     def _fits_kernels(self, z: Tensor) -> bool:
         return self._is_softmax() and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS

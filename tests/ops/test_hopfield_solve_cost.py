@@ -4,6 +4,7 @@ import pytest
 from hopfield_cases import without_kernels
 from torch.profiler import ProfilerActivity, profile
 
+from implicit_attention import AnchoredEnergy, LogSumExp, solve
 from implicit_attention.ops import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import random
 
@@ -27,6 +28,16 @@ def test_the_scores_are_never_stored(is_causal):
     options = {"beta": 0.2, "anchor": 0.2, "is_causal": is_causal}
     # Torch's kernel has a buffer of its own, which does not grow with the keys.
     assert largest(lambda: hopfield_solve(query, keys, **options, **stop)) < 512 * 512 / 3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nor_where_torch_has_no_kernel_with_the_log_sum_exp(is_causal, monkeypatch):
+    """As for float64 on a CUDA device."""
+    monkeypatch.setattr("implicit_attention.potentials.scored_keys.has_kernel", lambda device, dtype: False)
+    query, keys = random(4096, 8), random(4096, 8, seed=1)
+    energy = AnchoredEnergy(LogSumExp(keys, 0.2, query_offset=0 if is_causal else None), query, 0.2)
+    with without_kernels():
+        assert largest(lambda: solve(energy, query)) < 4096 * 4096 / 8
 
 
 @pytest.mark.parametrize(
