@@ -13,6 +13,7 @@ from implicit_attention import (
     FixedPointMap,
     LogSumExp,
     Picard,
+    Status,
     equilibrium_attention,
     solve,
 )
@@ -189,3 +190,19 @@ def test_of_several_passes_the_worst_is_kept_and_heads_are_in_their_order():
     both = solution.adjoint.gradient_error
     assert (both >= first).all()
     assert (both > first).any()
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [6, 64, 70])
+def test_a_singular_system_is_stalled_whatever_its_rounding(count, dtype, impl):
+    """Between two clusters of keys the curvature is 0 up to rounding: there is no gradient, and none of 1e14."""
+    keys = torch.zeros(count, 6, dtype=dtype)
+    keys[: count // 2, 0], keys[count // 2 :, 0] = 1.0, -1.0
+    query = torch.zeros(2, 6, dtype=dtype, requires_grad=True)
+    energy = AnchoredEnergy(LogSumExp(keys, 1 / 0.9), query, 0.1)
+    solution = solve(energy, query, impl=impl, on_failure="ignore")
+    (gradient,) = torch.autograd.grad(solution.value, query, torch.eye(6, dtype=dtype)[:2])
+    assert solution.adjoint.status.tolist() == [Status.STALLED, Status.CONVERGED]
+    assert solution.adjoint.residual[0] > 0.9
+    torch.testing.assert_close(gradient, torch.tensor([[0.0] * 6, [0.0, 0.1, 0.0, 0.0, 0.0, 0.0]], dtype=dtype))
