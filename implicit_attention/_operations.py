@@ -22,7 +22,7 @@ from .errors import UnsupportedImplementation
 from .failure_policy import FailureSite, of_text, text_of
 from .linear import CG, LinearSolution
 from .linear._vectors import normalised
-from .linear.base import adjoint_rtol
+from .linear.base import FLOAT32_RTOL, adjoint_rtol
 from .ops import dispatch
 from .ops.problem import Hopfield, carries, triangle
 from .ops.rule import MAX_STEPS, AdjointAnswer, AdjointRule, Solved
@@ -122,7 +122,8 @@ def _adjoints(
     from .problem import isolated
 
     rule = AdjointRule.of(rtol, max_steps, state.dtype)
-    method = CG(rtol=min(rule.rtol, 1.0), max_steps=max(rule.max_steps, 1))
+    least = FLOAT32_RTOL if state.dtype == torch.float32 else 0.0
+    method = CG(rtol=min(max(rule.rtol, least), 1.0), max_steps=max(rule.max_steps, 1))
     with torch.no_grad(), exact_precision(state):
         # A state without a cotangent adds nothing, even if it is not finite.
         idle = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
@@ -367,7 +368,8 @@ def hopfield_adjoint(
             be ten times that, as rounding adds up. Default 1e-10 in float64 and 1e-5 in float32; impl="triton", which
             forms products in the keys' precision, 5e-3 in float16 and 3e-2 in bfloat16.
         max_steps: largest number of products with A.
-        impl: as in `hopfield_solve`; the loop is that of `linear.CG`.
+        impl: as in `hopfield_solve`; the loop is that of `linear.CG`, with an rtol of at least 1e-6 in float32 and at
+            least one product.
 
     Returns:
         `AdjointAnswer`: u, evidence, gradients. A query with negative curvature is a saddle: MINRES finishes it.

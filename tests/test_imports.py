@@ -20,7 +20,8 @@ LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_safeguard", "_t
 LEAVES |= {"_validate", "_declared", "_autograd", "_matrices", "_no_derivative", "_norm"}
 ALLOWED = {
     "linear": {"solution"},
-    "ops": {"linear", "solution", "_reporting"},
+    # The face of the kernels names the operations, which are above them.
+    "ops": {"linear", "solution", "_reporting", "_operations"},
     "solution": set(),
     "problem": set(),
     "fixed_point_map": {"problem"},

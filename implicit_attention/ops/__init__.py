@@ -1,11 +1,15 @@
 """Kernels for equilibria of attention and their adjoint solves, and the operations that choose among them."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .native.library import NativeStatus, native_status
 from .rule import AdjointAnswer, Solved
 from .trust import KernelCheck, kernel_checks
+
+if TYPE_CHECKING:
+    from .._operations import hopfield_adjoint as hopfield_adjoint
+    from .._operations import hopfield_solve as hopfield_solve
 
 __all__ = [
     "AdjointAnswer",
@@ -20,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # They call solvers where no kernel answers, and lie above this package, which knows them by name alone.
+    # They call solvers where no kernel answers, and lie above this package.
     if name not in ("hopfield_adjoint", "hopfield_solve"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(".._operations", __name__), name)

@@ -59,6 +59,17 @@ def test_opcheck(operation, mask, first, impl):
     torch.library.opcheck(*call, test_utils=tests)
 
 
+def test_exported_programs_of_before_name_what_is_gone_and_get_the_loop():
+    query, keys, *numbers = small(grad=True)
+    problem = query, keys, *(number[None, :, None, None] for number in numbers), None, None
+    found = []
+    for impl in ("tiled", "reference"):
+        state = torch.ops.implicit_attention.hopfield_solve(*problem, query, 1e-8, 1e-8, 50, 3, impl, "warn")[0]
+        found.append((state, *torch.autograd.grad(state.square().sum(), (query, keys))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 # Derivatives.
 
 
