@@ -91,6 +91,42 @@ def test_gradients_are_those_of_the_written_out_loop(case):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
+SADDLES = {
+    "plain": lambda: {},
+    "causal": lambda: {"query_offset": 19},
+    "mask of pairs": lambda: {"mask": (random(9, 35, seed=5) > -0.8).repeat_interleave(2, -1)},
+    "mask of keys": lambda: {"mask": torch.arange(70) < 50},
+    "bias of each key": lambda: {"bias": random(35, seed=6).repeat_interleave(2).requires_grad_()},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", SADDLES)
+def test_queries_at_saddles_are_finished_in_their_places(case, dtype):
+    """Keys in pairs, 2 and -2 along an axis, and every second query half-way between: a kernel gives these up."""
+    found = []
+    for impl in ("auto", "reference"):
+        keys, field = random(2, 35, 6, seed=1).repeat_interleave(2, -2), random(2, 9, 6)
+        keys[..., 0] = torch.tensor([2.0, -2.0]).repeat(35)
+        field[..., ::2, 0] = 0.0
+        given = {
+            name: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            for name, t in SADDLES[case]().items()
+        }
+        leaves = [t.to(dtype).requires_grad_() for t in (keys, field)]
+        if "bias" in given:
+            given["bias"] = given["bias"].detach().requires_grad_()
+            leaves.append(given["bias"])
+        problem = AnchoredEnergy(LogSumExp(leaves[0], 1.5 / 3.6, **given), leaves[1], 0.1)
+        solution = solve(problem, leaves[1].detach(), solver=Anderson(rtol=1e-6), impl=impl, on_failure="ignore")
+        gradients = torch.autograd.grad(solution.value.square().sum() + solution.value.sum(), leaves)
+        found.append((solution.adjoint.status == Status.UNSTABLE, solution.value.detach(), *gradients))
+    assert found[1][0].any()
+    assert not found[1][0].all()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
+
+
 def test_a_bias_that_requires_grad_gets_it_from_the_linear_solvers():
     bias = random(9, 70, seed=6).requires_grad_()
     problem = energy(bias=bias)
