@@ -24,7 +24,6 @@ METRICS = ("LENGTH", "STEPS", "C4")
 
 SOLVERS = {
     "ours": "ours_forward",
-    "ours, tiled": "ours_tiled_forward",
     "Picard": "picard",
     "torchdeq fpi": "torchdeq_fixed_point_iter",
     "torchdeq anderson": "torchdeq_anderson",
@@ -36,8 +35,8 @@ MEMORY_RUNS = 3
 
 NOTES = (
     "LENGTH: all solve the same problem for every query; torchdeq with stop_mode='rel', a row per query, at most 100 "
-    "evaluations; Picard, written with SDPA, makes as many as its slowest query needs. `tiled`: impl='tiled', which "
-    "takes 64 keys or more. Ratios are to the fastest of torch's SDPA kernels that run here.",
+    "evaluations; Picard, written with SDPA, makes as many as its slowest query needs. Ratios are to the fastest "
+    "of torch's SDPA kernels that run here.",
     "STEPS: time of fixed numbers of evaluations, tolerances 0; `per evaluation` is what one more costs, in SDPA "
     "forwards. A query at rest to the last bit stops: the evaluations are counted.",
     "C4: resident set of a fresh process per contender at its highest during one training step, above what it held "

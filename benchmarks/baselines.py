@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention as ia
-from implicit_attention._types import Impl
 
 from .problems import ATOL, Data
 
@@ -143,10 +142,10 @@ def _sdpa_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
     return training_step(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
 
 
-def _solve(data: Data, queries: Tensor, keys: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
+def _solve(data: Data, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     energy = ia.AnchoredEnergy(ia.LogSumExp(keys, data.setting.beta), queries, data.setting.anchor)
     solver = ia.Anderson(rtol=data.setting.rtol, atol=ATOL)
-    solution = ia.solve(energy, queries, solver=solver, impl=impl, on_failure="ignore")
+    solution = ia.solve(energy, queries, solver=solver, on_failure="ignore")
     return solution.value, solution.num_evals, solution.status
 
 
@@ -167,19 +166,16 @@ def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run
     return training_step(data, forward) if training else run
 
 
-def _ours_forward(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
-    def make(data: Data, counts: PicardCounts) -> Callable[[], Run]:
-        def run() -> Run:
-            with torch.no_grad():
-                return Run(*_solve(data, data.queries, data.keys, impl))
+def _ours_forward(data: Data, counts: PicardCounts) -> Callable[[], Run]:
+    def run() -> Run:
+        with torch.no_grad():
+            return Run(*_solve(data, data.queries, data.keys))
 
-        return run
-
-    return make
+    return run
 
 
-def _ours_training(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
-    return lambda data, counts: training_step(data, lambda queries, keys: _solve(data, queries, keys, impl))
+def _ours_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
+    return training_step(data, lambda queries, keys: _solve(data, queries, keys))
 
 
 def _torchdeq(name: str, *, per_query: bool) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
@@ -273,8 +269,7 @@ CONTENDERS = {
         f"sdpa_{label}": Contender(f"one SDPA, forward, {label} kernel", _sdpa_by(backend), solves=False)
         for label, backend in BACKENDS.items()
     },
-    "ours_forward": Contender("solve(), forward", _ours_forward("auto"), tests=OURS),
-    "ours_tiled_forward": Contender("solve() with impl='tiled', forward", _ours_forward("tiled"), tests=OURS),
+    "ours_forward": Contender("solve(), forward", _ours_forward, tests=OURS),
     "picard": Contender(
         "Picard, forward, until the slowest query has converged",
         lambda data, counts: picard(data, counts.most),
@@ -292,10 +287,7 @@ CONTENDERS = {
         "torchdeq fixed_point_iter, forward, a row per batch entry", _torchdeq("fixed_point_iter", per_query=False)
     ),
     "sdpa_training": Contender("one SDPA, training step", _sdpa_training, solves=False),
-    "ours_training": Contender("solve() and Implicit(), training step", _ours_training("auto"), tests=OURS),
-    "ours_tiled_training": Contender(
-        "solve() with impl='tiled' and Implicit(), training step", _ours_training("tiled"), tests=OURS
-    ),
+    "ours_training": Contender("solve() and Implicit(), training step", _ours_training, tests=OURS),
     "unrolled": Contender(
         "unrolled autograd, training step, all queries converged",
         lambda data, counts: unrolled(data, min(counts.most, UNROLLED_CAP)),

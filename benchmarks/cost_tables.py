@@ -56,7 +56,7 @@ SETTINGS: dict[str, Callable[[Row], str]] = {
 def short_calls(rows: Iterable[Row]) -> Lines:
     """Header and lines of the short calls of a run of `native`, as functions and as layers, in those of SDPA."""
     named = {
-        "SHORT": ("explicit", "forward", "training", "forward tiled", "training tiled"),
+        "SHORT": ("explicit", "forward", "training"),
         "LAYER": ("explicit", "solve", "training"),
     }
     lines = []
@@ -64,16 +64,14 @@ def short_calls(rows: Iterable[Row]) -> Lines:
         if (names := named.get(row["metric"])) is not None:
             width = row["shape"]["heads"] * row["shape"]["dim"]
             call = sizes(row) if row["metric"] == "SHORT" else f"layer, {sizes(row)}, width {width}"
-            cells = [number(row["ratios"].get(name)) for name in names]
-            lines.append([call, *cells, *["-"] * (5 - len(cells))])
-    return ["call", "`max_steps=0`", "solve", "training step", "solve, tiled", "training step, tiled"], lines
+            lines.append([call, *(number(row["ratios"].get(name)) for name in names)])
+    return ["call", "`max_steps=0`", "solve", "training step"], lines
 
 
 def lengths(rows: Iterable[Row]) -> Lines:
     """Header and lines of forward solves by length, of all problems of that length in one cell, in forwards of SDPA."""
     names = {
         "ours": "ours",
-        "ours, tiled": "ours, tiled",
         "Picard": "plain steps",
         "torchdeq fpi": "torchdeq, plain steps",
         "torchdeq anderson": "torchdeq, Anderson",

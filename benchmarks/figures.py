@@ -29,13 +29,11 @@ class Look(NamedTuple):
 
 SDPA = Look("one explicit attention (SDPA)", "black", "X", "--")
 OURS = Look("equilibrium, ours", COLORS[0], "o")
-TILED = Look("equilibrium, ours, impl='tiled'", COLORS[0], "v", ":")
 PLAIN = Look("plain iteration (Picard, unrolled autograd)", COLORS[1], "s")
 FPI = Look("torchdeq fixed_point_iter", COLORS[2], "^", "-.")
 ANDERSON = Look("torchdeq anderson", COLORS[3], "D", "-.")
 LOOKS = {
     "ours_forward": OURS,
-    "ours_tiled_forward": TILED,
     "picard": PLAIN,
     "torchdeq_fixed_point_iter": FPI,
     "torchdeq_anderson": ANDERSON,
@@ -116,7 +114,7 @@ def train_figures(run: Run, folder: Path) -> Drawn:
 def _by_length(axes: Axes, rows: list[Row], title: str) -> None:
     best = [(row["shape"]["length"], row["seconds"][row["best_sdpa"]]) for row in rows]
     _line(axes, [size for size, _ in best], [timing for _, timing in best], SDPA, [1e3] * len(best))
-    for name in ("ours_forward", "ours_tiled_forward", "picard", "torchdeq_fixed_point_iter", "torchdeq_anderson"):
+    for name in ("ours_forward", "picard", "torchdeq_fixed_point_iter", "torchdeq_anderson"):
         points = [row for row in rows if name in row["seconds"]]
         _draw(axes, points, name, [1e3] * len(points))
     _finish(axes, title, "sequence length N = M", None)

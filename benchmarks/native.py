@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from implicit_attention import equilibrium_attention
-from implicit_attention.ops.attention import FLASH_KEYS
 
 from . import baselines, guard, native_layers
 from .compare import GRADIENT_ERROR, prepared, ratios, statuses
@@ -47,8 +46,6 @@ SHORT = {
     "forward": ("ours_forward", "sdpa_forward"),
     "training": ("ours_training", "sdpa_training"),
     "solution": ("ours_solution", "ours_forward"),
-    "forward tiled": ("ours_tiled_forward", "sdpa_forward"),
-    "training tiled": ("ours_tiled_training", "sdpa_training"),
 }
 #: Turns of a short call, for each round of other rows: their median is what counts.
 TURNS_PER_ROUND = 10
@@ -56,10 +53,8 @@ TURNS_PER_ROUND = 10
 THREADED = {
     "SDPA": "sdpa_forward",
     "solve": "ours_forward",
-    "solve tiled": "ours_tiled_forward",
     "SDPA training": "sdpa_training",
     "training": "ours_training",
-    "training tiled": "ours_tiled_training",
 }
 #: Heads, tokens and head dimension of the layers.
 LAYERS = ((1, 8, 16), (4, 16, 16), (8, 64, 16))
@@ -70,8 +65,7 @@ FEW, MANY = 2, 12
 NOTES = (
     "SHORT: `equilibrium_attention(q, k, v)` over `scaled_dot_product_attention(q, k, v)`, one thread, beta*sqrt(D) 1, "
     "anchor .5, D 64, medians of process time over turns of 10 ms each; `wall` is the same by the clock, "
-    "and `spread` is between quartiles. `tiled`: impl='tiled', torch's attention kernels, which take 64 "
-    "keys or more. Training steps: gradients for queries, keys and values.",
+    "and `spread` is between quartiles. Training steps: gradients for queries, keys and values.",
     "LAYER: `ImplicitAttention(dim, heads)` over the same layer of SDPA with four projections (`packed`: with one for "
     "queries, keys and values), both without autograd, their training steps, and loops of 16 tokens over a cache, by "
     "medians of process time on one thread; and how many frames of Python a call makes. `explicit by hand`, where it "
@@ -79,8 +73,9 @@ NOTES = (
     "the library's own.",
     "THREADS: time on one thread / on two. CONTENDED: time of two threads pinned to one core / of one thread there. "
     "NEIGHBOUR: time on two threads while another process spins on one of the two cores / without it.",
-    "SETS: the library for one instruction set, forced by IMPLICIT_ATTENTION_NATIVE, and `off`; `evaluation` is what "
-    "one more evaluation costs in SDPA forwards.",
+    "SETS: the library for one instruction set, forced by IMPLICIT_ATTENTION_NATIVE, and `off`, what an install "
+    "without a compiler runs: the solvers' loop over torch's attention kernels (before 2026-11-29 tiles of products); "
+    "`evaluation` is what one more evaluation costs in SDPA forwards.",
     "Every query must be CONVERGED, and float64 agrees, or there is no ratio.",
 )
 
@@ -165,8 +160,6 @@ def short(case: Case, *, repeats: int, max_seconds: float) -> Row:
     values = torch.randn(data.keys.shape, generator=torch.Generator().manual_seed(case.problem.seed + 1))
     ours = partial(equilibrium_attention, anchor=case.problem.anchor)
     attentions: dict[str, Callable[..., Any]] = {"sdpa": F.scaled_dot_product_attention, "ours": ours}
-    if data.keys.shape[-2] >= FLASH_KEYS:
-        attentions["ours_tiled"] = partial(ours, impl="tiled")
     explicit = partial(equilibrium_attention, max_steps=0)
     functions: dict[str, Callable[[], Any]] = {"explicit": partial(explicit, data.queries, data.keys, values)}
     functions["ours_solution"] = partial(ours, data.queries, data.keys, values, return_solution=True)
@@ -183,14 +176,12 @@ def short(case: Case, *, repeats: int, max_seconds: float) -> Row:
             evidence_for["error"] = "not timed, the answer is wrong: see status, residuals and errors"
             functions = {key: function for key, function in functions.items() if key.rsplit("_", 1)[0] != name}
     process, wall = interleaved_clocks(functions, rounds=TURNS_PER_ROUND * repeats, max_seconds=max_seconds)
-    # `ours_tiled` is left out where it cannot answer, and missed where it answers wrongly.
-    pairs = {name: pair for name, pair in SHORT.items() if "tiled" not in name or "ours_tiled" in attentions}
     return {
         "evidence": found,
         "seconds": _plain(wall),
         "process_seconds": _plain(process),
-        "ratios": quotients(pairs, process),
-        "wall_ratios": quotients(pairs, wall),
+        "ratios": quotients(SHORT, process),
+        "wall_ratios": quotients(SHORT, wall),
     }
 
 

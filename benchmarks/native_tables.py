@@ -31,8 +31,6 @@ def costs(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         "forward": "forward",
         "training": "training step",
         "solution": "with its solution / without",
-        "forward tiled": "forward, tiled",
-        "training tiled": "training step, tiled",
     }
     lines = [[sizes(row), *(number(row["ratios"].get(name)) for name in columns)] for row in rows]
     return ["case", *columns.values()], lines

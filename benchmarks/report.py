@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,20 +71,29 @@ def write(run: Document, folder: Path) -> Path:
 
 #: Where a suite may have been run; each has its own newest results.
 DEVICES = ("cpu", "cuda")
+#: What stands in the names of contenders that are gone, of which older runs tell.
+GONE = "tiled"
 
 
 def newest(suite: str, folder: Path = RESULTS, device: str = "cpu", **libraries: str) -> tuple[Path, Document] | None:
     """The latest complete run of a suite on a device, of all with these versions of libraries."""
-    runs = [(path, json.loads(path.read_text())) for path in sorted(folder.glob(f"{suite}-*.json"))]
     runs = [
         (path, run)
-        for path, run in runs
-        if run["suite"] == suite
-        and run["complete"]
-        and run["environment"]["device"] == device
-        and libraries.items() <= run["environment"]["libraries"].items()
+        for path, run in _runs(suite, folder, device)
+        if run["complete"] and libraries.items() <= run["environment"]["libraries"].items()
     ]
     return max(runs, key=lambda pair: pair[1]["finished"], default=None)
+
+
+def _runs(suite: str, folder: Path, device: str) -> Iterator[tuple[Path, Document]]:
+    """The runs of a suite on a device, without contenders that are gone."""
+    for path in sorted(folder.glob(f"{suite}-*.json")):
+        run = json.loads(path.read_text())
+        if run["suite"] == suite and run["environment"]["device"] == device:
+            for part in (part for row in run["rows"] for part in row.values() if isinstance(part, dict)):
+                for name in [name for name in part if GONE in name]:
+                    del part[name]
+            yield path, run
 
 
 def timed(run: Document) -> bool:
@@ -96,12 +105,7 @@ def newest_by_metric(
     suite: str, metrics: Iterable[str], folder: Path = RESULTS, device: str = "cpu"
 ) -> list[tuple[Path, Document]]:
     """The latest full run of every metric on a device, each restricted to the metrics of which it is the latest."""
-    runs = [(path, json.loads(path.read_text())) for path in folder.glob(f"{suite}-*.json")]
-    runs = [
-        (path, run)
-        for path, run in runs
-        if run["suite"] == suite and not run["quick"] and run["environment"]["device"] == device
-    ]
+    runs = [(path, run) for path, run in _runs(suite, folder, device) if not run["quick"]]
     latest: dict[Path, tuple[Document, list[str]]] = {}
     for metric in metrics:
         having = [(path, run) for path, run in runs if metric in run["options"]["metrics"]]

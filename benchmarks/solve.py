@@ -22,14 +22,14 @@ __all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of"]
 
 #: The ratios of a metric: numerator and denominator among the contenders.
 RATIOS = {
-    "C1": {"C1": ("ours_forward", "sdpa_forward"), "C1 tiled": ("ours_tiled_forward", "sdpa_forward")},
+    "C1": {"C1": ("ours_forward", "sdpa_forward")},
     "C2": {
         "C2 anderson": ("torchdeq_anderson", "ours_forward"),
         "C2 fpi": ("torchdeq_fixed_point_iter", "ours_forward"),
         "C2 anderson entry": ("torchdeq_anderson_entry", "ours_forward"),
         "C2 fpi entry": ("torchdeq_fixed_point_iter_entry", "ours_forward"),
     },
-    "C3": {"C3": ("ours_training", "sdpa_training"), "C3 tiled": ("ours_tiled_training", "sdpa_training")},
+    "C3": {"C3": ("ours_training", "sdpa_training")},
     "C5": {"C5": ("unrolled", "ours_training")},
 }
 METRICS = (*RATIOS, "C7")
@@ -40,22 +40,12 @@ IMPORT_TESTS = ("tests/test_imports.py",)
 NOTES = (
     "`solve()` runs with its default solver, adjoint and implementation (the line of the machine says which that is); "
     "every query must be CONVERGED, and reach |f(z) - z| <= 1e-8 + 1e-4 |f(z)| in float64.",
-    "`tiled`: the same solve with impl='tiled', torch's attention kernels: what an install without a compiler runs.",
     "torchdeq: get_solver(name) with stop_mode='rel', the same tolerance and max_iter 100; a run that does not stop is "
     "timed at its cap. `entry`: as its users call it, heads and queries of a batch entry are one vector, whose norm "
     "decides; single queries then end above the tolerance. Otherwise: a row per query, the same residual for each.",
     "Picard's evaluations are counted by hand over all queries (cap 1000).",
     "Unrolled autograd (C5) makes as many steps as Picard's slowest query needs evaluations, at most 200: the same "
     "residual for every query. Its memory is compared at 32 steps, where beta*sqrt(D) = 2.",
-    "Runs scatter by a tenth: over three runs in a row the geometric mean of C1 tiled (Gaussian, anchor 0) is 1.19 "
-    "to 1.30, of C3 tiled (Gaussian) 3.86 to 4.43, and the code that they time is the same. The table has the newest.",
-    "What bounds C1 tiled (timers around the parts of the loop at beta*sqrt(D) 4, anchor 0): of 46 "
-    "ms 32 are the attention kernel, 28 of them for queries that are not done, the others fill up blocks of 8; "
-    "the rest are calls of torch on numbers per query, in 18 steps of which the last 12 hold less than 2 % of the "
-    "queries.",
-    "What bounds C3 tiled (torch's profiler at beta*sqrt(D) 1, anchor 0): seven tenths of the backward pass are matrix "
-    "products, two for each step of the conjugate gradients and six for weights and gradients, and the softmax is "
-    "7 %.",
     "C5's memory is largest where conjugate gradients leave single queries (saddles), which are solved again, with "
     "copies of the keys that they read.",
     "C7 is the time until torch and then the package are imported, over that until torch is, in one process: "
@@ -98,9 +88,8 @@ def measured(setting: Setting, metrics: list[str], repeats: int, max_seconds: fl
     names = [n for n in CONTENDERS if any(n in pair for pair in wanted.values())]
     found, times = compared(names, data, counts, repeats=repeats, max_seconds=max_seconds)
     made = ratios(wanted, times)
-    for name in RATIOS["C1"]:
-        if (value := made.get(name)) is not None:
-            made[name] = value / counts.mean
+    if (forward := made.get("C1")) is not None:
+        made["C1"] = forward / counts.mean
     row: Row = {
         "name": setting.name,
         **dataclasses.asdict(setting),

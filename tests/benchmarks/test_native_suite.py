@@ -82,8 +82,6 @@ def test_every_metric_is_measured_with_its_evidence(rows):
         assert ours["status"] == {"CONVERGED": row["shape"]["batch"] * row["shape"]["heads"] * row["shape"]["length"]}
         assert ours["output_error"] < 1e-5
         assert ours["gradient_error"] < 1e-3
-    assert "forward tiled" not in rows[0]["ratios"]
-    assert "forward tiled" in rows[1]["ratios"]
 
 
 @pytest.mark.slow
@@ -379,10 +377,9 @@ def test_every_target_has_its_rows_in_the_full_run():
 def test_the_tables_hold_what_was_measured(run, rows):
     short, layers, threads, sets = native_tables.tables(run)
     assert [line[0] for line in short.lines] == ["H 2, N = M = 12", "H 2, N = M = 72", "H 2, N 1, M 70"]
-    assert short.lines[1][1:7] == [report.number(rows[1]["ratios"][name]) for name in native.SHORT]
-    assert short.lines[0][5:7] == ["-", "-"]
-    assert short.lines[0][7] == report.number(rows[0]["wall_ratios"]["explicit"])
-    assert [line[2:8] for line in threads.lines] == [
+    assert short.lines[1][1:5] == [report.number(rows[1]["ratios"][name]) for name in native.SHORT]
+    assert short.lines[0][5] == report.number(rows[0]["wall_ratios"]["explicit"])
+    assert [line[2:6] for line in threads.lines] == [
         [report.number(row["ratios"][label]) for label in native.THREADED] for row in rows[3:6]
     ]
     assert sets.lines[0][:2] == ["off", report.number(rows[6]["ratios"]["evaluation"])]

@@ -113,7 +113,7 @@ def test_equilibria_that_were_not_found_are_not_timed(monkeypatch):
 
 
 def test_a_wrong_gradient_of_ours_is_not_timed(monkeypatch):
-    def wrong(data, queries, keys, impl):
+    def wrong(data, queries, keys):
         with torch.no_grad():
             state = baselines.picard(data, 400)().state
         return state + 0 * queries + 1e-3 * (keys - keys.detach()), torch.ones(queries.shape[:-1])
