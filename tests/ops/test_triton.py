@@ -68,7 +68,7 @@ def outcome(request, tmp_path_factory, worker_id):
 @pytest.mark.cases(4)
 @pytest.mark.by_name(
     slow=r"\[(trust|.*_shape|.*_mask_(?!per_query|bias_padding)|.*_tiles_(?!documents)|adjoint_of_every_scale)"
-    r"|\[(solve_gathers_causal|solve_agrees_with_the_tiled_one_[ab]|adjoint_scale_(fp16_small|bf16|fp32_tiny))",
+    r"|\[(solve_gathers_causal|adjoint_scale_(fp16_small|bf16|fp32_tiny))",
     nightly=r"\[(.*_shape_(?!bf16_causal|ragged|one_query)|solve_mask_laid_out_(?!three|keys_of_heads))"
     r"|\[solve_gathers_(bf16|fp16|shape|at_the_edge)",
 )
