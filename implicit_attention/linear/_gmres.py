@@ -94,11 +94,11 @@ class GMRES(LinearSolver[GMRESState]):
         if not whole:
             height = height.masked_fill(invariant, 0.0)
         pivot = torch.hypot(diagonal, height)
-        turn = torch.stack([diagonal, height], -1)
-        turn = turn / pivot.unsqueeze(-1) if whole else divide(turn, pivot)
-        cosine, sine = turn.unbind(-1)
+        rotation = torch.stack([diagonal, height, -height, diagonal], -1)
+        rotation = rotation / pivot.unsqueeze(-1) if whole else divide(rotation, pivot)
+        rotation = rotation.unflatten(-1, (2, 2))
         column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
-        target, pending = cosine * state.pending, -sine * state.pending
+        target, pending = (rotation[..., 0] * state.pending.unsqueeze(-1)).unbind(-1)
         if whole:
             # The remainder has no other reader.
             following = remainder.div_(height.unsqueeze(-1))
@@ -116,7 +116,7 @@ class GMRES(LinearSolver[GMRESState]):
             verdict=verdict,
             negative_curvature=state.negative_curvature,
             basis=(*state.basis, following),
-            turned=_turned(state.turned, turn),
+            turned=_turned(state.turned, rotation),
             triangle=(*state.triangle, column),
             target=(*state.target, target),
             pending=pending,
@@ -137,9 +137,7 @@ class GMRES(LinearSolver[GMRESState]):
         return value
 
 
-def _turned(rows: Tensor, turn: Tensor) -> Tensor:
-    """Q with one more rotation (*batch, 2), cosine and sine, of its last row and one more below."""
-    cosine, sine = turn.unbind(-1)
-    factors, entries = torch.stack([cosine, -sine], -1), turn.flip(-1)
-    last = torch.cat([factors.unsqueeze(-1) * rows[..., -1:, :], entries.unsqueeze(-1)], -1)
+def _turned(rows: Tensor, rotation: Tensor) -> Tensor:
+    """Q with one more `rotation`, (*batch, 2, 2), of its last row and one more below."""
+    last = torch.cat([rotation[..., :1] * rows[..., -1:, :], rotation[..., 1:]], -1)
     return torch.cat([pad(rows[..., :-1, :], (0, 1)), last], -2)

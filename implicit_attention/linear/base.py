@@ -354,8 +354,10 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
 
     def apply(vector: Tensor) -> Tensor:
         product = matvec(vector)
-        require(product.shape == b.shape, "matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape))
-        check_same_kind([("b", b), ("matvec(x)", product)])
+        if product.shape != b.shape:
+            raise ValueError(message("matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape)))
+        if product.dtype != b.dtype or product.device != b.device:
+            check_same_kind([("b", b), ("matvec(x)", product)])
         return product
 
     return apply

@@ -260,19 +260,18 @@ class LateProblem(Problem):
 
 
 @pytest.mark.parametrize(
-    ("late", "words", "calls"),
+    ("late", "words"),
     [
-        (LATE["state"][0], "leave its state as it is", 5),
-        # An image of another shape leaves the stretch, and meets the general loop.
-        (lambda z, x: z[:, :2] / 2 + x[:, :2], "shape", 6),
+        (LATE["state"][0], "leave its state as it is"),
+        (lambda z, x: z[:, :2] / 2 + x[:, :2], "shape"),
     ],
     ids=["state", "shape"],
 )
-def test_so_is_a_problem(late, words, calls):
+def test_so_is_a_problem(late, words):
     block = Late(late)
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=words):
         solve(LateProblem(block, torch.ones(3, 4)), torch.zeros(3, 4), solver=Picard(rtol=1e-6))
-    assert block.calls == calls
+    assert block.calls == 5
 
 
 def test_a_problem_of_its_own_is_solved_as_by_torch():
