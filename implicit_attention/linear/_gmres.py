@@ -96,7 +96,7 @@ class GMRES(LinearSolver[GMRESState]):
         pivot = torch.hypot(diagonal, height)
         rotation = torch.stack([diagonal, height, -height, diagonal], -1)
         rotation = rotation / pivot.unsqueeze(-1) if whole else divide(rotation, pivot)
-        rotation = rotation.unflatten(-1, (2, 2))
+        rotation = rotation.reshape(*pivot.shape, 2, 2)
         column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
         target, pending = (rotation[..., 0] * state.pending.unsqueeze(-1)).unbind(-1)
         if whole:

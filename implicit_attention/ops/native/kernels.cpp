@@ -8,6 +8,7 @@
 
 #include "adjoint.h"
 #include "solve.h"
+#include "step.h"
 
 #define IA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -224,17 +225,29 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   return (doubtful < most ? doubtful.load() : most) << 32 | (failed < most ? failed.load() : most);
 }
 
+// How many rows have a better state after an evaluation, and how many are unfinished.
 template <typename T>
-bool finite(const T *numbers, int64_t count) {
-  int64_t i = 0;
-  Mask<T> bad = Mask<T>{};
-  for (; i + LANES<T> <= count; i += LANES<T>) {
-    const Vec<T> x = load(numbers + i);
-    bad |= x - x != T(0);
+int64_t step_rows(const int64_t *integers, const double *numbers, void *const *data, const void *parallel_for, int64_t threads) {
+  const int64_t rows = integers[0], n = integers[1], history = integers[2];
+  const StepRule rule = {numbers[0], numbers[1], numbers[2], numbers[3], integers[3], integers[4] != 0, integers[5] != 0};
+  const auto of = [data](int i) { return static_cast<T *>(data[i]); };
+  const auto flags = [data](int i) { return static_cast<bool *>(data[i]); };
+  const auto counts = [data](int i) { return static_cast<int32_t *>(data[i]); };
+  const Steps<T> all = {n, history, of(0), of(1), of(2), of(3), of(4), of(5), flags(6), flags(7), of(8), of(9), counts(10),
+                        counts(11), static_cast<int8_t *>(data[12]), flags(13), of(14), of(15), of(16), of(17), of(18),
+                        of(19), counts(20)};
+  const int64_t part = n < 4096 ? 4096 / (n + 1) + 1 : 1;
+  in_threads((rows + part - 1) / part, 16.0 * rows * n * (history + 1), parallel_for, threads, [&](auto next) {
+    for (int64_t task = next(); task >= 0; task = next())
+      for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i) step(all, i, rule);
+  });
+  int64_t better = 0, active = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    better += all.better[i];
+    active += all.active[i];
   }
-  bool found = any<T>(bad);
-  for (; i < count; ++i) found |= numbers[i] - numbers[i] != 0;
-  return !found;
+  // Two numbers in one; there are fewer than 2^31 rows.
+  return better << 32 | active;
 }
 
 }  // namespace
@@ -269,4 +282,11 @@ IA_EXPORT int64_t ia_adjoint(int64_t bytes, const int64_t *integers, const doubl
 // Whether all numbers are finite.
 IA_EXPORT int32_t ia_finite(int64_t bytes, const void *numbers, int64_t count) {
   return bytes == 4 ? finite(static_cast<const float *>(numbers), count) : finite(static_cast<const double *>(numbers), count);
+}
+
+// What comes between two evaluations of a user's map, for states (rows, n).
+IA_EXPORT int64_t ia_step(int64_t bytes, const int64_t *integers, const double *numbers, void *const *data,
+                          const void *parallel_for, int64_t threads) {
+  return bytes == 4 ? step_rows<float>(integers, numbers, data, parallel_for, threads)
+                    : step_rows<double>(integers, numbers, data, parallel_for, threads);
 }

@@ -32,6 +32,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "solve": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
     "adjoint": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
     "finite": (_INT, _LONG, _ADDRESS, _LONG),
+    "step": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
 }
 
 
@@ -44,6 +45,7 @@ class Library:
     solve: Any
     adjoint: Any
     finite: Any
+    step: Any
     parallel_for: int
 
 
