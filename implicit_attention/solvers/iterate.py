@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, looks_every, transforms_active, unobserved
+from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
 from .._norm import length, norm
 from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
@@ -361,7 +361,7 @@ def loop(
     rule = solver.end_rule
     progress = LoopState(rule, rows, energy=trace_energy, descends=descends)
     # Where nobody sees its course the map needs fewer tests.
-    unseen = not (trace or graph or callback or rows.together) and unobserved()
+    unseen = not (trace or graph or callback or rows.together) and host_may_look(z)
     later: Callable[[Tensor], Tensor] | None = None
     index = 0
     while True:

@@ -50,7 +50,7 @@ def compared(rule: FusedRule, z: Tensor, mapped: Tensor) -> tuple[Tensor, Tensor
 
 
 class LoopState:
-    """The unfinished problems (`active`), their evaluations, and the best states, step by step.
+    """The unfinished problems (`active`), their evaluations, and the best states.
 
     Args:
         rule: when a problem ends.
