@@ -139,6 +139,13 @@ def test_a_problem_has_the_bits_of_any_neighbours(solver):
     assert not torch.equal(one.num_evals, two.num_evals)
 
 
+@pytest.mark.parametrize("solver", [Picard(max_steps=6), Anderson(max_steps=6, plain_steps=7)], ids=str)
+def test_the_best_state_of_steps_that_grow_is_returned(solver):
+    x = torch.tensor([[0.0, 1.0], [0.5, -1.0], [2.0, 0.3]], dtype=torch.float64)
+    found = agree(FixedPointMap(lambda z, x: 1.2 * z.flip(-1) + x, PerSample(x), event_ndim=1), x.clone(), solver)
+    assert bool((found.num_steps < 6).all())
+
+
 def test_strides_of_states_and_images_change_nothing():
     x = torch.randn(5, 4, 3, dtype=torch.float64)
     f = FixedPointMap(lambda z, x: (z.cos() / 2 + x).transpose(1, 2).contiguous().transpose(1, 2), x, event_ndim=2)
