@@ -210,37 +210,26 @@ def iterate(
 ) -> Outcome:
     """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
 
-    step: what makes the same steps faster, for states (*lead, n) and the rows (*lead) that are to be solved.
-
     Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
     with the smallest residual; the last one where the budget is fixed, where every accepted step lowers the energy, and
     of problems that go on together.
     Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
+
+    step: what makes the same steps faster, for states (*lead, n) and the rows (*lead) that are to be solved.
     """
-    if problem.token_order is None or isinstance(problem, Tokens):
-        return _iterated(solver, problem, initial, trace, graph, callback, step)
-    tokens, start = Tokens(problem), 1 - problem.event_ndim
+    if problem.token_order is not None and not isinstance(problem, Tokens):
+        tokens, start = Tokens(problem), 1 - problem.event_ndim
 
-    def by_problem(step: int, residual: Tensor, active: Tensor) -> None:
-        assert callback is not None
-        callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
+        def by_problem(step: int, residual: Tensor, active: Tensor) -> None:
+            assert callback is not None
+            callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
 
-    outcome = _iterated(solver, tokens, initial, trace, graph, None if callback is None else by_problem)
-    record = of_problems(outcome.record, problem.event_ndim - 1)
-    return outcome._replace(record=record, trace=tokens.course(outcome.trace))
-
-
-def _iterated(
-    solver: Solver,
-    problem: Problem,
-    initial: Tensor,
-    trace: bool,
-    graph: bool,
-    callback: Callback | None,
-    step: Callable[[Tensor, Tensor], Any] | None = None,
-) -> Outcome:
+        watched = None if callback is None else by_problem
+        outcome = iterate(solver, tokens, initial, trace=trace, graph=graph, callback=watched)
+        record = of_problems(outcome.record, problem.event_ndim - 1)
+        return outcome._replace(record=record, trace=tokens.course(outcome.trace))
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
