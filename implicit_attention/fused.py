@@ -227,7 +227,7 @@ def written_out(problem: Problem) -> Problem:
 
 
 def native_step(solver: Solver, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], NativeStep] | None:
-    """What makes the steps on a user's map natively, for its states and rows to be solved; None where nothing can."""
+    """Return what makes the steps on a user's map natively, given states and rows to solve; None where nothing can."""
     if type(solver) is Anderson:
         history, ridge, plain_steps = solver._history(problem), solver.ridge, solver._plain_steps(problem)
         fits = history <= MOST_MIXED and solver._guard(problem) == "residual" and not problem.symmetric

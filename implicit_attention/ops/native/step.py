@@ -1,4 +1,4 @@
-"""What the solvers' loop does between two evaluations of a user's map, by one call of the native library."""
+"""The work between two evaluations of a user's map, by one call of the native library."""
 
 from __future__ import annotations
 
