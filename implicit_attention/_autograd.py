@@ -292,7 +292,8 @@ def host_may_look_at_constant(*tensors: Tensor) -> bool:
     if torch._C._len_torch_dispatch_stack():
         return False
     for tensor in tensors:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.is_cpu or is_fake(tensor):
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if wrapped or not tensor.is_cpu or isinstance(tensor, FakeTensor):
             return False
     return True
 

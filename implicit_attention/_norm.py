@@ -29,8 +29,10 @@ def norm(vector: Tensor) -> Tensor:
     """Euclidean length, (*batch, n) -> (*batch); squares neither overflow nor underflow."""
     size = length(vector)
     least, power = _RANGE[size.dtype]
-    if host_may_look(size) and bool(((size >= least) & (size < torch.inf)).all()):
-        return size
+    if size.numel() and host_may_look(size):
+        low, high = torch.aminmax(size.detach())
+        if least <= float(low) and float(high) < math.inf:
+            return size
     # Powers of two change no bit of the others.
     factor = torch.ones_like(size).masked_fill(size < least, power).masked_fill(~(size < torch.inf), 1 / power)
     return length(vector * factor.unsqueeze(-1)) / factor

@@ -6,17 +6,21 @@ The solvers' loop and the linear solvers do everything else.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
+from ._autograd import are_plain, is_differentiated, is_fake, sum_to_shape, transforms_active, unobserved
 from ._fused_rule import FusedRule
 from ._types import Impl
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
 from .ops import dispatch
+from .ops.native.library import library
+from .ops.native.step import MOST_MIXED, NativeStep
 from .ops.problem import Hopfield, carries
 from .ops.rule import AdjointAnswer
 from .potentials import LogSumExp, Potential
@@ -24,6 +28,7 @@ from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp
 from .problem import Problem
 from .solution import Record
+from .solvers import Anderson, Picard
 from .solvers.iterate import Solver
 
 
@@ -192,3 +197,23 @@ def written_out(problem: Problem) -> Problem:
     clone = problem.replace(*problem.tensors())
     clone.potential = problem.potential.written_out()
     return clone
+
+
+def native_step(solver: Solver, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], NativeStep] | None:
+    """Return what makes the steps on a user's map natively, given states and rows to solve; None where nothing can."""
+    if type(solver) is Anderson:
+        history, ridge, plain_steps = solver._history(problem), solver.ridge, solver._plain_steps(problem)
+        fits = history <= MOST_MIXED and solver._guard(problem) == "residual" and not problem.symmetric
+    else:
+        history, ridge, plain_steps = 0, 0.0, solver.max_steps + 1
+        fits = type(solver) is Picard and solver.damping == 0
+    # The bits of a token must not depend on whether those behind it are plain tensors.
+    if not fits or problem.has_energy or problem.mixes or problem.token_order is not None or not unobserved():
+        return None
+    if initial.dtype not in (torch.float32, torch.float64) or not 0 < initial.numel() < 2**31:
+        return None
+    loaded = library() if are_plain(initial.dtype, initial) else None
+    if loaded is None:
+        return None
+    rule = FusedRule(solver.rtol, solver.atol, solver.max_steps, plain_steps)
+    return functools.partial(NativeStep, loaded, rule, history, ridge, Anderson.growth)

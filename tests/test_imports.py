@@ -27,7 +27,7 @@ ALLOWED = {
     "fixed_point_map": {"problem"},
     "_reporting": {"solution"},
     "potentials": {"ops"},
-    "solvers": {"ops", "fixed_point_map", "problem", "linear", "solution"},
+    "solvers": {"fixed_point_map", "problem", "linear", "solution"},
     "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
     # What is above the kernels it imports when no kernel answers.
     "_operations": {
@@ -221,8 +221,7 @@ def test_operations_are_asked_for_in_few_places():
     layout = PACKAGE / "potentials" / "masked_keys.py"
     # Commands tell which implementation ran.
     told = {"cli.compare_solvers", "cli.demo", "cli.report"}
-    ask = {"_operations", "fused", "potentials.scored_keys", "adjoints.native", "adjoints.linear_system", "attention"}
-    ask |= {"solvers"}
+    ask = {"_operations", "fused", "potentials.scored_keys", "adjoints.native", "attention"}
     rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
     assert rooms == ask | told | {dotted_name(layout)}
     assert set(re.findall(r"from \.\.ops\.(\w+) import", layout.read_text())) == {"fold", "problem"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._types import Impl
-from ..fused import lower
+from ..fused import lower, native_step
 from ..linear import LinearSolver
 from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies
@@ -80,10 +80,13 @@ class Request:
         """The outcome for `problem` by the solver's own steps, after each of which the callback is called."""
         if self.by_token is not None:
             return self.by_token.run(self.solver, problem, initial, trace=self.trace, graph=graph)
-        if self.callback is None:
-            return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         # `solve` has refused a callback for solvers that run otherwise.
-        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=self.callback)
+        if type(self.solver).run is not Solver.run:
+            return self.solver.run(problem, initial, trace=self.trace, graph=graph)
+        watched = self.trace or graph or self.callback is not None
+        step = None if watched or self.impl == "reference" else native_step(self.solver, problem, initial)
+        told = self.callback
+        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, step=step)
 
 
 @dataclasses.dataclass(frozen=True)

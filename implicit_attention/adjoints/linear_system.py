@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import are_plain, host_may_look, is_batched, transforms_active
+from .._autograd import host_may_look, is_batched, transforms_active
 from .._declared import first_of, pick, put
 from .._norm import length, norm
 from .._reporting import left_out, lost, report_gradients
@@ -23,11 +22,9 @@ from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven, has_no_digits
 from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol
-from ..ops.native.krylov import Arnoldi
 from ..problem import Linearization, Problem
 from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
-from ..solvers.progress import library_for
 from ..status import Status
 from .base import Request
 
@@ -230,7 +227,7 @@ def _together(
     """
     shape = system.rhs.shape
     product, rhs = system.flat(problem)
-    whole = natively(method).solve(lambda v: product(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
+    whole = method.solve(lambda v: product(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
     value = whole.value.reshape(rhs.shape)
     residual = norm(rhs - product(value))
     if not bool(norm(residual.reshape(1, -1)) < norm(apart.residual.reshape(1, -1))):
@@ -257,7 +254,7 @@ def _solve(
     product, right = system.flat(problem)
     # Problems that read each other take steps that know nothing of the residual.
     check = both if problem.separates or both is not None else product
-    answer = natively(method).solve(product, right, check=check)
+    answer = method.solve(product, right, check=check)
     answer = replace(answer, value=answer.value.reshape(rhs.shape))
     failed = answer.status > Status.UNSTABLE
     if not problem.separates and not is_batched(failed) and bool(failed.any()):
@@ -434,37 +431,6 @@ def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:
     fields = {name: field.flatten(0, extra - 1) for name, field in fields.items()}
     worst = fields["status"].argmax(0, keepdim=True)
     return {name: field.gather(0, worst).squeeze(0) for name, field in fields.items()}
-
-
-@functools.lru_cache(maxsize=256)
-def natively(method: LinearSolver[Any]) -> LinearSolver[Any]:
-    """The same method with native steps, where it is GMRES."""
-    return _NativeGMRES(**vars(method)) if type(method) is GMRES else method
-
-
-@dataclasses.dataclass(frozen=True)
-class _NativeGMRES(GMRES):
-    """`GMRES` whose products may be overwritten."""
-
-    def sweep(
-        self, apply: LinearMap, residual: Tensor, tolerance: Tensor, live: Tensor, num_steps: Tensor, max_steps: int
-    ) -> tuple[Any, Tensor]:
-        library = library_for(residual, tolerance)
-        if library is None or residual.numel() == 0:
-            return super().sweep(apply, residual, tolerance, live, num_steps, max_steps)
-        steps, tolerance, live = self.sweep_steps(max_steps), tolerance.contiguous(), live.contiguous()
-        made = num_steps.clone(memory_format=torch.contiguous_format)
-        state = Arnoldi.of(library, residual, tolerance, live, made, steps, max_steps)
-        left = state.begin(residual.contiguous())
-        while left and state.count < steps:
-            product = apply(state.basis[state.count])
-            if not are_plain(residual.dtype, product):
-                return super().sweep(apply, residual, tolerance, live, num_steps, max_steps)
-            left = state.step(product.contiguous())
-        return state, state.num_steps
-
-    def correction(self, state: Any) -> Tensor:
-        return state.answer() if isinstance(state, Arnoldi) else super().correction(state)
 
 
 class Tape:

@@ -24,9 +24,9 @@ from ..options import SolveOptions
 from ..problem import Problem, share_memory, writes_to
 from ..solution import Record
 from ..solvers import Outcome, Picard, Solver
-from ..solvers._rows import COMPACT_BELOW, Rows, flat, unflat
+from ..solvers._rows import Rows, flat, unflat
 from ..solvers.iterate import Ended, judged, loop
-from ..solvers.progress import Iteration, compared, progress_of
+from ..solvers.progress import Iteration, LoopState, compared
 from ..status import Status
 from .compiled_graphs import LENGTHS, STEPS, Graphs, System
 
@@ -91,7 +91,7 @@ class CompiledPicard(Picard):
     def _stretched(self, rows: Rows) -> Ended:
         """The best states, by one stretch of evaluations after the other, and the last evaluation."""
         z, event, rule = rows.initial.contiguous(), rows.event, self.end_rule
-        progress = progress_of(rule, rows, energy=False, descends=False, plain=True)
+        progress = LoopState(rule, rows, energy=False, descends=False)
         done, needed, most, before = 0, float(self.graphs.evaluations), self.max_steps + 1, None
         while True:
             problem: Any = rows.problem
@@ -113,7 +113,7 @@ class CompiledPicard(Picard):
             before = residual[-2] if count > 1 else before
             needed = _remaining(residual[-1], before, tolerance[-1], progress.active, self.graphs.evaluations - done)
             before = residual[-1]
-            shrinks = needed >= WORTH and progress.may_shrink(COMPACT_BELOW)
+            shrinks = needed >= WORTH and not progress.whole
             if shrinks and (order := rows.compaction(progress.active)) is not None:
                 z, before, parts = rows.take(order, progress.best, (z, before, progress.tree()))
                 progress.restrict(*parts)

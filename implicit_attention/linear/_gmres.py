@@ -28,7 +28,7 @@ class GMRESState(SweepState):
         Tensor, ...
     ]  # the j columns of R, (*batch, 1), ..., (*batch, j); a frozen problem gets unit columns
     target: tuple[Tensor, ...]  # the first j entries of Q |r| e_1, (*batch) each; 0 for a frozen problem
-    pending: Tensor  # entry j + 1: the signed residual, (*batch)
+    pending: Tensor  # entry j + 1: the residual, (*batch)
     stiffness: Tensor  # the largest |A v| met: a lower bound of |A|, (*batch)
 
 
@@ -39,7 +39,7 @@ class GMRES(LinearSolver[GMRESState]):
     Not for symmetric matrices, for which `CG()` and `MINRES()` keep a few vectors instead of `restart`.
 
     x_k minimises |b - A x| over span{b, A b, ..., A^{k-1} b} by Arnoldi's method (Gram-Schmidt done twice) and one
-    Givens rotation per step; after `restart` steps the basis is dropped and a new cycle begins at the true residual.
+    Givens reflection per step; after `restart` steps the basis is dropped and a new cycle begins at the true residual.
     A cycle that leaves 99.9 % of the residual ends a problem as STALLED; so does a singular Hessenberg matrix.
 
     Args:
@@ -94,11 +94,12 @@ class GMRES(LinearSolver[GMRESState]):
         if not whole:
             height = height.masked_fill(invariant, 0.0)
         pivot = torch.hypot(diagonal, height)
-        turn = torch.stack([diagonal, height], -1)
-        turn = turn / pivot.unsqueeze(-1) if whole else divide(turn, pivot)
-        cosine, sine = turn.unbind(-1)
-        column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
-        target, pending = cosine * state.pending, -sine * state.pending
+        # A reflection of the last row and one more, by which the residual stays positive.
+        cosine, sine = (side / pivot if whole else divide(side, pivot) for side in (diagonal, height))
+        turned = _turned(state.turned, cosine.unsqueeze(-1), sine.unsqueeze(-1))
+        target, pending = cosine * state.pending, sine * state.pending
+        # The column has no other reader, and its last entry none from here on.
+        diagonal.copy_(pivot)
         if whole:
             # The remainder has no other reader.
             following = remainder.div_(height.unsqueeze(-1))
@@ -112,11 +113,11 @@ class GMRES(LinearSolver[GMRESState]):
             following = remainder / height.masked_fill(invariant, 1.0).unsqueeze(-1)
             following = choose(used & ~invariant, following, 0.0)
         return GMRESState(
-            residual_norm=pending.abs(),
+            residual_norm=pending,
             verdict=verdict,
             negative_curvature=state.negative_curvature,
             basis=(*state.basis, following),
-            turned=_turned(state.turned, turn),
+            turned=turned,
             triangle=(*state.triangle, column),
             target=(*state.target, target),
             pending=pending,
@@ -137,9 +138,8 @@ class GMRES(LinearSolver[GMRESState]):
         return value
 
 
-def _turned(rows: Tensor, turn: Tensor) -> Tensor:
-    """Q with one more rotation (*batch, 2), cosine and sine, of its last row and one more below."""
-    cosine, sine = turn.unbind(-1)
-    factors, entries = torch.stack([cosine, -sine], -1), turn.flip(-1)
-    last = torch.cat([factors.unsqueeze(-1) * rows[..., -1:, :], entries.unsqueeze(-1)], -1)
-    return torch.cat([pad(rows[..., :-1, :], (0, 1)), last], -2)
+def _turned(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Q with its last row and one more below reflected, by (*batch, 1) each."""
+    last = rows[..., -1, :]
+    pair = torch.cat([cosine * last, sine, sine * last, -cosine], -1).reshape(*last.shape[:-1], 2, -1)
+    return torch.cat([pad(rows[..., :-1, :], (0, 1)), pair], -2)

@@ -168,10 +168,14 @@ class LinearSolver(abc.ABC, Generic[S]):
             The state of the method, and the steps made by then.
         """
         state, every = self.begin(residual), looks_every(self.check_every, live)
+        # Who takes no part, or has a verdict, is below any tolerance.
+        tolerance, verdict = tolerance.masked_fill(~live, torch.inf), state.verdict
         for step in range(self.sweep_steps(max_steps)):
+            if state.verdict is not verdict:
+                verdict = state.verdict
+                tolerance = tolerance.masked_fill(verdict >= 0, torch.inf)
             # A NaN residual compares false: such a problem rests until the true residual gives its status.
-            wanted = (state.residual_norm > tolerance) & (state.verdict < 0)
-            active = live & wanted & (num_steps < max_steps)
+            active = (state.residual_norm > tolerance) & (num_steps < max_steps)
             if step and step % every == 0 and not bool(active.any()):
                 break
             state = self.step(apply, state, active)
@@ -270,16 +274,25 @@ def _run(
             last_is_answer = not bool((live | other).any())
         if last_is_answer or not bool(live.any()):
             break
-        reached = _swept(solver, system, reached, record.num_steps + cost * live, live, sweep)
+        # At first the right-hand sides, which are in these units.
+        opened = sweep == 0 and initial is None
+        unit, size = (reached.residual, torch.ones_like(scale)) if opened else normalised(reached.residual)
+        reached = _swept(solver, system, reached, unit, size, record.num_steps + cost * live, live, sweep)
     return replace(_scaled(reached.solution, scale), checked=last_is_answer and check is not None)
 
 
 def _swept(
-    solver: LinearSolver[S], system: _LinearSystem, before: _Reached, num_steps: Tensor, live: Tensor, sweep: int
+    solver: LinearSolver[S],
+    system: _LinearSystem,
+    before: _Reached,
+    unit: Tensor,
+    scale: Tensor,
+    num_steps: Tensor,
+    live: Tensor,
+    sweep: int,
 ) -> _Reached:
-    """One sweep of the live problems, undone where it made the residual worse."""
+    """One sweep of the live problems, whose residuals are `unit` times `scale`, undone where it made one worse."""
     solution, record = before.solution, before.solution.record
-    unit, scale = normalised(before.residual)
     start, tolerance = choose(live, unit, 0.0), system.tolerance / scale
     state, num_steps = solver.sweep(system.apply, start, tolerance, live, num_steps, system.max_steps)
     value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
@@ -354,8 +367,10 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
 
     def apply(vector: Tensor) -> Tensor:
         product = matvec(vector)
-        require(product.shape == b.shape, "matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape))
-        check_same_kind([("b", b), ("matvec(x)", product)])
+        if product.shape != b.shape:
+            raise ValueError(message("matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape)))
+        if product.dtype != b.dtype or product.device != b.device:
+            check_same_kind([("b", b), ("matvec(x)", product)])
         return product
 
     return apply

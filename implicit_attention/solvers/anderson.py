@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +11,9 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look, transforms_active
 from .._fused_rule import FusedRule
-from ..ops.native.loop import MOST_MIXED, Descent, MixedSteps, Mixing
 from ..problem import Problem
-from ._native_memory import library_of, written_out
 from ._rows import finite_rows, rows_where
-from .iterate import Update
-from .progress import Iteration, LibrarySteps, library_for
+from .progress import Iteration
 from .safeguard import Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.
@@ -97,49 +93,6 @@ class Anderson(Safeguarded):
             return None
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps)
 
-    def init(self, problem: Problem, z: Tensor) -> Any:
-        history = self._history(problem)
-        # The bits of a token must not depend on whether those behind it are plain tensors.
-        if type(self) is Anderson and problem.token_order is None and library_for(z) is not None:
-            guard, descends = self._guard(problem), problem.plain_steps_descend
-            if guard == "residual" and not (problem.symmetric or descends) and history <= MOST_MIXED:
-                return Mixing.empty(z, history)
-            euclidean = problem.symmetric and not (problem.has_metric or problem.steps_rescaled)
-            if guard == "energy" and descends and euclidean and history == 1:
-                return Descent.empty(z)
-        return super().init(problem, z)
-
-    def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        if (loaded := library_of(state, point.r, point.residual, point.energy)) is None:
-            return super().accept(problem, written_out(state, self), point)
-        if isinstance(state, Mixing):
-            return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
-        if point.step <= self._warm_up(problem):
-            return None
-        assert point.energy is not None
-        descent: Descent = state
-        return descent.accepted(loaded, *(t.contiguous() for t in (point.r, point.residual, point.energy)))
-
-    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-        if (loaded := library_of(state, point.z, point.r, point.residual, point.energy)) is None:
-            return super().step(problem, written_out(state, self), point, accepted)
-        warm_up, mixes = self._warm_up(problem), point.step >= self._plain_steps(problem)
-        if isinstance(state, Mixing):
-            given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
-            return Update(state, state.candidate(loaded, *given, ridge=self.ridge, mixes=mixes, learns=point.step > 0))
-        if point.step < warm_up:
-            return Update(state, point.mapped)
-        assert point.energy is not None
-        given = (t.contiguous() for t in (point.z, point.r, point.residual, point.energy, accepted))
-        rule = {"learns": point.step > warm_up, "mixes": mixes, "last": point.step + 1 == self.max_steps}
-        return Update(state, state.candidate(loaded, *given, ridge=self.ridge, stretches=point.step > 1, **rule))
-
-    def library_steps(self, problem: Problem, state: Any) -> LibrarySteps | None:
-        if not isinstance(state, Mixing):
-            return None
-        plain_steps = self._plain_steps(problem)
-        return functools.partial(MixedSteps, state, ridge=self.ridge, growth=self.growth, plain_steps=plain_steps)
-
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)
 
@@ -151,8 +104,7 @@ class Anderson(Safeguarded):
     ) -> AndersonHistory:
         keep = self._history(problem) - 1
         column = tuple(_dot(dr, old) for old in history.dr[:keep])
-        square = _dot(dr, dr) if torch.is_grad_enabled() else torch.linalg.vector_norm(dr, dim=-1).square()
-        gram = ((square, *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
+        gram = ((_dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
         return AndersonHistory(
             dr=(dr, *history.dr[:keep]),
             # A step that is not to be mixed may not be finite: its weight 0 would not hide it.

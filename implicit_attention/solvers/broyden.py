@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from ..ops.native.loop import Secants
 from ..problem import Problem
-from ._native_memory import library_of, written_out
 from ._rows import finite_rows, rows_where
-from .iterate import Update
-from .progress import Iteration, library_for
+from .progress import Iteration
 from .safeguard import Proposal, Safeguarded
 
 
@@ -55,23 +52,6 @@ class Broyden(Safeguarded):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.check_integer("history", self.history, low=1)
-
-    def init(self, problem: Problem, z: Tensor) -> Any:
-        plain = self._guard(problem) == "residual" and not (problem.symmetric or problem.plain_steps_descend)
-        if plain and type(self) is Broyden and problem.token_order is None and library_for(z) is not None:
-            return Secants.empty(z, self.history)
-        return super().init(problem, z)
-
-    def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        if (loaded := library_of(state, point.residual)) is None:
-            return super().accept(problem, written_out(state, self), point)
-        return None if point.step == 0 else state.accepted(loaded, point.residual, self.growth)
-
-    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-        if (loaded := library_of(state, point.z, point.r, point.residual)) is None:
-            return super().step(problem, written_out(state, self), point, accepted)
-        given = (t.contiguous() for t in (point.z, point.r, point.residual, accepted))
-        return Update(state, state.candidate(loaded, *given, learns=point.step > 0))
 
     def init_history(self, z: Tensor) -> BroydenHistory:
         return BroydenHistory((), (), ())

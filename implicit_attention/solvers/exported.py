@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from ..errors import UnsupportedImplementation
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
 from .iterate import Solver, evaluated, updated
-from .progress import compared
 
 
 def is_budget(solver: Solver) -> bool:
@@ -53,8 +50,7 @@ def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
         if index == solver.max_steps and not tested:
             value = z
             break
-        energy, measured = solver.needs_energy(problem, index), functools.partial(compared, solver.end_rule)
-        point, _ = evaluated(problem, z, energy, index, event, None, measured)
+        point, _ = evaluated(problem, z, solver.needs_energy(problem, index), index, event, None, solver.end_rule)
         accepted = solver.accept(problem, state, point)
         kept = going if accepted is None else accepted if going is None else accepted & going
         value = z if kept is None else rows_where(kept, z, value)

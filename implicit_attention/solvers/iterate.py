@@ -22,9 +22,9 @@ from .._norm import length, norm
 from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
 from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
-from ._rows import COMPACT_BELOW, Best, Rows, flat, rows_where, unflat
+from ._rows import Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens, of_problems
-from .progress import Iteration, LibrarySteps, NativeLoopState, Stretch, compared, progress_of
+from .progress import Iteration, LoopState, compared
 
 
 class Outcome(NamedTuple):
@@ -193,10 +193,6 @@ class Solver:
         """The next candidate, from the evaluated one (or, where it was rejected, from the memory)."""
         raise NotImplementedError(f"{type(self).__name__} must define step(problem, state, point, accepted)")
 
-    def library_steps(self, problem: Problem, state: Any) -> LibrarySteps | None:
-        """The same steps by the native library alone, for a memory after the first evaluation; None for no such."""
-        return None
-
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
         return iterate(self, problem, initial, trace=trace, graph=graph)
@@ -210,6 +206,7 @@ def iterate(
     trace: bool,
     graph: bool,
     callback: Callback | None = None,
+    step: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> Outcome:
     """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
 
@@ -219,23 +216,20 @@ def iterate(
     Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
+
+    step: what makes the same steps faster, for states (*lead, n) and the rows (*lead) that are to be solved.
     """
-    if problem.token_order is None or isinstance(problem, Tokens):
-        return _iterated(solver, problem, initial, trace, graph, callback)
-    tokens, start = Tokens(problem), 1 - problem.event_ndim
+    if problem.token_order is not None and not isinstance(problem, Tokens):
+        tokens, start = Tokens(problem), 1 - problem.event_ndim
 
-    def by_problem(step: int, residual: Tensor, active: Tensor) -> None:
-        assert callback is not None
-        callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
+        def by_problem(step: int, residual: Tensor, active: Tensor) -> None:
+            assert callback is not None
+            callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
 
-    outcome = _iterated(solver, tokens, initial, trace, graph, None if callback is None else by_problem)
-    record = of_problems(outcome.record, problem.event_ndim - 1)
-    return outcome._replace(record=record, trace=tokens.course(outcome.trace))
-
-
-def _iterated(
-    solver: Solver, problem: Problem, initial: Tensor, trace: bool, graph: bool, callback: Callback | None
-) -> Outcome:
+        watched = None if callback is None else by_problem
+        outcome = iterate(solver, tokens, initial, trace=trace, graph=graph, callback=watched)
+        record = of_problems(outcome.record, problem.event_ndim - 1)
+        return outcome._replace(record=record, trace=tokens.course(outcome.trace))
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
@@ -248,8 +242,9 @@ def _iterated(
         told = callback and (lambda _, *shown: callback(next(numbers), *shown))
         # A fixed budget does not wait for another device.
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
-        begin = functools.partial(loop, solver, every=looks, traced=traced if trace else None, callback=told)
-        value, record = judged(solver, rows, begin, begin, every=every)
+        go_on = functools.partial(loop, solver, every=looks, traced=traced if trace else None, callback=told)
+        begin = go_on if step is None else functools.partial(_stepped, step, go_on, solver, every=every)
+        value, record = judged(solver, rows, begin, go_on, every=every)
         if share_memory(value, initial):
             value = value.clone()
         kept = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
@@ -292,7 +287,7 @@ def judged(solver: Solver, rows: Rows, begin: Run, go_on: Run, *, every: int) ->
         beside = point is None or not every or not torch.equal(point.z, states)
         if beside:
             with torch.no_grad():
-                point, tolerance = evaluated(problem, states, False, 2, event, None, functools.partial(compared, rule))
+                point, tolerance = evaluated(problem, states, False, 2, event, None, rule)
         if not torch.is_grad_enabled():
             given = point._replace(step=0), tolerance
         small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
@@ -354,48 +349,41 @@ def loop(
     # token holds for the last states of the tokens before it.
     descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     descends = descends or rows.together or isinstance(rows.problem, Tokens)
-    plain = not (trace or graph or callback)
-    progress = progress_of(solver.end_rule, rows, energy=trace_energy, descends=descends, plain=plain)
+    rule = solver.end_rule
+    progress = LoopState(rule, rows, energy=trace_energy, descends=descends)
+    # Where nobody sees its course the map needs fewer tests.
+    unseen = not (trace or graph or callback or rows.together) and host_may_look(z)
     later: Callable[[Tensor], Tensor] | None = None
-    stretch: Stretch | None = None
     index = 0
     while True:
-        before, measured = point, None
-        if stretch is not None and later is not None:
-            z, index, measured = stretch.run(later, z, index, every, last)
-        if stretch is not None and measured is not None:
-            point, accepted, tolerance = measured, stretch.planned.accepted, stretch.planned.tolerance
+        before, energy = point, trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
+        if given is not None and not energy:
+            (point, tolerance), given = given, None
         else:
-            # The plan of a stretch holds addresses of tensors that are replaced here.
-            stretch = None
-            energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
-            if given is not None and not energy:
-                (point, tolerance), given = given, None
-            else:
-                mapping = None if energy else later
-                if mapping is None:
-                    z = flat(rows.problem.retract(unflat(z, event)), event)
-                point, tolerance = evaluated(rows.problem, z, energy, index, event, point, progress.measured, mapping)
-            rows.untried = False
-            if index < 2 and (index == 1 or rows.problem.tested) and isinstance(progress, NativeLoopState):
-                later = rows.problem.later_map()
-            if point.energy is not None:
-                # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
-                sizes = length(point.r) + length(point.mapped)
-                if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
-                    long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
-                    begun = long | far if begun is None else begun
-                    point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
-                    tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
-                elif begun is None:
-                    begun = torch.zeros_like(progress.active)
-            judged = solver.accept(rows.problem, state, point)
-            fallen = None
-            if falls is not None:
-                floor = _floor(falls, point) if floor is None else floor
-                fallen = _below(floor, point, progress.everyone() if judged is None else judged)
-            progress.decide(point, tolerance, judged, fallen)
-            accepted = progress.everyone() if judged is None else judged
+            mapping = None if energy else later
+            if mapping is None:
+                z = flat(rows.problem.retract(unflat(z, event)), event)
+            point, tolerance = evaluated(rows.problem, z, energy, index, event, point, rule, mapping)
+        rows.untried = False
+        if unseen and index < 2 and (index == 1 or rows.problem.tested):
+            later = rows.problem.later_map()
+        if point.energy is not None:
+            # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
+            sizes = length(point.r) + length(point.mapped)
+            if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
+                long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+                begun = long | far if begun is None else begun
+                point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
+                tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
+            elif begun is None:
+                begun = torch.zeros_like(progress.active)
+        judged = solver.accept(rows.problem, state, point)
+        accepted = progress.everyone if judged is None else judged
+        fallen = None
+        if falls is not None:
+            floor = _floor(falls, point) if floor is None else floor
+            fallen = _below(floor, point, accepted)
+        progress.decide(point, tolerance, judged, fallen)
         if traced is not None and (index > 0 or rows.begun is None):
             best = progress.best
             course = (best.record.residual, best.energy, progress.num_evals, unflat(best.value, event))
@@ -408,16 +396,15 @@ def loop(
         if every and index % every == 0:
             if not progress.unfinished():
                 break
-            shrinks = progress.may_shrink(COMPACT_BELOW)
             if index == 0:
                 first = point.residual
             measures = (index, first, point.residual, tolerance)
-            if shrinks and (order := rows.compaction(progress.active, *measures)) is not None:
+            if not progress.whole and (order := rows.compaction(progress.active, *measures)) is not None:
                 state, point, accepted, falls, floor, begun, parts = rows.take(
                     order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
                 progress.restrict(*parts)
-                later, stretch = later and rows.problem.later_map(), None
+                later = later and rows.problem.later_map()
         update = updated(solver, rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
@@ -429,11 +416,9 @@ def loop(
             progress.spend(update.num_evals)
         if update.stalled is not None:
             progress.end(update.stalled, Status.STALLED)
-        if not (rows.problem.separates or (host_may_look(progress.active) and bool(progress.active.all()))):
+        if not (rows.problem.separates or progress.whole):
             # Others read the state that is returned for a finished problem; a NaN stays where it is.
             z = rows_where(progress.active, z, progress.best.value.nan_to_num(0.0, 0.0, 0.0))
-        if stretch is None and later is not None and falls is None and isinstance(progress, NativeLoopState):
-            stretch = Stretch.of(progress, solver.library_steps(rows.problem, state), z, event)
         index += 1
     if falls is not None and solver.exhausted == Status.MAX_STEPS and before is not None and point is not None:
         # More steps would not help where the energy curves downwards; near a minimum they would.
@@ -442,6 +427,39 @@ def loop(
         progress.end(falls & downward, Status.DIVERGED)
     progress.end(progress.active, solver.exhausted)
     return Ended(progress.result(), point, tolerance)
+
+
+def _stepped(step: Callable[[Tensor, Tensor], Any], otherwise: Run, solver: Solver, rows: Rows, *, every: int) -> Ended:
+    """The same where one call does all between two evaluations; `otherwise` where it cannot read the images."""
+    z, event, rule, index = rows.initial, rows.event, solver.end_rule, 0
+    after, first = step(z, rows.active), z
+    later: Callable[[Tensor], Tensor] | None = None
+    point: Iteration | None = None
+    while True:
+        if later is None:
+            z = flat(rows.problem.retract(unflat(z, event)), event)
+        z, mapped, _ = _imaged(rows.problem, z, False, index, event, point, later)
+        if index == 0 and not after.reads(mapped):
+            r, residual, tolerance = compared(rule, z, mapped)
+            return otherwise(rows, (Iteration(z, mapped, r, residual, None, 0, event), tolerance))
+        rows.untried = False
+        if index < 2 and (index == 1 or rows.problem.tested):
+            later = rows.problem.later_map()
+        following = after(z, mapped, index)
+        if index == 0:
+            first = after.residual.clone()
+        point = Iteration(z, mapped, after.r, after.residual, None, index, event)
+        looks, best = index % every == 0, Best(after.value, after.record, None)
+        if index == solver.max_steps or (looks and after.left == 0):
+            after.end()
+            return Ended(best, point, after.tolerance)
+        if looks and after.left < after.active.numel():
+            order = rows.compaction(after.active, index, first, after.residual, after.tolerance)
+            if order is not None:
+                following, point, *kept = rows.take(order, best, (following, point, after.tensors, after.value))
+                after.go_on_with(*kept)
+                later = later and rows.problem.later_map()
+        z, index = following, index + 1
 
 
 #: Classes of solvers, with a number of axes of states, whose first two steps were checked.
@@ -490,13 +508,31 @@ def evaluated(
     index: int,
     event: torch.Size,
     before: Iteration | None,
-    measured: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    rule: FusedRule,
     later: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Iteration, Tensor]:
-    """The evaluation of states (*lead, n), of which `measured` gives r, its length and the tolerance.
+    """The evaluation of states (*lead, n), and the tolerances of the rule there.
 
     later: f with fewer tests (`Problem.later_map`), where no energy is wanted.
     """
+    z, mapped, value = _imaged(problem, z, energy, index, event, before, later)
+    r, residual, tolerance = compared(rule, z, mapped)
+    force = None
+    if energy and problem.has_metric:
+        force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
+    return Iteration(z, mapped, r, residual, value, index, event, force), tolerance
+
+
+def _imaged(
+    problem: Problem,
+    z: Tensor,
+    energy: bool,
+    index: int,
+    event: torch.Size,
+    before: Iteration | None,
+    later: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """z, f(z) and E(z), once the map has passed its tests."""
     # Of inference tensors nobody would see that the map writes to them, or to what it returned before.
     z = counted(z)
     if later is None:
@@ -509,11 +545,7 @@ def evaluated(
         check_kept(problem, before.mapped - before.z, before.r)
     if index == 1 and not problem.tested:
         problem.pass_tests()
-    r, residual, tolerance = measured(z, mapped)
-    force = None
-    if energy and problem.has_metric:
-        force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
-    return Iteration(z, mapped, r, residual, value, index, event, force), tolerance
+    return z, mapped, value
 
 
 def _floor(falls: Tensor, point: Iteration) -> Tensor:

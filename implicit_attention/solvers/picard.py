@@ -9,12 +9,11 @@ from torch import Tensor
 
 from .. import _validate
 from .._fused_rule import FusedRule
-from ..ops.native.loop import PlainSteps
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import CONTRACT, Status
 from .iterate import Solver, Update
-from .progress import Iteration, LibrarySteps
+from .progress import Iteration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +55,6 @@ class Picard(Solver):
         if self.damping:
             return None
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=self.max_steps + 1)
-
-    def library_steps(self, problem: Problem, state: Any) -> LibrarySteps | None:
-        return (lambda planned: PlainSteps()) if type(self) is Picard and self.damping == 0 else None
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
         if self.damping == 0:

@@ -149,20 +149,19 @@ class Safeguarded(Solver):
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
         if point.step <= self._warm_up(problem):
             return None
-        finite = point.residual < torch.inf
         guard = self._guard(problem)
-        if guard == "none":
-            return finite | ~state.accelerated
-        if guard == "energy":
-            good = self._descends(problem, state, point)
-        else:
+        # A plain step needs no test where it descends, or where there is nothing better to fall back on.
+        free = problem.plain_steps_descend or guard != "energy"
+        if free and host_may_look(state.accelerated) and not bool(state.accelerated.any()):
+            return None
+        if guard == "residual":
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
             # Nothing is better than 0; a step that is given up there would be replaced by plain ones.
-            good = good | (point.residual == 0)
-        if problem.plain_steps_descend or guard == "residual":
-            # A plain step needs no test: it descends, or there is nothing better to fall back on.
-            return (good & finite) | ~state.accelerated
-        return good & finite
+            return good | (point.residual == 0) | ~state.accelerated
+        good = point.residual < torch.inf
+        if guard == "energy":
+            good = good & self._descends(problem, state, point)
+        return good | ~state.accelerated if free else good
 
     def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None

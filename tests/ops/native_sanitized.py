@@ -4,7 +4,16 @@ import itertools
 
 import torch
 
-from implicit_attention import AnchoredEnergy, LogSumExp, Picard, equilibrium_attention, solve
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    FixedPointMap,
+    LogSumExp,
+    PerSample,
+    Picard,
+    equilibrium_attention,
+    solve,
+)
 from implicit_attention.ops import hopfield_adjoint, hopfield_solve, native_status
 
 QUERIES = (1, 14, 33)
@@ -43,7 +52,17 @@ def run(dtype, queries, keys, dim, shared):
     )
 
 
+def steps(dtype, count, dim):
+    x = torch.randn(count, dim, generator=torch.Generator().manual_seed(count + dim)).to(dtype)
+    x[0] = torch.inf
+    for solver in (Picard(max_steps=20), *(Anderson(history=history, max_steps=20) for history in (1, 3, 8))):
+        problem = FixedPointMap(lambda z, x: torch.sin(2 * z) + x, PerSample(x), event_ndim=1)
+        solve(problem, torch.zeros_like(x), solver=solver, on_failure="ignore")
+
+
 if __name__ == "__main__":
+    for arguments in itertools.product((torch.float32, torch.float64), QUERIES, DIMS):
+        steps(*arguments)
     sizes = itertools.product((torch.float32, torch.float64), QUERIES, KEYS, DIMS, (False, True))
     for arguments in sizes:
         run(*arguments)

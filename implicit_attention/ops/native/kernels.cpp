@@ -7,16 +7,12 @@
 #include <thread>
 
 #include "adjoint.h"
-#include "descent.h"
-#include "krylov.h"
-#include "loop.h"
-#include "mixing.h"
-#include "secants.h"
 #include "solve.h"
+#include "step.h"
 
 #define IA_EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI = 6;
+constexpr int32_t ABI = 7;
 // What a call returns that found no memory; else it returns how many queries have no answer.
 constexpr int64_t NO_MEMORY = -1;
 // Fewer products of a number are not worth waking threads for.
@@ -229,140 +225,29 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   return (doubtful < most ? doubtful.load() : most) << 32 | (failed < most ? failed.load() : most);
 }
 
+// How many rows have a better state after an evaluation, and how many are unfinished.
 template <typename T>
-bool finite(const T *numbers, int64_t count) {
-  int64_t i = 0;
-  Mask<T> bad = Mask<T>{};
-  for (; i + LANES<T> <= count; i += LANES<T>) {
-    const Vec<T> x = load(numbers + i);
-    bad |= x - x != T(0);
-  }
-  bool found = any<T>(bad);
-  for (; i < count; ++i) found |= numbers[i] - numbers[i] != 0;
-  return !found;
-}
-
-template <typename T>
-void measure_rows(int64_t rows, int64_t count, const double *numbers, void *const *data, const void *parallel_for, int64_t threads) {
-  const T *const z = static_cast<const T *>(data[0]), *const f = static_cast<const T *>(data[1]);
-  T *const r = static_cast<T *>(data[2]), *const residual = static_cast<T *>(data[3]), *const tolerance = static_cast<T *>(data[4]);
-  const T rtol = static_cast<T>(numbers[0]), atol = static_cast<T>(numbers[1]);
-  const int64_t part = count < 4096 ? 4096 / (count + 1) + 1 : 1;
-  in_threads((rows + part - 1) / part, 8.0 * rows * count, parallel_for, threads, [&](auto next) {
-    for (int64_t task = next(); task >= 0; task = next())
-      for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i)
-        measure(z + i * count, f + i * count, r + i * count, count, rtol, atol, residual + i, tolerance + i);
-  });
-}
-
-template <typename T>
-int64_t decide_rows(int64_t rows, int64_t step, bool fixed, bool descends, void *const *data) {
-  const Progress<T> progress = {static_cast<bool *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]),
-                                static_cast<int32_t *>(data[3]), static_cast<int32_t *>(data[4]), static_cast<int8_t *>(data[5]),
-                                static_cast<bool *>(data[6])};
-  const T *const residual = static_cast<const T *>(data[7]), *const tolerance = static_cast<const T *>(data[8]);
-  const Counts counts = decide(rows, step, fixed, descends, residual, tolerance, static_cast<const bool *>(data[9]), progress);
-  // Two numbers in one; there are fewer than 2^31 rows.
-  return counts.better << 32 | counts.active;
-}
-
-template <typename T>
-Mixing<T> mixing_of(int64_t history, int64_t count, void *const *data) {
-  return {history, count, static_cast<T *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]), static_cast<bool *>(data[3]),
-          static_cast<T *>(data[4]), static_cast<T *>(data[5]), static_cast<T *>(data[6]), static_cast<int32_t *>(data[7])};
-}
-
-template <typename T>
-void mix_rows(const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
-  const int64_t rows = integers[0], count = integers[1], history = integers[2];
-  const MixingRule rule = {ridge, integers[3] != 0, integers[4] != 0};
-  const Mixing<T> memory = mixing_of<T>(history, count, data);
-  const T *const z = static_cast<const T *>(data[8]), *const r = static_cast<const T *>(data[9]), *const residual = static_cast<const T *>(data[10]);
-  const bool *const accepted = static_cast<const bool *>(data[11]);
-  T *const to = static_cast<T *>(data[12]);
-  in_threads(rows, 16.0 * rows * count * history, parallel_for, threads, [&](auto next) {
-    for (int64_t i = next(); i >= 0; i = next())
-      mix_row(i, z + i * count, r + i * count, residual[i], accepted[i], rule, memory, to + i * count);
-  });
-}
-
-// Whether the residual has not grown too much; a plain step needs no test.
-template <typename T>
-void accept_rows(int64_t rows, double growth, const T *residual, const T *before, const bool *accelerated, bool *accepted) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const bool good = residual[i] < static_cast<T>(growth) * before[i] || residual[i] == 0;
-    accepted[i] = (good && residual[i] < std::numeric_limits<T>::infinity()) || !accelerated[i];
-  }
-}
-
-template <typename T>
-void secant_rows(const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
+int64_t step_rows(const int64_t *integers, const double *numbers, void *const *data, const void *parallel_for, int64_t threads) {
   const int64_t rows = integers[0], n = integers[1], history = integers[2];
-  const bool learns = integers[3] != 0;
-  const Secants<T> memory = {history, n, static_cast<T *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]),
-                             static_cast<bool *>(data[3]), static_cast<T *>(data[4]), static_cast<T *>(data[5]),
-                             static_cast<bool *>(data[6]), static_cast<int32_t *>(data[7])};
-  const T *const z = static_cast<const T *>(data[8]), *const r = static_cast<const T *>(data[9]), *const residual = static_cast<const T *>(data[10]);
-  const bool *const accepted = static_cast<const bool *>(data[11]);
-  T *const to = static_cast<T *>(data[12]);
-  in_threads(rows, 16.0 * rows * n * history, parallel_for, threads, [&](auto next) {
-    for (int64_t i = next(); i >= 0; i = next())
-      secant_row(i, z + i * n, r + i * n, residual[i], accepted[i], learns, memory, to + i * n);
-  });
-}
-
-template <typename T>
-Descent<T> descent_of(int64_t n, void *const *data) {
-  return {n, static_cast<T *>(data[0]), static_cast<T *>(data[1]), static_cast<T *>(data[2]), static_cast<T *>(data[3]),
-          static_cast<T *>(data[4]), static_cast<bool *>(data[5])};
-}
-
-// The next candidates, or, where `candidates` is false, which of the last ones are accepted by their energies.
-template <typename T>
-void descend_rows(const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
-  const int64_t rows = integers[0], n = integers[1];
-  const bool candidates = integers[2] != 0;
-  const DescentRule rule = {ridge, integers[3] != 0, integers[4] != 0, integers[5] != 0, integers[6] != 0};
-  const Descent<T> memory = descent_of<T>(n, data);
-  const T *const z = static_cast<const T *>(data[6]), *const r = static_cast<const T *>(data[7]);
-  const T *const residual = static_cast<const T *>(data[8]), *const energy = static_cast<const T *>(data[9]);
-  bool *const accepted = static_cast<bool *>(data[10]);
-  T *const to = static_cast<T *>(data[11]);
+  const StepRule rule = {numbers[0], numbers[1], numbers[2], numbers[3], integers[3], integers[4] != 0, integers[5] != 0};
+  const auto of = [data](int i) { return static_cast<T *>(data[i]); };
+  const auto flags = [data](int i) { return static_cast<bool *>(data[i]); };
+  const auto counts = [data](int i) { return static_cast<int32_t *>(data[i]); };
+  const Steps<T> all = {n, history, of(0), of(1), of(2), of(3), of(4), of(5), flags(6), flags(7), of(8), of(9), counts(10),
+                        counts(11), static_cast<int8_t *>(data[12]), flags(13), of(14), of(15), of(16), of(17), of(18),
+                        of(19), counts(20)};
   const int64_t part = n < 4096 ? 4096 / (n + 1) + 1 : 1;
-  in_threads((rows + part - 1) / part, 16.0 * rows * n, parallel_for, threads, [&](auto next) {
+  in_threads((rows + part - 1) / part, 16.0 * rows * n * (history + 1), parallel_for, threads, [&](auto next) {
     for (int64_t task = next(); task >= 0; task = next())
-      for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i) {
-        if (candidates)
-          descend_row(i, z + i * n, r + i * n, residual[i], energy[i], accepted[i], rule, memory, to + i * n);
-        else
-          accepted[i] = descends(i, r + i * n, residual[i], energy[i], memory);
-      }
+      for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i) step(all, i, rule);
   });
-}
-
-// A step of GMRES: -1 begins with the residuals (rows, n) in `data[13]`, others read products there; an answer of so
-// many steps is written there. Returns how many rows go on.
-template <typename T>
-int64_t krylov_rows(const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
-  const int64_t step = integers[4];
-  const bool answers = integers[5] != 0;
-  const Krylov<T> all = {integers[0], integers[1], integers[2], integers[3], static_cast<T *>(data[0]), static_cast<T *>(data[1]),
-                         static_cast<T *>(data[2]), static_cast<T *>(data[3]), static_cast<T *>(data[4]), static_cast<T *>(data[5]),
-                         static_cast<T *>(data[6]), static_cast<T *>(data[7]), static_cast<const T *>(data[8]),
-                         static_cast<int8_t *>(data[9]), static_cast<int64_t *>(data[10]), static_cast<const bool *>(data[11]),
-                         static_cast<bool *>(data[12])};
-  T *const vectors = static_cast<T *>(data[13]);
-  const int64_t part = all.n < 4096 ? 4096 / (all.n + 1) + 1 : 1;
-  in_threads((all.rows + part - 1) / part, 16.0 * all.rows * all.n * (step + 2), parallel_for, threads, [&](auto next) {
-    for (int64_t task = next(); task >= 0; task = next())
-      for (int64_t i = task * part; i < all.rows && i < (task + 1) * part; ++i) {
-        T *const vector = vectors + i * all.n;
-        answers ? answer_row(all, i, step, vector) : step < 0 ? begin_row(all, i, vector) : step_row(all, i, step, vector);
-      }
-  });
-  int64_t count = 0;
-  for (int64_t i = 0; i < all.rows; ++i) count += all.active[i];
-  return count;
+  int64_t better = 0, active = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    better += all.better[i];
+    active += all.active[i];
+  }
+  // Two numbers in one; there are fewer than 2^31 rows.
+  return better << 32 | active;
 }
 
 }  // namespace
@@ -399,45 +284,9 @@ IA_EXPORT int32_t ia_finite(int64_t bytes, const void *numbers, int64_t count) {
   return bytes == 4 ? finite(static_cast<const float *>(numbers), count) : finite(static_cast<const double *>(numbers), count);
 }
 
-// What a map moved, of states z (rows, count): r, |r| and the tolerance of every row.
-IA_EXPORT void ia_measure(int64_t bytes, int64_t rows, int64_t count, const double *numbers, void *const *data,
+// What comes between two evaluations of a user's map, for states (rows, n).
+IA_EXPORT int64_t ia_step(int64_t bytes, const int64_t *integers, const double *numbers, void *const *data,
                           const void *parallel_for, int64_t threads) {
-  bytes == 4 ? measure_rows<float>(rows, count, numbers, data, parallel_for, threads)
-             : measure_rows<double>(rows, count, numbers, data, parallel_for, threads);
-}
-
-// Which rows are done after a step: how many have a better state, and how many are unfinished.
-IA_EXPORT int64_t ia_decide(int64_t bytes, int64_t rows, int64_t step, int32_t fixed, int32_t descends, void *const *data) {
-  return bytes == 4 ? decide_rows<float>(rows, step, fixed, descends, data) : decide_rows<double>(rows, step, fixed, descends, data);
-}
-
-// The next candidates of Anderson's method, of states (rows, count).
-IA_EXPORT void ia_mix(int64_t bytes, const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
-  bytes == 4 ? mix_rows<float>(integers, ridge, data, parallel_for, threads)
-             : mix_rows<double>(integers, ridge, data, parallel_for, threads);
-}
-
-// Which candidates of that method are accepted by their residuals.
-IA_EXPORT void ia_accept(int64_t bytes, int64_t rows, double growth, const void *residual, const void *before,
-                         const bool *accelerated, bool *accepted) {
-  bytes == 4 ? accept_rows(rows, growth, static_cast<const float *>(residual), static_cast<const float *>(before), accelerated, accepted)
-             : accept_rows(rows, growth, static_cast<const double *>(residual), static_cast<const double *>(before), accelerated, accepted);
-}
-
-// A step of GMRES for all rows, or their answers.
-IA_EXPORT int64_t ia_krylov(int64_t bytes, const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
-  return bytes == 4 ? krylov_rows<float>(integers, data, parallel_for, threads)
-                    : krylov_rows<double>(integers, data, parallel_for, threads);
-}
-
-// Steps with one change on an energy that plain steps lower: the next candidates, or which of the last are accepted.
-IA_EXPORT void ia_descend(int64_t bytes, const int64_t *integers, double ridge, void *const *data, const void *parallel_for, int64_t threads) {
-  bytes == 4 ? descend_rows<float>(integers, ridge, data, parallel_for, threads)
-             : descend_rows<double>(integers, ridge, data, parallel_for, threads);
-}
-
-// The next candidates of Broyden's method, of states (rows, n).
-IA_EXPORT void ia_secants(int64_t bytes, const int64_t *integers, void *const *data, const void *parallel_for, int64_t threads) {
-  bytes == 4 ? secant_rows<float>(integers, data, parallel_for, threads)
-             : secant_rows<double>(integers, data, parallel_for, threads);
+  return bytes == 4 ? step_rows<float>(integers, numbers, data, parallel_for, threads)
+                    : step_rows<double>(integers, numbers, data, parallel_for, threads);
 }

@@ -18,7 +18,7 @@ import torch
 from ...errors import KernelWarning, outside
 
 #: The version of the interface; the same number stands in kernels.cpp.
-ABI = 6
+ABI = 7
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
@@ -26,19 +26,13 @@ SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",), "arm64": ("neon",)}
 #: Sets that no test has run yet: their code is that of the others, compiled for them.
 UNVERIFIED = ("neon",)
 FOLDER = Path(__file__).parent
-_LONG, _INT, _DOUBLE, _ADDRESS = ctypes.c_int64, ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
+_LONG, _INT, _ADDRESS = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 #: What each function returns, and its arguments.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "solve": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
     "adjoint": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
     "finite": (_INT, _LONG, _ADDRESS, _LONG),
-    "measure": (None, *[_LONG] * 3, *[_ADDRESS] * 3, _LONG),
-    "decide": (_LONG, *[_LONG] * 3, *[_INT] * 2, _ADDRESS),
-    "mix": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
-    "accept": (None, *[_LONG] * 2, _DOUBLE, *[_ADDRESS] * 4),
-    "descend": (None, _LONG, _ADDRESS, _DOUBLE, *[_ADDRESS] * 2, _LONG),
-    "krylov": (_LONG, _LONG, *[_ADDRESS] * 3, _LONG),
-    "secants": (None, _LONG, *[_ADDRESS] * 3, _LONG),
+    "step": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
 }
 
 
@@ -51,13 +45,7 @@ class Library:
     solve: Any
     adjoint: Any
     finite: Any
-    measure: Any
-    decide: Any
-    mix: Any
-    accept: Any
-    descend: Any
-    krylov: Any
-    secants: Any
+    step: Any
     parallel_for: int
 
 
