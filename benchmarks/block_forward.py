@@ -24,7 +24,20 @@ RATIOS = {
     "by hand / bare": ("by hand", "bare picard"),
     "anderson / bare": ("anderson", "bare anderson"),
     "anderson by hand / bare": ("anderson by hand", "bare anderson"),
+    "picard by torch / bare": ("picard by torch", "bare picard"),
+    "anderson by torch / bare": ("anderson by torch", "bare anderson"),
 }
+
+
+class TorchPicard(Picard):
+    """Plain steps by torch: the native function `step` makes those of the library's own class alone."""
+
+
+class TorchAnderson(Anderson):
+    """The same of Anderson's steps."""
+
+
+BY_TORCH = {"picard": TorchPicard, "anderson": TorchAnderson}
 #: Evaluations after which a loop by hand is given up, as the layer is.
 MOST = 201
 
@@ -84,6 +97,8 @@ def _timed(data: Data, rtol: float, repeats: int, max_seconds: float) -> Row:
         found[hand] = {"evaluations": int(end.evaluations.max()), "state_residual": relative_residual(data, end.value)}
         functions[name], functions[f"bare {name}"] = partial(layer, data.x), partial(bare, data, evaluations)
         functions[hand] = loop
+        by_torch = BY_TORCH[name](**vars(solver))
+        functions[f"{name} by torch"] = partial(Equilibrium(data.block, solver=by_torch, on_failure="ignore"), data.x)
     wrong = [evidence for evidence in found.values() if not evidence["state_residual"] <= SLACK * rtol]
     for evidence in wrong:
         evidence["error"] = "not timed, the measured residual is above the tolerance"

@@ -59,7 +59,8 @@ NOTES = (
     "FORWARD: forward pass of the same without autograd, on one thread, by process time, over a bare loop of as many "
     "evaluations as the slowest sample has; `by hand` and `anderson by hand`: the same steps with the same evidence "
     "(state, residual and evaluations of each sample at its end) and Anderson's with the safeguard of the layer, in as "
-    "few calls of torch and numpy as they need: the bound of what a loop of such calls can reach.",
+    "few calls of torch and numpy as they need: the bound of what a loop of such calls can reach; `by torch`: the "
+    "layer without the native function `step`.",
     "COMPILED: forward pass and training step of a pre-norm block as a fixed point by Picard, with `compiled=True` / "
     "without, and with a block that torch.compile compiled alone; graphs are made before any call is timed.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",

@@ -103,7 +103,7 @@ SADDLES = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("case", SADDLES)
 def test_queries_at_saddles_are_finished_in_their_places(case, dtype):
-    """Keys in pairs, 2 and -2 along an axis, and some queries half-way between, more of one set: kernels give these up."""
+    """Keys in pairs, 2 and -2 along an axis, and queries half-way between, more of one set: kernels give these up."""
     found = []
     for impl in ("auto", "reference"):
         keys, field = random(2, 35, 6, seed=1).repeat_interleave(2, -2), random(2, 9, 6)

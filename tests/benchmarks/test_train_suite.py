@@ -188,7 +188,7 @@ def test_a_forward_pass_is_held_against_as_many_evaluations(rows, name):
         assert found["evaluations"] == int(report.num_evals.max())
         assert 1e-4 < found["state_residual"] <= 1e-3
     seconds = {name: timing["median"] for name, timing in row["process_seconds"].items()}
-    for one in (name, hand):
+    for one in (name, hand, f"{name} by torch"):
         assert row["ratios"][f"{one} / bare"] == pytest.approx(seconds[one] / seconds[f"bare {name}"])
 
 
