@@ -7,7 +7,7 @@
 #include "rule.h"
 #include "weighted.h"
 
-// As in `ops/tiled/adjoint.py`.
+// Curvature up to NOISE eps |p|^2 is rounding or negative; rounding may leave SLACK times the tolerance.
 constexpr double NOISE = 10.0, SLACK = 10.0;
 template <typename T>
 struct AdjointOperands {
