@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..solution import Recorded
 from ..status import Status
+from ._vectors import ROUNDOFF
 
 # Rounding an answer x leaves a residual of about this many times eps |x|.
 ROUNDING = 4.0
@@ -52,8 +53,11 @@ class LinearSolution(Recorded):
 
 
 def has_no_digits(size: Tensor, rhs: Tensor) -> Tensor:
-    """Whether an answer, of norm `size`, of a system I - J is so long that rounding alone hides its right-hand side."""
-    return ROUNDING * torch.finfo(size.dtype).eps * size > MEANINGFUL * rhs
+    """Whether an answer, of norm `size`, of a system I - J is so long that the rounding of I - J explains it.
+
+    Kernels give such a query up, too: its curvature is within ROUNDOFF eps of 0.
+    """
+    return ROUNDOFF * torch.finfo(size.dtype).eps * size > rhs
 
 
 def forgiven(
@@ -66,7 +70,7 @@ def forgiven(
     """
     unit = torch.finfo(size.dtype).eps * size
     # A singular system drives the answer to 1/eps, where everything would be forgiven.
-    stalled = (status == Status.STALLED) & ~has_no_digits(size, rhs)
+    stalled = (status == Status.STALLED) & (ROUNDING * unit <= MEANINGFUL * rhs)
     floor = torch.maximum(ROUNDING * unit, torch.minimum(CANCELLING * unit, SMALL * rhs))
     solved = torch.where(negative_curvature, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
     status = torch.where(stalled & (residual <= floor), solved, status)

@@ -133,7 +133,10 @@ class LinearSolver(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def step(self, matvec: LinearMap, state: S, active: Tensor) -> S:
-        """One step with one matvec; rows that are not active (*batch) must come back as they were (see `freeze`)."""
+        """One step with one matvec, as a new state: nothing of the old one is overwritten.
+
+        Rows that are not active (*batch) must come back as they were (see `freeze`).
+        """
 
     @abc.abstractmethod
     def correction(self, state: S) -> Tensor:

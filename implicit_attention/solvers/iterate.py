@@ -445,6 +445,8 @@ def _stepped(step: Callable[[Tensor, Tensor], Any], otherwise: Run, solver: Solv
         rows.untried = False
         if index < 2 and (index == 1 or rows.problem.tested):
             later = rows.problem.later_map()
+        if mapped.shape != z.shape or mapped.dtype != z.dtype:
+            check_candidate(f"{type(solver).__name__}.step", mapped, z)
         following = after(z, mapped, index)
         if index == 0:
             first = after.residual.clone()
@@ -469,19 +471,24 @@ _PASSED: set[tuple[type[Solver], int]] = set()
 def updated(solver: Solver, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
     """A step of the solver. The first two are checked, as many methods extrapolate in the second, once a class."""
     update, z, passed = solver.step(problem, state, point, accepted), point.z, (type(solver), point.z.ndim)
-    # The native library would read memory beyond later candidates of another size.
     tested = point.step > 1 or passed in _PASSED
+    # Later candidates of another size or dtype would be broadcast or rounded.
     if not (tested and update.candidate.shape == z.shape and update.candidate.dtype == z.dtype):
         name = f"{type(solver).__name__}.step"
         _validate.check_instance(name, update, Update, "return Update(state, candidate)", "state may be ()")
         _validate.check_instance(name, update.candidate, Tensor, "return Update(state, candidate) with a tensor")
-        wanted, given = ((tuple(t.shape), t.dtype, str(t.device)) for t in (z, update.candidate))
-        if given != wanted:
-            remedy = "form it from point.z, point.r and point.mapped, or convert it with .to(point.z)"
-            raise ValueError(_validate.message(name, f"return a candidate like point.z, {wanted}", given, remedy))
+        check_candidate(name, update.candidate, z)
         check_memory(name, update.state, z)
         _PASSED.update([passed] * (point.step == 1))
     return update
+
+
+def check_candidate(name: str, candidate: Tensor, z: Tensor) -> None:
+    """Raise unless the state to evaluate next is like the last one, z."""
+    wanted, given = ((tuple(t.shape), t.dtype, str(t.device)) for t in (z, candidate))
+    if given != wanted:
+        remedy = "form it from point.z, point.r and point.mapped, or convert it with .to(point.z)"
+        raise ValueError(_validate.message(name, f"return a candidate like point.z, {wanted}", given, remedy))
 
 
 def check_memory(name: str, state: Any, z: Tensor) -> None:

@@ -193,6 +193,18 @@ def test_of_several_passes_the_worst_is_kept_and_heads_are_in_their_order():
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(("dtype", "curvature"), [(torch.float32, 2e-5), (torch.float32, 3e-6), (torch.float64, 1e-14)])
+def test_a_gradient_with_digits_is_kept_however_near_the_fold(dtype, curvature, impl):
+    """Two keys 1 and -1 and a query between them: E curves by so much, and dz/dx is the anchor over it."""
+    query = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    energy = AnchoredEnergy(LogSumExp(torch.tensor([[1.0], [-1.0]], dtype=dtype), 2 * (1 - curvature)), query, 0.5)
+    solution = solve(energy, query.detach(), impl=impl)
+    (gradient,) = torch.autograd.grad(solution.value, query)
+    assert solution.adjoint.status.item() == Status.CONVERGED
+    assert gradient.item() * 2 * curvature == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [6, 64, 70])
 def test_a_singular_system_is_stalled_whatever_its_rounding(count, dtype, impl):

@@ -251,8 +251,10 @@ class LateProblem(Problem):
     [
         (LATE["state"][0], "leave its state as it is"),
         (lambda z, x: z[:, :2] / 2 + x[:, :2], "shape"),
+        (lambda z, x: z[:1] / 2 + x[:1], "candidate like point.z"),
+        (lambda z, x: z.double() / 2 + x, "candidate like point.z"),
     ],
-    ids=["state", "shape"],
+    ids=["state", "shape", "fewer", "dtype"],
 )
 def test_so_is_a_problem(late, words):
     block = Late(late)
