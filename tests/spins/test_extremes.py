@@ -135,11 +135,12 @@ def test_both_precisions_agree_at_every_temperature(method, dim):
         if int(fine.report.status) != Status.CONVERGED:
             assert int(coarse.report.status) != Status.CONVERGED
             continue
-        # Cold vectors turn by more than float32 can tell: 5e-3 on one processor and 2.2e-2 on another were seen.
+        # Cold vectors turn by more than float32 can tell, which the free energy does not feel to first order. Internal
+        # energies were off by 5e-3 on one processor and by 2.2e-2 on another.
         cold = isinstance(method, AdaTAP) and beta == 1e4
-        for name in ("free_energy", "internal_energy", "magnetization"):
+        for name, turned in (("free_energy", 1e-3), ("internal_energy", 4e-2), ("magnetization", 2e-2)):
             one, other = getattr(coarse, name).double(), getattr(fine, name)
-            torch.testing.assert_close(one, other, rtol=5e-6, atol=4e-2 if cold else 1e-5)
+            torch.testing.assert_close(one, other, rtol=5e-6, atol=turned if cold else 1e-5)
 
 
 @pytest.mark.parametrize("dim", [1, 3])
