@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("implicit_attention", "ops", "native")
+FOLDER = Path("implicit_attention", "kernels", "native")
 # Contraction into fused multiply-adds is written out where it is meant, so that all ways to a number make the same one.
 FLAGS = (
     "-O3 -g0 -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=off "
@@ -62,7 +62,7 @@ class Wheel(bdist_wheel):
 
 def library(isa, flags):
     return Extension(
-        f"implicit_attention.ops.native.{isa}",
+        f"implicit_attention.kernels.native.{isa}",
         sources=[str(FOLDER / "kernels.cpp")],
         depends=["setup.py", NUMBERS, *sorted(str(path) for path in FOLDER.glob("*.h"))],
         define_macros=MACROS,

@@ -33,11 +33,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from implicit_attention import Anderson, Equilibrium, Picard, equilibrium_attention
 from implicit_attention._fused_rule import FusedRule
 from implicit_attention.errors import UnsupportedImplementation
-from implicit_attention.ops import checks, dispatch, hopfield_solve
-from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.rule import RTOL, THERE, AdjointRule
-from implicit_attention.ops.triton import layout
-from implicit_attention.ops.triton.layout import Tiles
+from implicit_attention.kernels import checks, dispatch, hopfield_solve
+from implicit_attention.kernels.problem import Hopfield
+from implicit_attention.kernels.rule import RTOL, THERE, AdjointRule
+from implicit_attention.kernels.triton import layout
+from implicit_attention.kernels.triton.layout import Tiles
 
 from . import block_equilibrium, card_tables, memory
 from .baselines import BACKENDS, CONTENDERS, PicardCounts, Run, picard_counts, sdpa, training_step, unrolled
@@ -370,8 +370,8 @@ class SmokeTests:
 
 def smoked(case: Smoke, device: str) -> Row:
     """Errors of a solve and of its gradient against float64, and what is wrong with them."""
-    from implicit_attention.ops.triton.adjoint import solve_adjoint
-    from implicit_attention.ops.triton.solve import solve
+    from implicit_attention.kernels.triton.adjoint import solve_adjoint
+    from implicit_attention.kernels.triton.solve import solve
 
     def empty(size: int) -> Tensor:
         return torch.empty(2, size, case.dim, dtype=getattr(torch, case.dtype), device=device)
@@ -420,7 +420,7 @@ def tests(rows: Rows, folder: Path) -> None:
     if any(row["part"] == "tests" for row in rows.written):
         return
     scale, began = rows.scale, time.perf_counter()
-    sys.path.insert(0, str(ROOT / "tests" / "ops"))
+    sys.path.insert(0, str(ROOT / "tests" / "kernels"))
     from triton_cases import CASES  # type: ignore[import-not-found]
 
     # Layouts of the list of tiles, which the host makes, are tested in the interpreter alone.
@@ -430,7 +430,7 @@ def tests(rows: Rows, folder: Path) -> None:
     files = [folder / f"cases_{shard}.json" for shard in range(shards)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "tests/ops/triton_cases.py", str(file), scale.device, *names[shard::shards]],
+            [sys.executable, "tests/kernels/triton_cases.py", str(file), scale.device, *names[shard::shards]],
             cwd=ROOT,
             env=of_kernels(scale),
             stdout=subprocess.DEVNULL,
@@ -709,7 +709,7 @@ def fused(data: Data, rtol: float, max_steps: int) -> Any:
 
 def not_gathered(data: Data) -> Any:
     """The same where tiles wait for their slowest query: what launches cost beside that."""
-    from implicit_attention.ops.triton.solve import solve
+    from implicit_attention.kernels.triton.solve import solve
 
     return solve(as_problem(data), data.queries.float(), FusedRule(data.setting.rtol, 0.0, 100, PLAIN_STEPS), ())
 
@@ -778,7 +778,7 @@ def solved(setting: Setting, row: Row) -> None:
 
 def per_product(setting: Setting, row: Row) -> None:
     """G3: one product of the adjoint solve in forwards of SDPA, from what more of them take."""
-    from implicit_attention.ops.triton.adjoint import solve_adjoint
+    from implicit_attention.kernels.triton.adjoint import solve_adjoint
 
     begun(row, "G3", setting)
     copies = rotation(setting)

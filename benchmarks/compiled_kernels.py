@@ -192,11 +192,11 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
 def _call(case: Case) -> Any:
     """Call the operation of the case; the tiles of its kernel."""
     from implicit_attention._fused_rule import FusedRule
-    from implicit_attention.ops.problem import Hopfield
-    from implicit_attention.ops.rule import AdjointRule
-    from implicit_attention.ops.triton.adjoint import solve_adjoint
-    from implicit_attention.ops.triton.layout import tiles
-    from implicit_attention.ops.triton.solve import solve
+    from implicit_attention.kernels.problem import Hopfield
+    from implicit_attention.kernels.rule import AdjointRule
+    from implicit_attention.kernels.triton.adjoint import solve_adjoint
+    from implicit_attention.kernels.triton.layout import tiles
+    from implicit_attention.kernels.triton.solve import solve
 
     x, one = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype)), torch.ones(1, 1, 1, 1)
     mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from implicit_attention import __version__
-from implicit_attention.ops import native_status
+from implicit_attention.kernels import native_status
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Recorded where they are installed; the package itself may be run from a checkout.

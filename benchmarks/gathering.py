@@ -39,7 +39,7 @@ def tile_evaluations(evaluations: Tensor, rows: int, ends: tuple[int, ...]) -> t
 
 
 def measured(setting: Any, rows: int, ends: tuple[int, ...]) -> Row:
-    from implicit_attention.ops import hopfield_solve
+    from implicit_attention.kernels import hopfield_solve
 
     data = draw(setting)
     found = hopfield_solve(
@@ -69,7 +69,7 @@ def told(row: Row) -> str:
 
 def run(out: Path, progress: Callable[[Row], None]) -> tuple[dict[str, Any], Path]:
     """Measure every setting and write the rows into the folder."""
-    from implicit_attention.ops.triton.layout import TILES, growing
+    from implicit_attention.kernels.triton.layout import TILES, growing
 
     from .environment import environment
 

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.." || exit 1
 out=${1:?"the folder for rows.jsonl"}
 BEGAN=$(date +%s)
 export BEGAN
-ls implicit_attention/ops/native/*.library > /dev/null 2>&1 || export IMPLICIT_ATTENTION_NATIVE=off
+ls implicit_attention/kernels/native/*.library > /dev/null 2>&1 || export IMPLICIT_ATTENTION_NATIVE=off
 # A row may end its process: by a kernel that breaks the context of the card (75), that does not end, that crashes. The
 # next process goes on behind that row; one that adds no row would end like the last.
 rows() { cat "$out/rows.jsonl" 2> /dev/null | wc -l; }

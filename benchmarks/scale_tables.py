@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from implicit_attention.ops.fold import row_block
+from implicit_attention.kernels.fold import row_block
 from implicit_attention.plotting.style import COLORS, DASHES, MARKERS, new_figure
 
 from .environment import warning

@@ -3,7 +3,7 @@
 What most users need is here. More is in the parts of the package, each complete in itself: `layers`, `energies`,
 `potentials` (hidden units, mixtures, capped scores), `solvers` (also those of SciPy and torchdeq), `adjoints`, `linear`
 (CG, GMRES, ...), `spins` (systems of coupled spins and their approximations), `integrations` (models of other
-libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (suites for new methods),
+libraries), `diagnostics`, `plotting`, `kernels` (the fused operations), `testing` (suites for new methods),
 `training` (what solves came to in a training run), `distributed` (more than one process).
 """
 
@@ -118,7 +118,7 @@ _NAMES = {
     ),
     "linear": (),
     "models": (),
-    "ops": (),
+    "kernels": (),
     "options": ("SolveOptions",),
     "plotting": (),
     "potentials": ("LogSumExp", "Potential", "SquaredScores"),

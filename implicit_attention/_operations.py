@@ -20,12 +20,12 @@ from ._reporting import forgiven, left_out, lost, report_failures
 from ._types import Impl, OnFailure
 from .errors import UnsupportedImplementation
 from .failure_policy import FailureSite, of_text, text_of
+from .kernels import dispatch
+from .kernels.problem import Hopfield, carries, triangle
+from .kernels.rule import MAX_STEPS, AdjointAnswer, AdjointRule, Solved
 from .linear import CG, LinearSolution
 from .linear._vectors import normalised
 from .linear.base import FLOAT32_RTOL, adjoint_rtol
-from .ops import dispatch
-from .ops.problem import Hopfield, carries, triangle
-from .ops.rule import MAX_STEPS, AdjointAnswer, AdjointRule, Solved
 from .solution import Record
 from .status import Status
 
@@ -310,7 +310,7 @@ def hopfield_solve(
 
     Examples:
         >>> import torch
-        >>> from implicit_attention.ops import hopfield_solve
+        >>> from implicit_attention.kernels import hopfield_solve
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
         >>> found = hopfield_solve(query, keys, beta=0.3, anchor=0.5)
         >>> found.state.shape, bool((found.residual <= found.tolerance).all())
@@ -383,7 +383,7 @@ def hopfield_adjoint(
 
     Examples:
         >>> import torch
-        >>> from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+        >>> from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
         >>> state = hopfield_solve(query, keys, beta=0.3, anchor=0.5).state
         >>> found = hopfield_adjoint(query, keys, state, torch.ones(2, 4), beta=0.3, anchor=0.5)

@@ -1,4 +1,4 @@
-"""The choice of a kernel of `ops` that solves a problem as a solver would, if there is one.
+"""The choice of a kernel of `kernels` that solves a problem as a solver would, if there is one.
 
 The solvers' loop and the linear solvers do everything else.
 """
@@ -18,11 +18,11 @@ from ._fused_rule import FusedRule
 from ._types import Impl
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
-from .ops import dispatch
-from .ops.native.library import library
-from .ops.native.step import MOST_MIXED, NativeStep
-from .ops.problem import Hopfield, carries
-from .ops.rule import AdjointAnswer
+from .kernels import dispatch
+from .kernels.native.library import library
+from .kernels.native.step import MOST_MIXED, NativeStep
+from .kernels.problem import Hopfield, carries
+from .kernels.rule import AdjointAnswer
 from .potentials import LogSumExp, Potential
 from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp

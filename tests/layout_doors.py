@@ -12,7 +12,7 @@ from layout_reference import (
 )
 
 import implicit_attention as ia
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
 from implicit_attention.potentials import SignUnits
 
 # Of the largest number of an answer, by the precision that it comes in.

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "implicit_attention"
 TESTS = ("-m", "not nightly")
 #: What Triton compiles records nothing: its faults are looked for by all tests of that name.
-TRITON = f"{PACKAGE}/ops/triton/"
+TRITON = f"{PACKAGE}/kernels/triton/"
 #: Seconds for the tests of one fault; a fault that makes a loop endless counts as found.
 LIMIT = 900
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "implicit_attention"
 PARTS = (PACKAGE, "tests", "benchmarks", "docs")
 #: What is worked on first: the files at the top of the package, and folders.
-CORE = ("root", "solvers", "linear", "adjoints", "ops", "kernels", "energies", "attention")
+CORE = ("root", "solvers", "linear", "adjoints", "kernels", "energies", "attention")
 #: Tokens a line, above which lines are too long to be counted.
 MOST_TOKENS = 12
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

@@ -25,8 +25,8 @@ import torch
 from layout_reference import attention_map, fixed_point, through, weights
 
 import implicit_attention as ia
-from implicit_attention.ops import kernel_checks, native_status
-from implicit_attention.ops.native import library
+from implicit_attention.kernels import kernel_checks, native_status
+from implicit_attention.kernels.native import library
 
 
 def problem(seed, lead=(2,), n=8, m=64, d=8, dtype=torch.float32):
@@ -142,7 +142,7 @@ def _asked_of_damaged(folder, seed):
     library.FOLDER = Path(folder)
     for cache in (library._found, library.warn_once):
         cache.cache_clear()
-    from implicit_attention.ops import trust
+    from implicit_attention.kernels import trust
 
     trust._found.clear()
     warnings.simplefilter("ignore")

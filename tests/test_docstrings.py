@@ -24,7 +24,7 @@ FACES = (
     ".layers",
     ".linear",
     ".models",
-    ".ops",
+    ".kernels",
     ".plotting",
     ".potentials",
     ".solvers",

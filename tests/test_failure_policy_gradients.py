@@ -19,8 +19,8 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
+from implicit_attention.kernels import native_status
 from implicit_attention.linear import CG
-from implicit_attention.ops import native_status
 from implicit_attention.testing.numerics import random
 
 pytestmark = pytest.mark.cases(3)

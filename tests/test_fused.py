@@ -17,8 +17,8 @@ from implicit_attention import (
     UnsupportedImplementation,
     solve,
 )
+from implicit_attention.kernels import hopfield_solve
 from implicit_attention.linear import CG
-from implicit_attention.ops import hopfield_solve
 from implicit_attention.potentials import SoftcapLogSumExp
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.problems import hopfield_energy

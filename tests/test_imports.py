@@ -21,17 +21,17 @@ LEAVES |= {"_validate", "_declared", "_autograd", "_matrices", "_no_derivative",
 ALLOWED = {
     "linear": {"solution"},
     # The face of the kernels names the operations, which are above them.
-    "ops": {"linear", "solution", "_reporting", "_operations"},
+    "kernels": {"linear", "solution", "_reporting", "_operations"},
     "solution": set(),
     "problem": set(),
     "fixed_point_map": {"problem"},
     "_reporting": {"solution"},
-    "potentials": {"ops"},
+    "potentials": {"kernels"},
     "solvers": {"fixed_point_map", "problem", "linear", "solution"},
-    "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
+    "fused": {"kernels", "energies", "potentials", "solvers", "problem", "solution"},
     # What is above the kernels it imports when no kernel answers.
     "_operations": {
-        "ops",
+        "kernels",
         "fused",
         "energies",
         "potentials",
@@ -44,7 +44,7 @@ ALLOWED = {
     },
     "adjoints": {
         "fused",
-        "ops",
+        "kernels",
         "energies",
         "potentials",
         "solvers",
@@ -61,7 +61,7 @@ ALLOWED = {
     "attention": {
         "options",
         "_operations",
-        "ops",
+        "kernels",
         "fused",
         "energies",
         "potentials",
@@ -115,7 +115,7 @@ ALLOWED = {
     "training": {"layers", "diagnostics", "problem", "solution", "_reporting"},
     "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
     "models": {"layers", "fixed_point_map", "options"},
-    "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
+    "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "kernels", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
     "comparison": {"_solve", "diagnostics", "plotting", "problem", "solution", "solvers"},
     # Only commands import studies, and studies no command.
@@ -135,7 +135,7 @@ ALLOWED = {
         "solution",
         "training",
     },
-    "cli": {"studies", "layers", "training", "ops", "plotting", "spins", "solution"},
+    "cli": {"studies", "layers", "training", "kernels", "plotting", "spins", "solution"},
     "__main__": {"cli"},
 }
 
@@ -144,7 +144,8 @@ ALLOWED = {
 def imported_modules(path: Path) -> set[str]:
     """Modules and packages of the package that a file names in its imports: at the top, in functions, for types.
 
-    `from .base import X` and `from . import base` name the module `base`, `from ..ops import f` the face of `ops`.
+    `from .base import X` and `from . import base` name the module `base`, `from ..kernels import f` the face of
+    `kernels`.
     """
     folder = path.relative_to(PACKAGE).parent.parts
     found = set()
@@ -215,7 +216,7 @@ def test_operations_are_asked_for_in_few_places():
     askers = {
         dotted_name(path)
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] not in ("ops", "testing") and "ops" in imported_parts(path)
+        if path.relative_to(PACKAGE).parts[0] not in ("kernels", "testing") and "kernels" in imported_parts(path)
     }
     # The root only makes operations known to torch, and one file more takes the layout of keys from there.
     layout = PACKAGE / "potentials" / "masked_keys.py"
@@ -224,7 +225,7 @@ def test_operations_are_asked_for_in_few_places():
     ask = {"_operations", "fused", "potentials.scored_keys", "adjoints.native", "attention"}
     rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
     assert rooms == ask | told | {dotted_name(layout)}
-    assert set(re.findall(r"from \.\.ops\.(\w+) import", layout.read_text())) == {"fold", "problem"}
+    assert set(re.findall(r"from \.\.kernels\.(\w+) import", layout.read_text())) == {"fold", "problem"}
 
 
 def test_parts_import_only_what_they_may():
@@ -258,7 +259,7 @@ def test_studies_know_nothing_of_the_terminal():
 
 def test_only_ops_knows_triton():
     for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[0] != "ops":
+        if path.relative_to(PACKAGE).parts[0] != "kernels":
             assert not re.search(r"^\s*(import|from) triton", path.read_text(), re.MULTILINE), path
 
 
@@ -290,7 +291,7 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
     assert of_torch == []
     assert set(libraries) - {"numpy"} == {"implicit_attention", "jaxtyping"}  # jaxtyping loads numpy.typing
     # The operations, which exported programs call by name; all else loads when it is asked for.
-    operations = {"_operations", "ops"}
+    operations = {"_operations", "kernels"}
     assert operations <= set(parts) <= {*operations, "linear", "solution", "_reporting", *LEAVES}
 
 

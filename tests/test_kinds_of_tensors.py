@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import implicit_attention as ia
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import random
 
 

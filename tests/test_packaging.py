@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from implicit_attention.ops.native import library
+from implicit_attention.kernels.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "implicit_attention"
@@ -24,7 +24,7 @@ PACKAGE = ROOT / "implicit_attention"
 COMMAND, SAYS = ("demo",), r"index.html, to open in a browser"
 __version__ = importlib.metadata.version("implicit_attention")
 SETS = library.SETS.get(platform.machine(), ())
-COMPILED = {f"implicit_attention/ops/native/{isa}.library" for isa in SETS}
+COMPILED = {f"implicit_attention/kernels/native/{isa}.library" for isa in SETS}
 SOURCES = (".h", ".cpp")
 # Nor may a file of the checkout answer, or another compiler.
 HIDDEN = {"PYTHONPATH", "MYPYPATH", library.VARIABLE}
@@ -32,7 +32,7 @@ BARE = {name: value for name, value in os.environ.items() if name not in HIDDEN}
 #: What is installed says of itself, as JSON. The solve is warned of where torch answers.
 PROGRAM = """
 import importlib.metadata, json, warnings, torch, implicit_attention
-from implicit_attention.ops import hopfield_solve, native_status
+from implicit_attention.kernels import hopfield_solve, native_status
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     found = hopfield_solve(torch.ones(2, 4), torch.eye(4), beta=0.5, anchor=0.5)
@@ -65,7 +65,7 @@ def build(folder, *options, **variables):
     clone, out = folder / "clone", folder / "out"
     ignored = (".git", "build", "dist", "site", "*.egg-info", ".*cache", "__pycache__", "*.library", ".venv")
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*ignored))
-    for path in COMPILED | {"implicit_attention/ops/native/other.library"}:
+    for path in COMPILED | {"implicit_attention/kernels/native/other.library"}:
         (clone / path).write_bytes(b"compiled in the checkout")
     # The setuptools of this environment, so that nothing is downloaded.
     run(sys.executable, "-m", "build", "--no-isolation", "-o", out, *options, clone, cwd=folder, **variables)

@@ -48,10 +48,20 @@ FACES = {
         "distributed",
         "energies",
         "integrations.transformers",
+        "kernels",
         "layers",
         "linear",
     ),
-    *("models", "models.reasoners", "ops", "plotting", "potentials", "solvers", "spins", "spins.sampling", "training"),
+    *(
+        "models",
+        "models.reasoners",
+        "plotting",
+        "potentials",
+        "solvers",
+        "spins",
+        "spins.sampling",
+        "training",
+    ),
 }
 
 

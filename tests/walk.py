@@ -30,7 +30,7 @@ if str(ROOT) not in sys.path:
 
 import implicit_attention as ia  # noqa: E402
 from benchmarks.native_layers import frames  # noqa: E402
-from implicit_attention.ops.native.library import library  # noqa: E402
+from implicit_attention.kernels.native.library import library  # noqa: E402
 from implicit_attention.spins import MeanField, SpinSystem, thermodynamics  # noqa: E402
 
 PACKAGE = Path(ia.__file__).parent

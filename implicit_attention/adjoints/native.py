@@ -19,14 +19,14 @@ from .._autograd import applied, are_plain, sum_to_shape, unobserved
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..energies import AnchoredEnergy
+from ..kernels import dispatch, trust
+from ..kernels.native import checks
+from ..kernels.native.adjoint import adjoints
+from ..kernels.native.library import library
+from ..kernels.native.solve import Equilibria, Evidence, equilibria
+from ..kernels.problem import Hopfield, carries
+from ..kernels.rule import AdjointRule
 from ..linear import CG, LinearSolution
-from ..ops import dispatch, trust
-from ..ops.native import checks
-from ..ops.native.adjoint import adjoints
-from ..ops.native.library import library
-from ..ops.native.solve import Equilibria, Evidence, equilibria
-from ..ops.problem import Hopfield, carries
-from ..ops.rule import AdjointRule
 from ..potentials import LogSumExp
 from ..solution import AdjointReport
 from ..solvers import Anderson, Picard, Solver

@@ -31,7 +31,7 @@ from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
 from ..failure_policy import FailurePolicy, FailureSite, located, policy_of
 from ..fused import lower
-from ..ops.problem import Hopfield
+from ..kernels.problem import Hopfield
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
 from ..potentials.log_sum_exp import OverLogSumExp

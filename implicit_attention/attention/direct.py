@@ -28,8 +28,8 @@ from ..adjoints.native import (
     solve_natively,
 )
 from ..failure_policy import FailureSite, policy_of
-from ..ops.attention import loses_nan
-from ..ops.problem import Hopfield
+from ..kernels.attention import loses_nan
+from ..kernels.problem import Hopfield
 from ..options import Plan
 from ..solution import AdjointReport, Solution, SolveReport
 from ..solvers import Outcome

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from .. import _validate
 from .._autograd import PLAIN_TYPES
 from ..adjoints.native import is_finite
-from ..ops.problem import Hopfield
+from ..kernels.problem import Hopfield
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
 from ..solution import Solution

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import _validate
 from ..errors import UnsupportedImplementation
-from ..ops.attention import attend, differentiable, sdpa
-from ..ops.fold import Fold
+from ..kernels.attention import attend, differentiable, sdpa
+from ..kernels.fold import Fold
 from ..potentials import Potential, ReadsOut
 from ..potentials._read import surely_finite
 from ..potentials.scored_keys import ScoredKeys

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._autograd import applied, are_plain, exact_precision, unobserved
 from ..adjoints.native import NativeSolve, native_gradients
-from ..ops.attention import flash_gradients, torch_chooses_flash, with_logsumexp
-from ..ops.problem import Hopfield
+from ..kernels.attention import flash_gradients, torch_chooses_flash, with_logsumexp
+from ..kernels.problem import Hopfield
 from .call import Sources
 from .read_out import read_out_plain
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import Solution
+from ..kernels import native_status
 from ..layers.temperature import separating_beta
-from ..ops import native_status
 from ..plotting import convergence_figure, rates_figure, retrieval_figure
 from ..studies import retrieval
 from ..studies.contenders import STEP_SIZE, STOP, contenders

@@ -99,7 +99,7 @@ class Demo(Command):
     def files(self, result: Demonstration) -> Files:
         import torch
 
-        from ..ops import native_status
+        from ..kernels import native_status
         from ..studies.demo.page import page
         from .commands import commands_in_words
         from .landscape import picture

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops import native_status
+from ..kernels import native_status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

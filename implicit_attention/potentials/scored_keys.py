@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .._autograd import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
-from ..ops.attention import (
+from ..kernels.attention import (
     FLASH_KEYS,
     attend,
     differentiable,
@@ -22,7 +22,7 @@ from ..ops.attention import (
     sdpa,
     with_logsumexp,
 )
-from ..ops.dispatch import by_attention
+from ..kernels.dispatch import by_attention
 from ._read import surely_finite
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .masked_keys import MaskedKeys, Read

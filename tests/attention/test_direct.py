@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
+from implicit_attention.kernels import hopfield_solve, native_status
 from implicit_attention.linear import CG
-from implicit_attention.ops import hopfield_solve, native_status
 from implicit_attention.testing.numerics import random
 
 native = pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)

@@ -9,7 +9,7 @@ import torch
 from walk import frames, walked
 
 import implicit_attention as ia
-from implicit_attention.ops import native_status
+from implicit_attention.kernels import native_status
 
 native = pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)
 GUIDE = Path(ia.__file__).parents[1] / "CONTRIBUTING.md"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as command
 from benchmarks import compiled_kernels, gathering, report, roofline
 from benchmarks.problems import Shape
-from implicit_attention.ops.triton import layout
+from implicit_attention.kernels.triton import layout
 
 
 def test_a_tile_waits_for_its_slowest_query_unless_others_are_gathered():

@@ -10,7 +10,7 @@ from commands import by_method, done, strict
 from sklearn.datasets import load_digits
 
 from implicit_attention import MemoryLookup
-from implicit_attention.ops import native_status
+from implicit_attention.kernels import native_status
 from implicit_attention.solvers import TorchDEQ
 from implicit_attention.studies import retrieval
 from implicit_attention.studies.data import draw

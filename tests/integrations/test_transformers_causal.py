@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 from transformers_models import DECODERS, TIGHT, make, watched_calls
 
 from implicit_attention.integrations.transformers import attach, register, report
-from implicit_attention.ops import native_status
+from implicit_attention.kernels import native_status
 from implicit_attention.testing.potential import Allocations
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 import implicit_attention as ia
-from implicit_attention.ops import native_status
+from implicit_attention.kernels import native_status
 from implicit_attention.testing.numerics import random
 
 native = pytest.mark.skipif(native_status().isa is None, reason="there is no native operation here")

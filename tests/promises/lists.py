@@ -97,7 +97,7 @@ def names() -> dict[str, list[str]]:
             if id(value_at(path)) not in held:
                 module, _, name = path.rpartition(".")
                 found.setdefault(module, set()).add(name)
-    return {module: sorted(found[module]) for module in sorted(found)}
+    return {was_at(module): sorted(found[module]) for module in sorted(found)}
 
 
 def listed() -> Iterator[tuple[str, Any]]:
@@ -128,6 +128,11 @@ def now_at(text: str) -> str:
         (home, _, name), (house, _, called) = old.rpartition("."), new.rpartition(".")
         text = re.sub(rf"from {re.escape(home)} import {name}\b", f"from {house} import {called} as {name}", text)
     return text
+
+
+def was_at(path: str) -> str:
+    """The path before it moved."""
+    return {new: old for old, new in _exceptions()[1].items()}.get(path, path)
 
 
 @contextlib.contextmanager

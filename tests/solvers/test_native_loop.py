@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from implicit_attention import Equilibrium, FixedPointMap, PerSample, solve
-from implicit_attention.ops import native_status
+from implicit_attention.kernels import native_status
 from implicit_attention.problem import Problem
 from implicit_attention.solvers import Anderson, Broyden, Picard
 

@@ -24,9 +24,9 @@ from triton_oracle import Dense, adjoint
 from triton_solve_cases import STOP, check_solved, solve
 
 from implicit_attention import Status
-from implicit_attention.ops import AdjointAnswer, dispatch
-from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.rule import AdjointRule
+from implicit_attention.kernels import AdjointAnswer, dispatch
+from implicit_attention.kernels.problem import Hopfield
+from implicit_attention.kernels.rule import AdjointRule
 
 
 def at_solution(problem, steps=60):
@@ -52,7 +52,7 @@ def hessian_in(dtype, dense, z, v):
 
 
 def solve_adjoint(problem, state, cotangent, mean, logsumexp, stop, **options):
-    from implicit_attention.ops.triton.adjoint import solve_adjoint as kernel
+    from implicit_attention.kernels.triton.adjoint import solve_adjoint as kernel
 
     with Poison():
         answer = kernel(problem, state, cotangent, mean, logsumexp, stop, **options)
@@ -284,7 +284,7 @@ MASK_LAYOUTS = {
 
 @cases(**{name: dict(name=name) for name in MASK_LAYOUTS})
 def solve_mask_laid_out(name):
-    from implicit_attention.ops.triton import layout
+    from implicit_attention.kernels.triton import layout
 
     options = {"lead": (2, 3), **MASK_LAYOUTS[name]}
     # At twice the inverse temperature queries of three keys end on saddles.

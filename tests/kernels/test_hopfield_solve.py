@@ -5,7 +5,7 @@ import torch
 from hopfield_cases import CASES, IMPLEMENTATIONS, make, pairs, solved_by_the_loop, without_kernels, written_out
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Picard, Status, solve
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.problems import hopfield_energy
 

@@ -16,8 +16,8 @@ import torch
 
 from implicit_attention import Status, UnsupportedImplementation
 from implicit_attention.errors import KernelWarning
-from implicit_attention.ops import NativeStatus, hopfield_solve, native_status
-from implicit_attention.ops.native import library
+from implicit_attention.kernels import NativeStatus, hopfield_solve, native_status
+from implicit_attention.kernels.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(library.__file__).parent
@@ -246,7 +246,7 @@ def test_without_torchs_loop_one_thread_works(monkeypatch, tmp_path):
 
 def built(folder, **variables):
     """What building the libraries of a copy of the sources prints, and the libraries."""
-    package = folder / "implicit_attention" / "ops" / "native"
+    package = folder / "implicit_attention" / "kernels" / "native"
     package.mkdir(parents=True)
     for path in (*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp")):
         shutil.copy(path, package)

@@ -2,7 +2,7 @@
 
 import torch
 
-from implicit_attention.ops.problem import Hopfield
+from implicit_attention.kernels.problem import Hopfield
 
 CASES = {}
 DEVICE = "cpu"
@@ -191,7 +191,7 @@ SHIPPED = {}
 
 def shrink_tiles():
     """In the interpreter: tiles so small that small problems have several."""
-    from implicit_attention.ops.triton import layout
+    from implicit_attention.kernels.triton import layout
 
     SHIPPED.update(layout.TILES if not SHIPPED else {})
     if DEVICE == "cpu":

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Status, solve
-from implicit_attention.ops import AdjointAnswer, Solved, native_status
-from implicit_attention.ops.native import library
+from implicit_attention.kernels import AdjointAnswer, Solved, native_status
+from implicit_attention.kernels.native import library
 from implicit_attention.testing.numerics import random
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_status().isa is None, reason=str(native_status())))

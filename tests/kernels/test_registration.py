@@ -15,7 +15,7 @@ from implicit_attention import (
     UnsupportedImplementation,
     equilibrium_attention,
 )
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["reference", NATIVE])

@@ -5,7 +5,7 @@ from hopfield_cases import without_kernels
 from torch.profiler import ProfilerActivity, profile
 
 from implicit_attention import AnchoredEnergy, LogSumExp, solve
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import random
 
 

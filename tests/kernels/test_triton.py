@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import compiled_kernels  # noqa: E402
 from implicit_attention import UnsupportedImplementation  # noqa: E402
-from implicit_attention.ops import hopfield_solve  # noqa: E402
+from implicit_attention.kernels import hopfield_solve  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)
@@ -125,7 +125,7 @@ def test_instructions_are_counted_in_the_innermost_loop_that_multiplies():
 
 @pytest.mark.parametrize("file", ["solve", "adjoint"])
 def test_sweeps_that_read_and_write_one_place_have_a_barrier_between(file):
-    text = (ROOT / "implicit_attention" / "ops" / "triton" / f"{file}.py").read_text()
+    text = (ROOT / "implicit_attention" / "kernels" / "triton" / f"{file}.py").read_text()
     # The innermost loops: those over columns.
     loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
     both = 0
@@ -166,5 +166,5 @@ def test_what_is_unsupported_is_said(monkeypatch):
 
 @pytest.mark.slow
 def test_asking_does_not_import_triton():
-    code = "import sys, implicit_attention.ops; assert 'triton' not in sys.modules"
+    code = "import sys, implicit_attention.kernels; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

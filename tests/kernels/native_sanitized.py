@@ -14,7 +14,7 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve, native_status
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve, native_status
 
 QUERIES = (1, 14, 33)
 KEYS = (1, 17, 129)

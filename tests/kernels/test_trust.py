@@ -24,8 +24,8 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.errors import KernelWarning
-from implicit_attention.ops import attention, hopfield_solve, kernel_checks, trust
-from implicit_attention.ops.native.operands import Operands
+from implicit_attention.kernels import attention, hopfield_solve, kernel_checks, trust
+from implicit_attention.kernels.native.operands import Operands
 
 CPU = torch.device("cpu")
 

@@ -44,7 +44,7 @@ class Solved(NamedTuple):
 
     Examples:
         >>> import torch
-        >>> from implicit_attention.ops import hopfield_solve
+        >>> from implicit_attention.kernels import hopfield_solve
         >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
         >>> found.mean.shape, found.record.status.tolist()
         (torch.Size([2, 4]), [0, 0])
@@ -86,7 +86,7 @@ class AdjointAnswer(NamedTuple):
 
     Examples:
         >>> import torch
-        >>> from implicit_attention.ops import hopfield_adjoint
+        >>> from implicit_attention.kernels import hopfield_adjoint
         >>> state, keys = torch.zeros(2, 4), torch.randn(70, 4)
         >>> found = hopfield_adjoint(state, keys, state, torch.ones(2, 4), beta=0.3)
         >>> found.negative_curvature.tolist(), found.by_beta.shape

@@ -12,7 +12,7 @@ from triton_harness import FP32, case, cases
 
 from implicit_attention import Anderson, UnsupportedImplementation, equilibrium_attention
 from implicit_attention.errors import KernelWarning
-from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve, kernel_checks, trust
+from implicit_attention.kernels import dispatch, hopfield_adjoint, hopfield_solve, kernel_checks, trust
 
 SOLVE, ADJOINT = "hopfield_solve (triton)", "hopfield_adjoint (triton)"
 BROKEN = {
@@ -61,7 +61,7 @@ def untried(*broken):
         kernels = []
         for name, fault in broken:
             file, kernel = BROKEN[name]
-            module = importlib.import_module(f"implicit_attention.ops.triton.{file}")
+            module = importlib.import_module(f"implicit_attention.kernels.triton.{file}")
             kernels.append(Broken(getattr(module, kernel), fault, OUTPUT[name]))
             replaced(module, kernel, kernels[-1])
         told = stack.enter_context(warnings.catch_warnings(record=True))
@@ -170,7 +170,7 @@ class BrokenKinds(Broken):
 
 @cases(all_masked=dict(kind=0), none_masked=dict(kind=2), with_more=dict(kind=2, count=70))
 def trust_broken_tiles_of_masks(kind, count=32):
-    from implicit_attention.ops.triton import mask_tiles
+    from implicit_attention.kernels.triton import mask_tiles
 
     # Whole tiles: what lies behind the last key gives nothing away.
     options = {"mask": (torch.arange(count) < 7).to(harness.DEVICE), "count": count}
@@ -211,7 +211,7 @@ class Blind(Broken):
 def trust_that_a_mask_is_read(name, count, is_causal):
     options = {"mask": (torch.arange(count) % 3 > 0).to(harness.DEVICE), "count": count, "is_causal": is_causal}
     file, kernel = BROKEN[name]
-    module = importlib.import_module(f"implicit_attention.ops.triton.{file}")
+    module = importlib.import_module(f"implicit_attention.kernels.triton.{file}")
     sound = getattr(module, kernel)
     setattr(module, kernel, Blind(sound))
     try:
@@ -225,8 +225,8 @@ def trust_that_a_mask_is_read(name, count, is_causal):
 
 @cases(sound=dict(fault=None), one_less=dict(fault="counts"), another=dict(fault="order"))
 def trust_gathered_queries(fault):
-    from implicit_attention.ops.triton import layout
-    from implicit_attention.ops.triton import solve as module
+    from implicit_attention.kernels.triton import layout
+    from implicit_attention.kernels.triton import solve as module
 
     def broken(status, rows):
         order, counts = unfinished(status, rows)
@@ -294,7 +294,7 @@ def trust_sound(dtype=FP32, few=False, **options):
 @case
 def trust_of_tiles_before_they_are_timed():
     from benchmarks import card
-    from implicit_attention.ops.triton.layout import TILES, Tiles
+    from implicit_attention.kernels.triton.layout import TILES, Tiles
 
     most = max(TILES["solve", True])
     used, other, worse = TILES["solve", True][most], Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)

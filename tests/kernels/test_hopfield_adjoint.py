@@ -13,7 +13,7 @@ from hopfield_cases import (
 )
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Status, solve
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve
 from implicit_attention.testing.numerics import random, relative_error
 
 # Operations that have a solution: without a query there is none.

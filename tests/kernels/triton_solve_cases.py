@@ -28,14 +28,14 @@ from triton_oracle import Dense, follow
 
 from implicit_attention import Status, UnsupportedImplementation
 from implicit_attention._fused_rule import FusedRule
-from implicit_attention.ops import dispatch, hopfield_solve
-from implicit_attention.ops.problem import Hopfield
+from implicit_attention.kernels import dispatch, hopfield_solve
+from implicit_attention.kernels.problem import Hopfield
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
 
 def solve(problem, initial, stop=STOP, ends=()):
-    from implicit_attention.ops.triton.solve import solve as kernel
+    from implicit_attention.kernels.triton.solve import solve as kernel
 
     with Poison():
         solved = kernel(problem, initial, stop, ends)

@@ -64,7 +64,7 @@ class KernelCheck:
     Not for making: `kernel_checks()` lists them.
 
     Examples:
-        >>> from implicit_attention.ops import KernelCheck
+        >>> from implicit_attention.kernels import KernelCheck
         >>> print(KernelCheck("a kernel on cpu", "verified", {"mean": (1e-8, 1e-7)}, "", "cpu", 0.1))
         verified: a kernel on cpu; errors: mean 1.0e-08 of 1.0e-07; cpu
     """
@@ -114,7 +114,7 @@ def kernel_checks() -> tuple[KernelCheck, ...]:
 
     Examples:
         >>> import torch
-        >>> from implicit_attention.ops import hopfield_solve, kernel_checks
+        >>> from implicit_attention.kernels import hopfield_solve, kernel_checks
         >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
         >>> [check.use for check in kernel_checks() if check.verdict == "refused"]
         []
@@ -145,7 +145,7 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
         _told.add(use[:2])
         advice = (
             "Torch's public operations answer in its place, now and wherever else this kernel fails here; "
-            "implicit_attention.ops.kernel_checks() lists every configuration that was tried"
+            "implicit_attention.kernels.kernel_checks() lists every configuration that was tried"
         )
         warnings.warn(f"{known.report}. {advice}", KernelWarning, stacklevel=outside())
     return None

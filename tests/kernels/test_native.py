@@ -25,8 +25,8 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve, kernel_checks
-from implicit_attention.ops.native import library
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve, kernel_checks
+from implicit_attention.kernels.native import library
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import Allocations
 
@@ -341,7 +341,7 @@ def test_no_matrix_of_queries_by_keys_is_stored():
     """Scores of 8,192 queries with as many keys are 256 MB; a quarter of that would be seen."""
     script = """
 import resource, torch
-from implicit_attention.ops import hopfield_solve
+from implicit_attention.kernels import hopfield_solve
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 torch.manual_seed(0)
 def step(n):
@@ -365,7 +365,7 @@ def test_sanitizers_find_nothing(instruction_set, tmp_path):
     command = f"g++ -O1 -g -std=c++17 -ffp-contract=off -fPIC -shared {flags[instruction_set]} {sanitizers}".split()
     package = tmp_path / "implicit_attention"
     shutil.copytree(SOURCE.parents[2], package, ignore=shutil.ignore_patterns("*.library", "__pycache__"))
-    target = package / "ops" / "native" / f"{instruction_set}.library"
+    target = package / "kernels" / "native" / f"{instruction_set}.library"
     subprocess.run([*command, f'-DIA_ISA="{instruction_set}"', *MACROS, str(SOURCE), "-o", str(target)], check=True)
     made = target.read_bytes()
     # As setup.py writes it.

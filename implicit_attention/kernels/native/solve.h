@@ -1,4 +1,4 @@
-// The equilibrium of every query, by the rule of `ops/rule.py` and the steps of `solvers/safeguard.py`. Every lane of a
+// The equilibrium of every query, by the rule of `kernels/rule.py` and the steps of `solvers/safeguard.py`. Every lane of a
 // tile has a query of its own at a step of its own; a lane that is done takes the next query.
 #pragma once
 

@@ -61,7 +61,7 @@ class NativeStatus:
     Not for choosing: set the environment variable IMPLICIT_ATTENTION_NATIVE before the first solve.
 
     Examples:
-        >>> from implicit_attention.ops import NativeStatus
+        >>> from implicit_attention.kernels import NativeStatus
         >>> print(NativeStatus("avx2", "torch's threads", ""))
         native operations: avx2, torch's threads
     """
@@ -84,7 +84,7 @@ def native_status() -> NativeStatus:
     Not for trust in single kernels: `kernel_checks` lists these.
 
     Examples:
-        >>> from implicit_attention.ops import native_status
+        >>> from implicit_attention.kernels import native_status
         >>> print(native_status())  # doctest: +ELLIPSIS
         native operations: ...
     """

@@ -13,9 +13,9 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.compiled_kernels import Card  # noqa: E402
 from implicit_attention._fused_rule import FusedRule  # noqa: E402
-from implicit_attention.ops.problem import Hopfield  # noqa: E402
-from implicit_attention.ops.rule import THERE, AdjointRule  # noqa: E402
-from implicit_attention.ops.triton import checks, layout  # noqa: E402
+from implicit_attention.kernels.problem import Hopfield  # noqa: E402
+from implicit_attention.kernels.rule import THERE, AdjointRule  # noqa: E402
+from implicit_attention.kernels.triton import checks, layout  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 BF16 = torch.bfloat16
@@ -119,8 +119,8 @@ PROBLEMS = {
 
 def used(operation, given, rule, aside):
     """The call of an operation."""
-    from implicit_attention.ops.triton.adjoint import solve_adjoint
-    from implicit_attention.ops.triton.solve import solve
+    from implicit_attention.kernels.triton.adjoint import solve_adjoint
+    from implicit_attention.kernels.triton.solve import solve
 
     state = (late if aside else torch.clone)(given.field.float())
     if operation == "hopfield_solve":

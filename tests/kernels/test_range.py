@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, Status, equilibrium_attention, solve
-from implicit_attention.ops import hopfield_solve
+from implicit_attention.kernels import hopfield_solve
 from implicit_attention.testing.numerics import random
 
 
