@@ -32,10 +32,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from implicit_attention import Anderson, Equilibrium, Picard, equilibrium_attention
 from implicit_attention._fused_rule import FusedRule
+from implicit_attention._solve import solve_by_kernel
 from implicit_attention.errors import UnsupportedImplementation
-from implicit_attention.kernels import checks, dispatch, hopfield_solve
-from implicit_attention.kernels.problem import Hopfield
-from implicit_attention.kernels.rule import RTOL, THERE, AdjointRule
+from implicit_attention.kernels import hopfield_solve, trust
+from implicit_attention.kernels.problem import RTOL, THERE, AdjointRule, Attention
 from implicit_attention.kernels.triton import layout
 from implicit_attention.kernels.triton.layout import Tiles
 
@@ -377,16 +377,15 @@ def smoked(case: Smoke, device: str) -> Row:
         return torch.empty(2, size, case.dim, dtype=getattr(torch, case.dtype), device=device)
 
     mask = torch.ones(2, 1, case.count, dtype=torch.bool, device=device) if case.kind == "masked" else None
-    number, first = torch.ones(2, 1, 1, device=device), 0 if case.kind == "causal" else None
-    kind = Hopfield(empty(case.rows), empty(case.count), number, number, mask, first)
-    small = checks.small_problem(kind, case.rows, case.count)
+    kind = Attention.of(empty(case.rows), empty(case.count), 1.0, 1.0, mask, 0 if case.kind == "causal" else None)
+    small = trust.small_problem(kind, case.rows, case.count)
     ends = (1, 2, 3, 5) if case.kind == "gathered" else ()
 
-    def adjoint(problem: Hopfield, state: Tensor, g: Tensor, there: Any, rule: AdjointRule) -> Any:
+    def adjoint(problem: Attention, state: Tensor, g: Tensor, there: Any, rule: AdjointRule) -> Any:
         return solve_adjoint(problem, state, g, there.mean, there.logsumexp, rule)
 
     solved = functools.partial(solve, ends=ends)
-    errors = {**checks.solve_errors(small, solved), **checks.adjoint_errors(small, solve, adjoint)}
+    errors = {**trust.solve_errors(small, solved), **trust.adjoint_errors(small, solve, adjoint)}
     wrong = [name for name, (error, allowed) in errors.items() if not error <= allowed]
     return {"errors": errors, **({"error": f"wrong: {', '.join(wrong)}"} if wrong else {})}
 
@@ -693,18 +692,20 @@ def targets(scale: Scale) -> Iterator[tuple[str, Callable[[Row], None]]]:
     yield "G6", functools.partial(waits, scale.target(64))
 
 
-def as_problem(data: Data) -> Hopfield:
+def as_problem(data: Data) -> Attention:
     """The problem as the kernels take it."""
-    numbers = (
-        torch.full((1, 1, 1, 1), value, device=data.keys.device) for value in (data.setting.beta, data.setting.anchor)
-    )
-    return Hopfield(data.queries, data.keys, *numbers, first=0 if data.setting.causal else None)
+    s = data.setting
+    return Attention(data.queries, data.keys, s.beta, s.anchor, first=0 if s.causal else None)
+
+
+def solved_by_triton(data: Data, initial: Tensor, rule: FusedRule) -> Any:
+    return solve_by_kernel(as_problem(data), initial, rule, "triton", mean=True)
 
 
 def fused(data: Data, rtol: float, max_steps: int) -> Any:
     """A solve as the kernel alone makes it; with rtol 0 exactly `max_steps` steps."""
     rule = FusedRule(rtol, 0.0, max_steps, PLAIN_STEPS)
-    return dispatch.solve(as_problem(data), data.queries.float(), rule, "triton")
+    return solved_by_triton(data, data.queries.float(), rule)
 
 
 def not_gathered(data: Data) -> Any:
@@ -783,7 +784,7 @@ def per_product(setting: Setting, row: Row) -> None:
     begun(row, "G3", setting)
     copies = rotation(setting)
     states = {id(data): fused(data, setting.rtol, 100).state for data in copies}
-    there = {id(data): dispatch.solve(as_problem(data), states[id(data)], THERE, "triton") for data in copies}
+    there = {id(data): solved_by_triton(data, states[id(data)], THERE) for data in copies}
 
     def products(data: Data, most: int, rtol: float = 0.0) -> Any:
         at, g, rule = there[id(data)], data.cotangent.float(), AdjointRule(rtol, most)

@@ -192,15 +192,14 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
 def _call(case: Case) -> Any:
     """Call the operation of the case; the tiles of its kernel."""
     from implicit_attention._fused_rule import FusedRule
-    from implicit_attention.kernels.problem import Hopfield
-    from implicit_attention.kernels.rule import AdjointRule
+    from implicit_attention.kernels.problem import AdjointRule, Attention
     from implicit_attention.kernels.triton.adjoint import solve_adjoint
     from implicit_attention.kernels.triton.layout import tiles
     from implicit_attention.kernels.triton.solve import solve
 
-    x, one = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype)), torch.ones(1, 1, 1, 1)
+    x = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype))
     mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None
-    problem = Hopfield(x, x, one, one / 2, mask, first=0 if case.kind == "causal" else None)
+    problem = Attention.of(x, x, 1.0, 0.5, mask, first=0 if case.kind == "causal" else None)
     if case.kernel == "solve":
         # The last launch is that of gathered queries.
         solve(problem, x, FusedRule(1e-3, 0.0, 10, 3), (4,) if case.kind == "gathered" else ())

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from implicit_attention import ImplicitAttention
-from implicit_attention.adjoints.native import is_finite
-from implicit_attention.kernels.attention import loses_nan
+from implicit_attention._solve import is_finite
+from implicit_attention.potentials._attention import loses_nan
 
 from .compare import GRADIENT_ERROR
 from .measure import interleaved_clocks

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from implicit_attention.kernels.fold import row_block
 from implicit_attention.plotting.style import COLORS, DASHES, MARKERS, new_figure
+from implicit_attention.potentials._attention import row_block
 
 from .environment import warning
 from .report import HERE, RESULTS, Table, between, markdown_table, newest, number, spread

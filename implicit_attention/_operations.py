@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from . import _validate
-from ._autograd import exact_precision, is_fake, may_have_tangent, state_dtype
+from ._autograd import is_fake, may_have_tangent, state_dtype
 from ._fused_rule import FusedRule
 from ._reporting import forgiven, left_out, lost, report_failures
 from ._types import Impl, OnFailure
 from .errors import UnsupportedImplementation
 from .failure_policy import FailureSite, of_text, text_of
-from .kernels import dispatch
-from .kernels.problem import Hopfield, carries, triangle
-from .kernels.rule import MAX_STEPS, AdjointAnswer, AdjointRule, Solved
-from .linear import CG, LinearSolution
-from .linear._vectors import normalised
-from .linear.base import FLOAT32_RTOL, adjoint_rtol
+from .kernels.problem import MAX_STEPS, AdjointAnswer, Attention, Solved, carries
+from .linear import CG
+from .linear.base import adjoint_rtol
 from .solution import Record
-from .status import Status
-
-if TYPE_CHECKING:
-    from .energies import AnchoredEnergy
-    from .fused import Lowered
-    from .potentials import LogSumExp
 
 _PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
 _EIGHT = f"({', '.join(['Tensor'] * 8)})"
@@ -47,101 +38,49 @@ def refuse_tangents(operation: str, *inputs: Any) -> None:
         )
 
 
+def _record(arguments: tuple[Any, ...]) -> Attention:
+    """The record of an operation's arguments, whose numbers have two axes more."""
+    query, keys, beta, anchor, mask, first = arguments
+    return Attention.of(query, keys, beta[..., 0, 0], anchor[..., 0, 0], mask, first)
+
+
+def _arguments(call: Attention) -> tuple[Any, ...]:
+    """The arguments of an operation: views with as many axes as the query, which torch.vmap needs."""
+    query, pairs, axes = call.query, call.pairs, call.query.ndim
+    wide = state_dtype(query.dtype)
+    given = (call.beta, call.anchor)
+    numbers = (t.to(wide) if isinstance(t, Tensor) else query.new_full((), t, dtype=wide) for t in given)
+    beta, anchor = (t[(None,) * (axes - 2 - t.ndim)][..., None, None] for t in numbers)
+    keys = call.keys[(None,) * (axes - call.keys.ndim)]
+    pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
+    return query, keys, beta, anchor, pairs, call.first
+
+
 def _run_solve(*args: Any) -> tuple[Tensor, ...]:
-    problem, initial, impl = Hopfield(*args[:6]), args[6], args[11]
-    return _unshared(_solved(problem, initial, FusedRule(*args[7:11]), impl))
+    from ._solve import solved
 
-
-def _solved(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved:
-    """The equilibria by a kernel, or by the loop where none answers."""
-    answer = dispatch.solve(problem, initial, rule, impl)
-    if answer is not None:
-        return answer
-    from .solvers import Anderson, Picard
-
-    options: dict[str, Any] = {"rtol": rule.rtol, "atol": rule.atol, "max_steps": rule.max_steps}
-    plain = rule.plain_steps > rule.max_steps
-    solver = Picard(**options) if plain else Anderson(history=1, plain_steps=rule.plain_steps, **options)
-    with torch.no_grad(), exact_precision(initial):
-        energy = _energy(problem.to(initial.dtype), impl)
-        state, record = solver.run(energy, initial)[:2]
-        potential = cast("LogSumExp", energy.potential)
-        mean, logsumexp = potential.readout_with_logsumexp(state, potential.keys)
-    return Solved(state, mean, logsumexp.masked_fill(logsumexp == -torch.inf, 0.0), *record)
-
-
-def _energy(problem: Hopfield, impl: Impl) -> AnchoredEnergy:
-    """The energy of a problem, whose numbers may be NaN; "reference" writes its products out."""
-    from .energies import AnchoredEnergy
-    from .potentials import LogSumExp
-
-    field, keys, beta, anchor, mask, first = problem.detached()
-    # Without an anchor the field is not read.
-    field = field.masked_fill(anchor == 0, 0.0)
-    if mask is not None and first is not None:
-        lower = triangle(field.shape[-2], keys.shape[-2], first, field.device)
-        mask, first = mask & lower if mask.dtype == torch.bool else mask.where(lower, -torch.inf), None
-    masks = [] if mask is None else [mask]
-    named = {"mask" if mask.dtype == torch.bool else "bias": mask for mask in masks}
-    beta, anchor = beta[..., 0, 0], anchor[..., 0, 0]
-    # Ones pass the checks of numbers.
-    potential = LogSumExp(keys, torch.ones_like(beta), query_offset=first, **named)
-    energy = AnchoredEnergy(
-        potential.written_out() if impl == "reference" else potential, field, torch.ones_like(anchor)
-    )
-    return energy.replace(keys, beta, *masks, field, anchor)
+    return _unshared(solved(_record(args[:6]), args[6], FusedRule(*args[7:11]), args[11]))
 
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
-    problem, given, text = Hopfield(*args[:6]), args[6:11], args[11]
+    from ._solve import adjoint_solved, may_look
+
+    call, given, text = _record(args[:6]), args[6:11], args[11]
     # Torch leaves out arguments that have their default.
     handle = args[12] if len(args) > 12 else None
-    answer = _adjoints(problem, *given)
+    answer = adjoint_solved(call, *given)
     on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
     if site is not None and site.tally is not None:
         site.tally.add_backward(*answer[1:5], lost(answer.status, cotangent))
-    if dispatch.may_look(answer.status):
+    if may_look(answer.status):
         # A compiled graph has no other place that could report its backward pass.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
         reported = forgiven(answer.record, cotangent)
         report_failures(on_failure, what, reported, CG.remedies, site=site, side="backward")
     if (rest := left_out(on_failure, answer.status, cotangent)) is not None:
-        again = _adjoints(problem, given[0], rest, *given[2:])
+        again = adjoint_solved(call, given[0], rest, *given[2:])
         answer = answer._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
     return _unshared(answer)
-
-
-def _adjoints(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
-) -> AdjointAnswer:
-    """The adjoint solves by a kernel, and by the linear solvers where none answers or it gives a query up."""
-    kernel = dispatch.solve_adjoint(problem, state, cotangent, rtol, max_steps, impl)
-    if kernel is not None and not (dispatch.may_look(state) and bool((kernel.status == Status.STALLED).any())):
-        return kernel
-    from .adjoints.linear_system import gradients_by_rows, jacobian_product
-    from .problem import isolated
-
-    rule = AdjointRule.of(rtol, max_steps, state.dtype)
-    least = FLOAT32_RTOL if state.dtype == torch.float32 else 0.0
-    method = CG(rtol=min(max(rule.rtol, least), 1.0), max_steps=max(rule.max_steps, 1))
-    with torch.no_grad(), exact_precision(state):
-        # A state without a cotangent adds nothing, even if it is not finite.
-        idle = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
-        energy, state = isolated(_energy(problem.to(state.dtype), impl), state, idle)
-        keys, *others = energy.tensors()
-        energy = energy.replace(keys.requires_grad_(), *others)
-        known = None
-        if kernel is not None:
-            solution = LinearSolution(kernel.record, kernel.value, kernel.negative_curvature)
-            known = (kernel.by_keys, *(None for _ in others)), solution
-        gradients, found, _ = gradients_by_rows(method, energy, state, cotangent, known=known)
-        u, scale = normalised(found.value)
-        by_beta = scale * ((state * jacobian_product(energy, state, u)).sum(-1) / problem.beta[..., 0])
-    assert gradients[0] is not None
-    if kernel is not None:
-        by_beta = torch.where(kernel.status == Status.STALLED, by_beta, kernel.by_beta)
-    evidence = found.status, found.residual, found.tolerance, found.num_steps.to(torch.int32)
-    return AdjointAnswer(found.value, *evidence, found.negative_curvature, by_beta, gradients[0])
 
 
 def _unshared(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -232,20 +171,17 @@ adjoint_op.register_vmap(_batched(adjoint_op, states=(0, 1, 6, 7)))
 
 
 def solved_in_graph(
-    lowered: Lowered, initial: Tensor, on_failure: OnFailure, site: FailureSite | None
+    call: Attention, initial: Tensor, rule: FusedRule, impl: Impl, on_failure: OnFailure, site: FailureSite | None
 ) -> tuple[Tensor, Record]:
     """A fused solve as one operation that a compiler keeps in its graph, with a first derivative.
 
     A backward solve that fails is reported as `on_failure` says, at the `site`.
     """
-    assert lowered.rule is not None
-    problem, initial = lowered.isolated(initial)
-    impl = dispatch.checked(lowered.impl, problem)
     # On an accelerator a number of the host would keep the graph from being captured.
     numbered = site is not None and not is_fake(initial) and (initial.device.type == "cpu" or site.tally is not None)
     handle = site.handle if site is not None and numbered else None
-    solved = Solved(*solve_op(*problem, initial, *lowered.rule, impl, text_of(on_failure), handle))
-    return solved.state, solved.record
+    found = Solved(*solve_op(*_arguments(call), initial, *rule, impl, text_of(on_failure), handle))
+    return found.state, found.record
 
 
 def hopfield_solve(
@@ -318,9 +254,11 @@ def hopfield_solve(
 
     Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
     """
-    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
-    start = state_of(problem, "initial", query if initial is None else initial)
-    rtol = dispatch.default_rtol(impl, problem) if rtol is None else rtol
+    from ._solve import check_kernel, default_rtol
+
+    call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
+    start = _state_of(call, "initial", query if initial is None else initial)
+    rtol = default_rtol(impl, call) if rtol is None else rtol
     rtol = _validate.check_number("rtol", rtol, low=0.0)
     atol = _validate.check_number("atol", atol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
@@ -329,9 +267,9 @@ def hopfield_solve(
         raise ValueError(
             _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
         )
-    refuse_tangents("hopfield_solve", *problem, start)
-    impl = dispatch.checked(impl, problem)
-    return Solved(*solve_op(*problem, start, rtol, atol, max_steps, plain_steps, impl, "warn"))
+    refuse_tangents("hopfield_solve", *call, start)
+    impl = check_kernel(impl, call)
+    return Solved(*solve_op(*_arguments(call), start, rtol, atol, max_steps, plain_steps, impl, "warn"))
 
 
 def hopfield_adjoint(
@@ -392,56 +330,52 @@ def hopfield_adjoint(
 
     Reference: Hestenes and Stiefel (1952).
     """
-    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
-    state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
-    refuse_tangents("hopfield_adjoint", *problem, state, cotangent)
+    from ._solve import check_kernel
+
+    call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
+    state, cotangent = _state_of(call, "state", state), _state_of(call, "cotangent", cotangent)
+    refuse_tangents("hopfield_adjoint", *call, state, cotangent)
     rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
-    impl = dispatch.checked(impl, problem)
-    return AdjointAnswer(*adjoint_op(*problem, state, cotangent, rtol, max_steps, impl, "ignore"))
+    impl = check_kernel(impl, call)
+    return AdjointAnswer(*adjoint_op(*_arguments(call), state, cotangent, rtol, max_steps, impl, "ignore"))
 
 
-def laid_out(
+def _checked(
     query: Tensor,
     keys: Tensor,
-    *,
     beta: float | Tensor,
     anchor: float | Tensor,
     mask: Tensor | None,
     is_causal: bool,
-    query_offset: int = 0,
-) -> Hopfield:
-    """The problem of an operation, all its tensors with as many axes as the query."""
+    query_offset: int,
+) -> Attention:
+    """The record of an operation's tensors."""
     named = [("query", query), ("keys", keys)]
     for name, tensor in named:
         _validate.check_float_tensor(name, tensor, min_ndim=2)
     _validate.check_same_kind(named)
     _validate.require(keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}")
-    _validate.require(
-        keys.shape[-1] == query.shape[-1],
-        "keys",
-        f"have the query's dimension {query.shape[-1]} on the last axis",
-        f"shape {tuple(keys.shape)}",
-    )
+    required = f"have the query's dimension {query.shape[-1]} on the last axis"
+    _validate.require(keys.shape[-1] == query.shape[-1], "keys", required, f"shape {tuple(keys.shape)}")
     _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
     query_offset = _validate.check_offset("query_offset", query_offset)
     _validate.require(is_causal or query_offset == 0, "query_offset", "come with is_causal=True", query_offset)
-    axes, wide = query.ndim, state_dtype(query.dtype)
-    numbers: list[Tensor] = []
+    wide = state_dtype(query.dtype)
+    numbers: list[float | Tensor] = []
     for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
         if isinstance(number, Tensor):
             _validate.check_float_tensor(name, number)
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
             _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
             # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
-            number = _validate.inside(number, low=0.0, high=high, open_low=name == "beta")
-            numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
+            numbers.append(_validate.inside(number, low=0.0, high=high, open_low=name == "beta").to(wide))
         else:
             number = _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
             if name == "anchor":
                 required = f"leave 1 - anchor its digits in {wide}"
                 _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
-            numbers.append(query.new_full((1,) * axes, number, dtype=wide))
+            numbers.append(number)
     if mask is not None:
         pairs = (*query.shape[:-1], keys.shape[-2])
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -450,20 +384,14 @@ def laid_out(
         _validate.check_dense("mask", mask)
         _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
         _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)
-        if mask.dtype != torch.bool:
-            mask = mask.to(wide)
-        mask = mask[(None,) * (axes - mask.ndim)]
-    return Hopfield(
-        query, keys[(None,) * (axes - keys.ndim)], numbers[0], numbers[1], mask, query_offset if is_causal else None
-    )
+        mask = mask if mask.dtype == torch.bool else mask.to(wide)
+    return Attention.of(query, keys, numbers[0], numbers[1], mask, query_offset if is_causal else None)
 
 
-def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
+def _state_of(call: Attention, argument: str, state: Tensor) -> Tensor:
     """A tensor of the shape of the state, in the precision of the solve."""
     _validate.check_float_tensor(argument, state)
-    shape = problem.field.shape
+    shape, device = call.query.shape, call.query.device
     _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))
-    _validate.require(
-        state.device == problem.field.device, argument, f"be on the query's device {problem.field.device}", state.device
-    )
-    return state.to(state_dtype(problem.field.dtype))
+    _validate.require(state.device == device, argument, f"be on the query's device {device}", state.device)
+    return state.to(state_dtype(call.query.dtype))

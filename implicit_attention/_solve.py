@@ -1,38 +1,85 @@
-"""`solve`: the one door to solver and adjoint."""
+"""`solve`, the one door to solver and adjoint, and `route`, the one place that decides between kernels and torch.
+
+Kernels take a record of tensors, `Attention`, that a problem or a door gives, and answer with tensors. All that torch
+may do to these (transforms, modes, compilers, precisions) is asked here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _validate
 from ._autograd import (
+    applied,
     are_plain,
     backward_running,
+    exact_precision,
+    host_may_look_at_constant,
     in_own_precision,
+    is_differentiated,
     is_exporting,
     is_fake,
+    sum_to_shape,
     transforms_active,
     uncompiled,
     unobserved,
 )
+from ._fused_rule import FusedRule
 from ._reporting import check_on_failure, report_failures, without_gradient
 from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
-from .adjoints.native import NativeSolve, is_differentiated, is_native, native_rule, problem_of, solve_natively
-from .failure_policy import FailurePolicy, located, policy_of
-from .fused import lower, written_out
-from .problem import Problem, widened
-from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution
-from .solvers import Anderson, Outcome, Solver
+from .adjoints.implicit import gradients_at
+from .adjoints.linear_system import (
+    Known,
+    conjugate_gradients,
+    gradients_by_rows,
+    jacobian_product,
+    least_size,
+    report_adjoint,
+)
+from .energies import AnchoredEnergy
+from .errors import UnsupportedImplementation
+from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_of
+from .kernels import trust
+from .kernels.native import library
+from .kernels.native import solve as native
+from .kernels.native.step import MOST_MIXED, NativeStep
+from .kernels.problem import THERE, AdjointAnswer, AdjointRule, Attention, Solved, carries
+from .kernels.triton import support as triton
+from .linear import CG, LinearSolution
+from .linear._vectors import normalised
+from .linear.base import FLOAT32_RTOL
+from .potentials import LogSumExp
+from .potentials._attention import triangle
+from .potentials._read import surely_finite, without_nan, without_nan_before
+from .potentials.log_sum_exp import OverLogSumExp
+from .problem import Problem, isolated, widened
+from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, SolveReport
+from .solvers import Anderson, Outcome, Picard, Solver
 from .solvers.exported import check_budget, check_no_evidence, stepped
 from .solvers.iterate import Callback
-from .status import Status
+from .status import Status, of_attention
+
+_R = TypeVar("_R")
+
+# The default gradient.
+EXACT = Implicit()
+# Where "auto" tries the Triton kernels.
+TRITON_DEVICES = ("cuda",)
+# Precisions of states that the native library takes as they are.
+PRECISIONS = (torch.float32, torch.float64)
+# Limits of an inverse temperature; more numbers than so many are not read one by one.
+LEAST, MOST, MOST_NUMBERS = math.ulp(0.0), sys.float_info.max, 256
 
 
 @uncompiled
@@ -68,7 +115,8 @@ def solve(
             state so far (*lead), and which problems are unfinished (*lead), both on the problem's device. It costs what
             it does: a look at the numbers makes the host wait. The solve then goes by the loop, and leaves no finished
             problem out. What it raises ends the solve.
-        verbose: print a line every so many steps; True is every step, False none. It is a callback that looks.
+        verbose: print the route, then a line every so many steps; True is every step, False none. It is a callback that
+            looks.
 
     Returns:
         A `Solution`: value, and per problem status, residual of that value, steps and evaluations.
@@ -95,34 +143,83 @@ def solve(
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()` and
     `Reversible()`.
     """
-    solver = Anderson() if solver is None else solver
-    adjoint = Implicit() if adjoint is None else adjoint
-    for name, value, kind, remedy in (
-        ("problem", problem, Problem, "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"),
-        ("solver", solver, Solver, "for example Anderson()"),
-        ("adjoint", adjoint, Adjoint, "for example Implicit()"),
-    ):
-        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
+    plan = plan_of(solver, adjoint, impl)
+    solver, adjoint = plan.solver, plan.adjoint
+    remedy = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"
+    _validate.check_instance("problem", problem, Problem, "be an instance of Problem", remedy)
     if is_exporting():
         check_no_evidence(callback is not None or bool(verbose), "callback")
         return _exported(problem, initial, solver, trace)
-    callback = _checked_callback(callback, verbose, solver)
+    every, callback = _checked_callback(callback, verbose, solver)
     report = _report(on_failure)
-    check_impl(impl)
-    problem.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
+    if impl != "reference" and type(problem) is not AnchoredEnergy and (given := problem.as_attention()) is not None:
+        # What kernels and the loop share, which checks the parts.
+        problem = energy_of(given)
     whole, origin = problem, None
     if (moved := problem._about_origin()) is not None:
         problem.check_state(initial)
         problem, origin = moved
         initial = initial - origin
-    request = Request(problem, initial, solver, impl, trace, report, callback)
-    watched = trace or callback is not None or _sampled(report) is not None
-    if not watched and (native := _natively(request, adjoint)) is not None:
-        outcome, failed = native
-        found = concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
-    else:
-        found = by_adjoint(request, adjoint)
-    return found if origin is None else _moved_back(found, origin, problem, whole)
+    watched = trace or callback is not None or _sampled(report.site) is not None
+    call, solution = None if watched or not unobserved() else problem.as_attention(), None
+    if call is not None:
+        found = solve_plainly(call, initial, plan, report.on_failure, report.site, energy=problem.energy)
+        solution = None if found is None else found[1]
+    if solution is None:
+        whole.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
+        request = Request(problem, initial, solver, impl, trace, report, callback)
+        solution = by_adjoint(request, adjoint, verbose=every > 0)
+    assert isinstance(solution, Solution)
+    return solution if origin is None else _moved_back(solution, origin, problem, whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The choices that options make once for all calls.
+
+    solver, adjoint, impl: with defaults and the budget filled in.
+    exact: whether the native operations do what solver and adjoint do to attention.
+    explicit: whether nothing is solved.
+    remedies: the advice about queries that fail, by status.
+    """
+
+    solver: Solver
+    adjoint: Adjoint
+    impl: Impl
+    exact: bool
+    explicit: bool
+    remedies: Remedies
+
+    @functools.cached_property
+    def rule(self) -> FusedRule | None:
+        """The rule by which the native operation is this solver; None for others and for fixed budgets."""
+        row = torch.zeros(1, 1, device="cpu")
+        rule = self.solver.fused_rule(AnchoredEnergy(LogSumExp(row, 1.0), row, 0.0)) if self.exact else None
+        return None if rule is None or rule.max_steps == 0 or rule.fixed_budget else rule
+
+
+def plan_of(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
+    """The choices for these options, which are checked."""
+    # Objects of the user's may be equal and yet not the same.
+    own = type(solver) in (type(None), Anderson, Picard) and (adjoint is None or adjoint == EXACT)
+    return (_known_plan if own and type(impl) is str else _plan)(solver, adjoint, impl)
+
+
+def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
+    solver = Anderson() if solver is None else solver
+    adjoint = Implicit() if adjoint is None else adjoint
+    for name, value, kind, remedy in (
+        ("solver", solver, Solver, "for example Anderson()"),
+        ("adjoint", adjoint, Adjoint, "for example Implicit()"),
+    ):
+        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
+    check_impl(impl)
+    exact = adjoint == EXACT and impl in ("auto", "native") and type(solver) in (Anderson, Picard)
+    return Plan(solver, adjoint, impl, exact, solver.max_steps == 0, adjoint.advice(of_attention(solver.remedies)))
+
+
+#: Calls are many, their options few.
+_known_plan = functools.lru_cache(maxsize=256, typed=True)(_plan)
 
 
 def _moved_back(found: Solution, origin: Tensor, about: Problem, problem: Problem) -> Solution:
@@ -139,6 +236,8 @@ def _moved_back(found: Solution, origin: Tensor, about: Problem, problem: Proble
 
 def _report(on_failure: Any) -> AdjointReport:
     """The report that a backward pass will fill, by the policy about failures, which is checked."""
+    if type(on_failure) is str and on_failure in WORDS:
+        return AdjointReport(on_failure=on_failure)
     check_on_failure(on_failure)
     on_failure, site = located(on_failure)
     if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
@@ -147,48 +246,57 @@ def _report(on_failure: Any) -> AdjointReport:
     return AdjointReport(on_failure=on_failure, site=site)
 
 
-def _sampled(report: AdjointReport) -> Any:
+def _sampled(site: FailureSite | None) -> Any:
     """The tally of the layer that solves, if it takes samples of problems and states."""
-    site = report.site
     return None if site is None or site.tally is None or not site.tally.spectral else site.tally
 
 
 @in_own_precision
-def by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
+def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> Solution:
     """The solution as the adjoint runs the solver, for every kind of problem and tensor; options are not checked."""
     problem, initial = _checked(request.problem, request.initial)
     solver, impl = request.solver, request.impl
     solver.check_problem(problem)
     problem.check_solver(solver)
     every_step = request.trace or request.callback is not None or isinstance(adjoint, Unrolled | Reversible)
+    way = route(problem, initial, solver, impl, adjoint, every_step=every_step)
+    if verbose:
+        print(way)
     if impl == "reference":
         problem = written_out(problem)
-    elif impl != "auto":
-        lower(problem, solver, impl, every_step=every_step)
-    request = dataclasses.replace(request, problem=problem, initial=initial)
+    request = dataclasses.replace(request, problem=problem, initial=initial, route=way)
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
     outcome = adjoint.run(request)
     outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
-    if (tally := _sampled(request.report)) is not None:
+    if (tally := _sampled(request.report.site)) is not None:
         tally.keep(problem, outcome.value)
-    energy = problem.energy if problem.has_energy else None
-    cause = partial(problem.cause, outcome.value)
-    tokens = None if request.by_token is None else request.by_token.record
-    return concluded(
-        outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice, tokens=tokens
+    _, solution = concluded(
+        outcome,
+        solver,
+        request.report,
+        adjoint.advice(problem.advice(solver.remedies)),
+        way,
+        energy_function=problem.energy if problem.has_energy else None,
+        needs_solution=adjoint.needs_solution,
+        cause=partial(problem.cause, outcome.value),
+        tokens=None if request.by_token is None else request.by_token.record,
     )
+    assert isinstance(solution, Solution)
+    return solution
 
 
-def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
-    """Return the callback for every step, or raise where no step can be reported."""
+def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> tuple[int, Callback | None]:
+    """Return after how many steps to print, and the callback for every step; raise where no step can be reported."""
+    if (callback is None and verbose is False) or (verbose == 0 and callback is None and type(verbose) is int):
+        return 0, None
     if callback is not None and not callable(callback):
         remedy = "for example lambda step, residual, active: print(step, residual.max())"
         raise TypeError(_validate.message("callback", "be callable", type(callback).__name__, remedy))
     every = _validate.check_integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, low=0)
     if callback is None and not every:
-        return None
+        return 0, None
     name = "callback" if callback is not None else "verbose"
     required = "be left out inside torch.func and torch.vmap, where the host sees no numbers"
     _validate.require(not transforms_active(), name, required, "one", "use trace=True")
@@ -201,7 +309,7 @@ def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback |
         if every and (step % every == 0 or not bool(active.any())):
             print(_line(step, residual, active))
 
-    return both
+    return every, both
 
 
 def _line(step: int, residual: Tensor, active: Tensor) -> str:
@@ -228,74 +336,53 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
 def concluded(
     outcome: Outcome,
     solver: Solver,
-    adjoint: Adjoint,
     report: AdjointReport,
-    energy_function: Callable[[Tensor], Tensor] | None,
+    remedies: Remedies,
+    way: Route,
     *,
+    energy_function: Callable[[Tensor], Tensor] | None = None,
+    needs_solution: bool = True,
     cause: Callable[[], str] = str,
-    advice: Callable[[Remedies], Remedies] = dict,
     failed: bool = True,
     tokens: Record | None = None,
-) -> Solution:
-    """The solution with its evidence, once failures are reported as `report.on_failure` says, with their `cause`.
+    whole: bool = True,
+) -> tuple[Tensor, SolveReport]:
+    """The value and the solution, once failures are reported as `report.on_failure` says, with their `cause`.
 
-    advice: adds to the solver's remedies what the problem knows.
-    failed: whether a problem may have no answer; False spares a look at all of them.
+    needs_solution: whether the gradient is wrong at a state that is no solution.
+    failed: whether a problem may have no answer; False, for plain tensors, spares a look at all of them.
     tokens: the record of every token of the problems, which is reported in place of theirs.
+    whole: whether the solution is wanted; else its report is made.
     """
-    report.awaited = outcome.value.requires_grad and not backward_running()
-    on_failure, record, value, course = report.on_failure, outcome.record, outcome.value, outcome.states
+    value, record, course = outcome.value, outcome.record, outcome.states
+    tracked = value.requires_grad
+    report.awaited = tracked and not backward_running()
+    on_failure = report.on_failure
     if failed and policy_of(on_failure).backward != "keep":
         value = without_gradient(on_failure, record.failed, value)
         course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
-    solution = Solution(
-        record if tokens is None else tokens,
-        report,
-        adjoint.advice(advice(solver.remedies)),
-        tolerances=(solver.rtol, solver.atol),
-        value=value,
-        trace=outcome.trace,
-        course=course,
-        energy_function=energy_function,
-    )
-    if value.requires_grad or transforms_active():
-        if on_failure != "ignore" and not transforms_active():
+    in_transform = failed and transforms_active()
+    if tracked or in_transform:
+        if on_failure != "ignore" and not in_transform:
             report.state_residual = record.residual
-        if adjoint.needs_solution:
+        if needs_solution:
             report.unsolved = record.failed
-
-    def explained() -> str:
-        policy = policy_of(on_failure)
-        wrong = report.awaited and adjoint.needs_solution and (policy.over, policy.backward) == ("warn", "keep")
-        return cause() or (NO_GRADIENT if wrong else "")
-
+    told: dict[str, Any] = {"tolerances": (solver.rtol, solver.atol), "route": way}
+    given = record if tokens is None else tokens, report, remedies
+    if whole:
+        told |= {"value": value, "trace": outcome.trace, "course": course, "energy_function": energy_function}
+    solution = Solution(*given, **told) if whole else SolveReport(*given, **told)
     # Checkpointing computes a forward pass again, whose failures were reported before.
-    if (failed or policy_of(on_failure).counts) and not backward_running():
-        report_failures(
-            on_failure, type(solver).__name__, solution.record, solution.remedies, explained, site=report.site
-        )
-    return solution
+    counts = type(on_failure) is not str and policy_of(on_failure).counts
+    if (failed or counts) and not backward_running():
 
+        def explained() -> str:
+            policy = policy_of(on_failure)
+            wrong = report.awaited and needs_solution and (policy.over, policy.backward) == ("warn", "keep")
+            return cause() or (NO_GRADIENT if wrong else "")
 
-def _natively(request: Request, adjoint: Adjoint) -> tuple[Outcome, int] | None:
-    """The outcome for plain tensors by one native call, and how many problems failed; None where there is none."""
-    solver, impl, initial = request.solver, request.impl, request.initial
-    rule = native_rule(solver, adjoint, impl) if unobserved() else None
-    problem = None if rule is None else problem_of(request.problem)
-    if rule is None or problem is None or not is_native(problem, impl):
-        return None
-    if not are_plain(problem.field.dtype, initial) or initial.shape != problem.field.shape:
-        return None
-    answer = solve_natively(problem, initial, rule, impl, mean=is_differentiated(*problem), evidence=True)
-    if answer is None:
-        return None
-    value, mean, evidence, failed = answer
-    assert evidence is not None
-    record = evidence.record
-    if mean is not None:
-        native = NativeSolve(solver, impl, request.report, failed == 0, evidence)
-        value = native.states(problem, value, mean)
-    return Outcome(value, record), failed
+        report_failures(on_failure, type(solver).__name__, given[0], remedies, explained, site=report.site)
+    return value, solution
 
 
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
@@ -324,3 +411,703 @@ def _judged(problem: Problem, value: Tensor, record: Record) -> Record:
     if outside is None:
         return record
     return record._replace(status=record.status.masked_fill(record.converged & outside, int(Status.OUT_OF_RANGE)))
+
+
+# The choice.
+
+
+@dataclasses.dataclass(repr=False)
+class Route:
+    """The functions by which a solve runs, each of a kernel ("native", "triton") or of torch, and the choice of them.
+
+    Attributes:
+        evaluate: of the map at a state.
+        step: from an evaluation to the next state.
+        product: of the backward pass, with the Hessian of attention, or the Jacobian of f.
+        dtype: precision of the states.
+        heads: of attention.
+        where: what is around the call: a compiled graph, or torch.func.
+
+    It is a plan until the functions have run. A kernel that fails its check, or cannot have what it is given, leaves
+    them to torch, and is not named then.
+    """
+
+    solver: Solver
+    impl: Impl
+    every_step: bool
+    dtype: torch.dtype
+    evaluate: str = "torch"
+    step: str = "torch"
+    product: str = "torch"
+    where: str = ""
+    heads: int | None = None
+
+    def __str__(self) -> str:
+        ran: dict[str, list[str]] = {}
+        for function in ("evaluate", "step", "product"):
+            ran.setdefault(getattr(self, function), []).append(function)
+        parts = [f"{name}: {', '.join(functions)}" for name, functions in ran.items()]
+        parts.append(str(self.dtype).removeprefix("torch."))
+        parts += [] if self.heads is None else [f"{self.heads} head{'s' if self.heads != 1 else ''}"]
+        return "; ".join([*parts, self.where] if self.where else parts)
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A solver of the user's need have no pickle; what ran does.
+        return {**vars(self), "solver": None}
+
+    def solve(self, problem: Problem, initial: Tensor) -> Outcome | None:
+        """The solution from `initial` without a graph, by a kernel; None where none answers."""
+        asked = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
+        found = None
+        if asked is not None:
+            call, rule = asked
+            assert rule is not None
+            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl)
+        name = "torch" if asked is None or found is None else _kernel(asked[0], self.impl)
+        self.evaluate = self.step = name or "torch"
+        return None if found is None else Outcome(found.state, found.record)
+
+    def gradients(self, problem: Problem, z: Tensor, cotangent: Tensor, method: CG) -> Known | None:
+        """The gradients of the problem's tensors, and the linear system, by a kernel; None where none has them all.
+
+        It has the gradient of a bias per key, which is the same for all queries. A problem that it could not solve has
+        a failing status and an approximate gradient or NaN; one that it gives up (STALLED) adds nothing.
+        """
+        with torch.enable_grad():
+            asked = attention_of(problem, None, self.impl)
+        if asked is None:
+            return None
+        live, by_bias = asked[0], None
+        if not _has_all_gradients(live, self.impl):
+            return None
+        if live.bias is not None and live.bias.requires_grad:
+            by_bias = z.new_zeros(*z.shape[:-2], live.keys.shape[-2])
+        with torch.no_grad():
+            call = _isolated(live.detached(), z)[0]
+            limits = method.rtol, method.default_max_steps(z.shape[-1])
+            found = adjoint_by_kernel(call, z, cotangent, *limits, self.impl, by_bias=by_bias)
+        if found is None:
+            return None
+        self.product = _kernel(call, self.impl) or "torch"
+        answer, mean = found
+        by_call = _by_tensors(live, answer, mean, by_bias)
+        tensors = problem.tensors()
+        wanted = [t for t in tensors if t.requires_grad]
+        sources = [(t, g) for t, g in by_call if isinstance(t, Tensor) and t.requires_grad and g is not None]
+        given = [t for t, _ in sources], wanted, [g for _, g in sources]
+        found_by = iter(torch.autograd.grad(*given, allow_unused=True) if wanted and sources else [None] * len(wanted))
+        gradients = tuple(next(found_by) if t.requires_grad else None for t in tensors)
+        return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature)
+
+    def native_step(self, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], NativeStep] | None:
+        """Return what makes the steps on a user's map natively, given states and rows; None where nothing can."""
+        solver = self.solver
+        if type(solver) is Anderson:
+            history, ridge, plain_steps = solver._history(problem), solver.ridge, solver._plain_steps(problem)
+            fits = history <= MOST_MIXED and solver._guard(problem) == "residual" and not problem.symmetric
+        else:
+            history, ridge, plain_steps = 0, 0.0, solver.max_steps + 1
+            fits = type(solver) is Picard and solver.damping == 0
+        # The bits of a token must not depend on whether those behind it are plain tensors.
+        if not fits or problem.has_energy or problem.mixes or problem.token_order is not None or not unobserved():
+            return None
+        if self.impl == "reference" or initial.dtype not in PRECISIONS or not 0 < initial.numel() < 2**31:
+            return None
+        loaded = library.found()[0] if are_plain(initial.dtype, initial) else None
+        if loaded is None:
+            return None
+        self.step = "native"
+        rule = FusedRule(solver.rtol, solver.atol, solver.max_steps, plain_steps)
+        return partial(NativeStep, loaded, rule, history, ridge, Anderson.growth)
+
+
+def route(
+    problem: Problem,
+    initial: Tensor,
+    solver: Solver,
+    impl: Impl,
+    adjoint: Adjoint,
+    *,
+    every_step: bool = False,
+) -> Route:
+    """Decide by which functions a problem is solved and differentiated.
+
+    Args:
+        problem: the problem, whose `as_attention()` kernels may take.
+        initial: where it starts.
+        solver: the method.
+        impl: "auto" takes a kernel where there is one; "native" and "triton" insist on theirs.
+        adjoint: the derivative, of which kernels know that of `Implicit()`.
+        every_step: whether every step must be recorded, for a trace or for a gradient through the steps.
+
+    Raises:
+        UnsupportedImplementation: an `impl` was named that cannot do it, and why.
+    """
+    way = Route(solver, impl, every_step, initial.dtype, where="inside torch.func" if transforms_active() else "")
+    if impl == "reference":
+        return way
+    if (asked := attention_of(problem, solver, impl, every_step=every_step)) is not None:
+        way.evaluate = way.step = _kernel(asked[0], impl) or "torch"
+    exact = isinstance(adjoint, Implicit) and adjoint.linear_solver is None
+    asked = asked or (attention_of(problem, None, "auto") if exact else None)
+    if exact and asked is not None and _has_all_gradients(asked[0], impl):
+        way.product = _kernel(asked[0], impl) or "torch"
+    return way
+
+
+def attention_of(
+    problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False
+) -> tuple[Attention, FusedRule | None] | None:
+    """The record that a kernel takes of a problem, and the solver's rule; None if it cannot, or `impl` is "reference".
+
+    solver: None for the backward pass alone, whatever method solved the problem.
+    """
+    if impl == "reference":
+        return None
+    call = problem.as_attention()
+    rule = None if solver is None or call is None else solver.fused_rule(problem)
+    reason = None
+    if call is None:
+        names = f"not for {type(problem).__name__} of {type(getattr(problem, 'potential', problem)).__name__}"
+        reason = f"it exists for AnchoredEnergy of LogSumExp, {names} (or with added attributes); use impl='auto'"
+    elif every_step:
+        kept = "no step is kept, for a trace, a callback or Unrolled()"
+        reason = f"{kept}; use Implicit() without a trace and without a callback, or impl='auto'"
+    elif solver is not None and rule is None:
+        name = type(solver).__name__
+        reason = f"there is no kernel for {name} with these options; use Anderson() or Picard(), or impl='auto'"
+    elif not carries(call.query.dtype, call.anchor):
+        digits = f"an anchor of {call.anchor} leaves 1 - anchor no digits in {call.query.dtype}"
+        reason = f"{digits}; use impl='auto' or float64"
+    elif impl != "auto":
+        reason = _underivable(call, problem, impl)
+    if impl != "auto" and reason is not None:
+        raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
+    if call is None or reason is not None:
+        return None
+    check_kernel(impl, call)
+    if torch.compiler.is_compiling() or is_fake(call.query):
+        # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
+        return call, rule
+    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors())
+    return None if wrapped or call.query.numel() == 0 else (call, rule)
+
+
+def _has_all_gradients(call: Attention, impl: Impl) -> bool:
+    """Whether kernels have the gradient of the bias of a call too, if that takes one."""
+    bias = call.bias
+    return bias is None or not bias.requires_grad or (is_per_key(bias) and impl != "triton")
+
+
+def is_per_key(bias: Tensor) -> bool:
+    """Whether a bias is the same for all queries."""
+    return bias.ndim < 2 or bias.shape[-2] == 1
+
+
+def _underivable(call: Attention, problem: Problem, impl: Impl) -> str | None:
+    """The reason why a named implementation would leave out a derivative; None if it leaves out none."""
+    if transforms_active():
+        return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
+    bias = call.bias
+    given = bias is not None and is_differentiated(bias) and any(bias is t for t in problem.tensors())
+    if bias is not None and given and not (impl == "native" and is_per_key(bias)):
+        return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
+    return None
+
+
+def check_kernel(impl: Impl, call: Attention) -> Impl:
+    """Return `impl`, or raise if it is named and cannot take the call; it reads no numbers, which torch may trace."""
+    check_impl(impl)
+    reasons = {"native": native.unsupported, "triton": triton.unsupported}
+    reason = reasons[impl](call) if impl in reasons else None
+    if reason is not None:
+        raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
+    return impl
+
+
+def default_rtol(impl: Impl, call: Attention) -> float:
+    """The tolerance of a solve that was given none."""
+    return triton.FINEST.get(call.keys.dtype, 1e-4) if _is_for_triton(impl, call) else 1e-4
+
+
+def _is_for_triton(impl: Impl, call: Attention) -> bool:
+    able = call.query.device.type in TRITON_DEVICES and triton.unsupported(call) is None
+    return impl == "triton" or (impl == "auto" and able)
+
+
+def _kernel(call: Attention, impl: Impl, rule: FusedRule = THERE) -> str | None:
+    """The name of the kernel that answers, if its check lets it; None where torch answers."""
+    if _is_for_triton(impl, call):
+        if (reason := triton.too_fine(call.keys, rule)) is None:
+            return "triton"
+        if impl == "triton":
+            raise UnsupportedImplementation(f"`impl='triton'`: {reason}")
+    if impl != "native" and not (impl == "auto" and call.query.device.type == "cpu"):
+        return None
+    if not host_may_look_at_constant(*(t for t in call if isinstance(t, Tensor))):
+        # A mode of torch sees operations on tensors, and not what a library writes to their memory.
+        if impl == "native" and not is_fake(call.query):
+            reason = "a mode is active that sees operations of torch alone, or the tensors are wrapped"
+            raise UnsupportedImplementation(f"`impl='native'`: {reason}; use impl='auto'")
+        return None
+    if library.found()[0] is None:
+        library.warn_once()
+        return None
+    return None if impl == "auto" and native.unsupported(call) is not None else "native"
+
+
+# Kernels.
+
+
+def solve_by_kernel(
+    call: Attention, initial: Tensor, rule: FusedRule, impl: Impl, *, mean: bool = False
+) -> Solved | None:
+    """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers.
+
+    The mean may be left out where it costs extra.
+    """
+    if call.query.shape[-1] == 0 < initial.shape[:-1].numel():
+        # States of no entries still have weights: those of states with one entry, 0.
+        query, keys, initial = (F.pad(t, (0, 1)) for t in (call.query, call.keys, initial))
+        wide = solve_by_kernel(call._replace(query=query, keys=keys), initial, rule, impl, mean=mean)
+        return None if wide is None else wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
+    if initial.numel() == 0:
+        return Solved.allocated(initial.new_zeros, initial.shape, initial.dtype)
+    call, name = call.joined(), _kernel(call, impl, rule)
+    if name is None:
+        return None
+    if name == "native":
+        call, initial = Attention(*map(native.in_memory, call.to(initial.dtype))), native.in_memory(initial)
+
+    def run() -> Solved:
+        if name == "native":
+            return native.solve(call, initial, rule, mean=mean)[0]
+        from .kernels.triton.solve import solve as triton_solve
+
+        part = triton.hidden(call.keys, rule)
+        found = triton_solve(call, initial, rule._replace(rtol=rule.rtol - part))
+        # Residuals and tolerances with what rounding may hide.
+        more = (found.tolerance - rule.atol) * (part / (rule.rtol - part)) if part else 0.0
+        return found._replace(residual=found.residual + more, tolerance=found.tolerance + more)
+
+    return _trusted(name, "hopfield_solve", call, run, impl, rule)
+
+
+def adjoint_by_kernel(
+    call: Attention,
+    state: Tensor,
+    cotangent: Tensor,
+    rtol: float | None,
+    max_steps: int,
+    impl: Impl,
+    *,
+    by_bias: Tensor | None = None,
+) -> tuple[AdjointAnswer, Tensor] | None:
+    """The solution of A u = cotangent for every query at its state, and the means of the keys there; None without.
+
+    Queries that the kernel gives up, at saddles above all, have the status STALLED and add 0 to every gradient; NaN
+    during the capture of a CUDA graph, where nothing can solve them again.
+
+    by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
+    """
+    if state.numel() == 0:
+        return AdjointAnswer.allocated(state.new_zeros, state.shape, call.keys.shape, state.dtype), state
+    call, name = call.joined(), _kernel(call, impl)
+    if name is None or (name == "triton" and by_bias is not None):
+        return None
+    wide = call
+    if name == "native":
+        wide = Attention(*map(native.in_memory, call.to(state.dtype)))
+        state, cotangent = map(native.in_memory, (state, cotangent))
+    rule = AdjointRule.of(rtol, max_steps, wide.keys.dtype)
+
+    def run() -> tuple[AdjointAnswer, Tensor]:
+        if name == "native":
+            mean = native.solve(wide, state, THERE)[0].mean
+            return native.adjoint(wide, state, mean, cotangent, rule, by_bias=by_bias)[0], mean
+        from .kernels.triton.adjoint import solve_adjoint as triton_adjoint
+        from .kernels.triton.solve import solve as triton_solve
+
+        there = triton_solve(call, state, THERE)
+        return triton_adjoint(call, state, cotangent, there.mean, there.logsumexp, rule), there.mean
+
+    found = _trusted(name, "hopfield_adjoint", wide, run, impl)
+    if found is None:
+        return None
+    answer, mean = found
+    stalled = answer.status == Status.STALLED
+    if not may_look(state):
+        return unanswered(answer, stalled), mean
+    if not bool(stalled.any()):
+        return answer, mean
+    value, by_beta = answer.value.masked_fill(stalled[..., None], 0.0), answer.by_beta.masked_fill(stalled, 0.0)
+    return answer._replace(value=value, by_beta=by_beta), mean
+
+
+def may_look(tensor: Tensor) -> bool:
+    """Whether the host may wait for numbers: it may not while a CUDA graph is captured."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
+    """Answers with NaN for stalled queries and their sums: nothing can solve them again during a capture."""
+    poison = torch.zeros_like(answer.by_beta).masked_fill(stalled, torch.nan)
+    value, by_beta = answer.value + poison[..., None], answer.by_beta + poison
+    by_keys = answer.by_keys + poison.sum(-1)[..., None, None].sum_to_size(*answer.by_keys.shape[:-2], 1, 1)
+    return answer._replace(value=value, by_beta=by_beta, by_keys=by_keys)
+
+
+def _trusted(
+    name: str, operation: str, call: Attention, run: Callable[[], _R], impl: Impl, rule: FusedRule = THERE
+) -> _R | None:
+    """Return the answer of `run`, which calls the kernel of this name, if that is trusted, else None."""
+    keys = call.keys
+    if name == "triton":
+        made, kernels = triton.CHECKS[operation]
+        variant = triton.variant(call, kernels, rule)
+        use, check = trust.Use(f"{operation} (triton)", keys.device, variant), partial(made, call, variant)
+    else:
+        loaded = library.found()[0]
+        assert loaded is not None
+        kind = "none" if call.mask is None and call.bias is None else trust.mask_kind(call.pairs)
+        causal = call.first is not None
+        use = _native_use(operation, keys.device, loaded.isa, keys.dtype, keys.shape[-1], kind, causal)
+        check = partial(native.CHECKS[operation], use.variant)
+    return trust.answer(use, check, run, insists=name if impl == name else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _native_use(operation: str, device: torch.device, *variant: Any) -> trust.Use:
+    return trust.Use(f"{operation} (native)", device, native.NativeVariant(*variant))
+
+
+def _isolated(call: Attention, initial: Tensor) -> tuple[Attention, Tensor]:
+    """The call, in which keys that are not finite are 0; the states of queries that read such a key are NaN."""
+    pairs = call.joined().pairs
+    if (pairs is None and call.first is None) or surely_finite(call.keys):
+        return call, initial
+    dtype = call.query.dtype
+    if pairs is None:
+        assert call.first is not None
+        (keys,), poison = without_nan_before([call.keys], call.first, call.query.shape[-2], dtype)
+    else:
+        attended = pairs if pairs.dtype == torch.bool else torch.ne(pairs, -torch.inf)
+        # As many axes as the mask has.
+        keys = call.keys[(None,) * (initial.ndim - call.keys.ndim)]
+        (keys, _), poison = without_nan([keys, keys], attended[(None,) * (initial.ndim - attended.ndim)], dtype)
+        keys = keys.reshape(call.keys.shape)
+    return call._replace(keys=keys), initial if poison is None else initial + poison[..., None]
+
+
+def _by_tensors(
+    call: Attention, answer: AdjointAnswer, mean: Tensor, by_bias: Tensor | None
+) -> list[tuple[Any, Tensor | None]]:
+    """The tensors of a call with their gradients, from the adjoint solve."""
+    u, beta, anchor, bias = answer.value, call.beta, call.anchor, call.bias
+    by_beta = sum_to_shape(answer.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
+    by_anchor = None
+    if isinstance(anchor, Tensor):
+        by_anchor = sum_to_shape((u * (call.query.detach() - mean)).sum((-1, -2)), anchor.shape)
+    by_query = u * (anchor.detach().view(*anchor.shape, 1, 1) if isinstance(anchor, Tensor) else anchor)
+    by = None if bias is None or by_bias is None else sum_to_shape(by_bias[..., None, :], bias.shape)
+    return [(call.query, by_query), (call.keys, answer.by_keys), (beta, by_beta), (anchor, by_anchor), (bias, by)]
+
+
+# Plain tensors.
+
+
+def fits_kernels(call: Attention, *others: Tensor) -> bool:
+    """Whether all tensors are numbers in memory of one precision, and a mask takes no gradient, while `unobserved`.
+
+    Few betas and anchors are read here: modules make them, and parameters change after they were checked.
+    """
+    query, mask, bias = call.query, call.mask, call.bias
+    dtype = query.dtype
+    if dtype not in PRECISIONS or (mask is not None and not are_plain(torch.bool, mask)):
+        return False
+    tensors, numbers = [query, call.keys, *others], [(call.beta, LEAST, MOST), (call.anchor, 0.0, 1.0)]
+    for part in (call.beta, call.anchor, bias, call.values):
+        if isinstance(part, Tensor):
+            tensors.append(part)
+    if not are_plain(dtype, *tensors):
+        return False
+    for given, low, high in numbers:
+        known: list[Any] = [given] if type(given) in (float, int) else []
+        if isinstance(given, Tensor) and given.numel() <= MOST_NUMBERS and _broadcasts(given.shape, query.shape[:-2]):
+            known = given.flatten().tolist()
+        if not known or not (all(map(low.__le__, known)) and all(map(high.__ge__, known))):
+            return False
+    if bias is not None and bias.requires_grad:
+        return False
+    return query.numel() > 0 and call.keys.numel() > 0 and (call.values is None or call.values.numel() > 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to `target` without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, whole) for size, whole in pairs)
+
+
+def in_one_piece(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, or would be with tokens before heads, as projections lay out heads."""
+    return tensor.is_contiguous() or (tensor.ndim > 2 and tensor.transpose(-3, -2).is_contiguous())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a plain tensor are known to be finite."""
+    loaded = library.found()[0]
+    if loaded is None or not in_one_piece(tensor):
+        return math.isfinite(tensor.detach().sum().item())
+    return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
+
+
+def solve_plainly(
+    call: Attention,
+    initial: Tensor,
+    plan: Plan,
+    on_failure: Any,
+    site: FailureSite | None = None,
+    *,
+    wanted: bool = True,
+    whole: bool = True,
+    energy: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, SolveReport | None, int] | None:
+    """The states of plain tensors by one call of the native library, differentiable, and how many failed, else None.
+
+    Call it while `unobserved`.
+
+    wanted, whole: whether the caller wants a report, which is there too where a query failed or has a derivative, and
+        whether it is to be the whole solution.
+    energy: of states; by default made of the call when it is asked for.
+    """
+    if not plan.exact or not fits_kernels(call, initial) or (rule := plan.rule) is None:
+        return None
+    if initial.shape != call.query.shape:
+        return None
+    fits = isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)
+    if not fits or call.query.ndim > native.AXES + 2:
+        return None
+    # Keys that are not finite must not reach queries that do not attend to them.
+    is_masked = call.mask is not None or call.bias is not None or call.first is not None
+    if is_masked and not is_finite(call.keys):
+        return None
+    if site is not None and site.tally is not None and site.tally.spectral:
+        return None
+    if library.found()[0] is None:
+        library.warn_once()
+        return None
+    call = call if call.mask is None or call.bias is None else call.joined()
+    # Query, keys, beta, anchor, mask and bias; values are read out afterwards.
+    differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call[:6])
+    run = partial(native.solve, call, initial, rule, mean=differentiated)
+    found = _trusted("native", "hopfield_solve", call, run, plan.impl)
+    if found is None:
+        return None
+    solved, failed = found
+    state, counts = solved.state, type(on_failure) is not str and policy_of(on_failure).counts
+    if not (wanted or failed or differentiated or counts):
+        return state, None, 0
+    report = AdjointReport(on_failure=on_failure, site=site)
+    way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
+    if differentiated:
+        state = applied(_Equilibrium, way, report, None if failed else solved.residual, (state, solved.mean), *call[:7])
+    energy_function = partial(_energy_at, call) if energy is None else energy
+    told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
+    state, made = concluded(Outcome(state, solved.record), plan.solver, report, plan.remedies, way, **told)
+    return state, made, failed
+
+
+def _energy_at(call: Attention, z: Tensor) -> Tensor:
+    return energy_of(call).energy(z)
+
+
+def energy_of(call: Attention) -> AnchoredEnergy:
+    """The energy of a call, for the loop, which checks shapes; numbers out of their range are NaN once it is solved."""
+    query, keys, beta, anchor, mask, bias, first = call[:7]
+    if first is not None and (mask is not None or bias is not None):
+        lower = triangle(query.shape[-2], keys.shape[-2], first, query.device)
+        mask, first = lower if mask is None else mask & lower, None
+    # Ones pass the checks of numbers.
+    ones = [torch.ones_like(t) if isinstance(t, Tensor) else t for t in (beta, anchor)]
+    potential = LogSumExp(keys, ones[0], mask=mask, bias=bias, query_offset=first)
+    energy = AnchoredEnergy(potential, query, ones[1], unbounded="ignore")
+    return energy.replace(*(t for t in (keys, beta, mask, bias, query, anchor) if isinstance(t, Tensor)))
+
+
+class _Equilibrium(torch.autograd.Function):
+    """(route, report, residual, (state, mean), *call) -> the state, which is solved already.
+
+    The call is without values and dropout: query, keys, beta, anchor, mask, bias, first.
+
+    The native backward solve has no derivative. One that may be differentiated again, or that is observed, is made by
+    `Implicit`.
+
+    residual: of the states; None if a query has no answer, so that a number may be NaN that must not reach others.
+    """
+
+    # Without `setup_context`: torch would bind the arguments by their signature at every call.
+    @staticmethod
+    def forward(ctx: Any, way: Route, report: AdjointReport, residual: Any, solved: Any, *call: Any) -> Tensor:
+        ctx.way, ctx.report, ctx.residual = way, report, residual
+        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in call]
+        ctx.save_for_backward(*solved, *[t for t in call if isinstance(t, Tensor)])
+        return solved[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        state, mean, *tensors = ctx.saved_tensors
+        saved = iter(tensors)
+        call = Attention(*(next(saved) if part is Tensor else part for part in ctx.parts))
+        gradients = None
+        plain = ctx.residual is not None and not torch.is_grad_enabled() and unobserved()
+        if plain and are_plain(state.dtype, cotangent, state, mean, call.query, call.keys):
+            gradients = _native_gradients(call, ctx.way, ctx.report, ctx.residual, state, mean, cotangent)
+        if gradients is None:
+            gradients = _by_implicit(call, ctx.way, ctx.report, state, cotangent, ctx.needs_input_grad[4:])
+        return (None, None, None, None, *gradients, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _adjoint_rule(solver: Solver, dtype: torch.dtype, dim: int) -> tuple[CG, AdjointRule, float]:
+    """The method of the backward solve, its rule, and the size below which a state counts as zero."""
+    method = conjugate_gradients(solver.rtol, dtype)
+    return method, AdjointRule(method.rtol, method.default_max_steps(dim)), least_size(solver, dim)
+
+
+def _native_gradients(
+    call: Attention,
+    way: Route,
+    report: AdjointReport,
+    residual: Tensor,
+    state: Tensor,
+    mean: Tensor,
+    cotangent: Tensor,
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients of the tensors of a call by the native backward solve, reported; None where it has none."""
+    method, rule, least = _adjoint_rule(way.solver, state.dtype, state.shape[-1])
+    residuals = None if report.on_failure == "ignore" else residual
+    run = partial(native.adjoint, call, state, mean, cotangent, rule, residuals=residuals, least=least)
+    found = _trusted("native", "hopfield_adjoint", call, run, way.impl)
+    if found is None or found[2]:
+        # Queries failed: saddles above all, which `Implicit` finishes.
+        return None
+    answer, error, _, doubtful = found
+    watched = not isinstance(report.on_failure, str) or (report.site is not None and report.site.tally is not None)
+    if doubtful or watched or error is None or report.status is not None or report.lead is not None:
+
+        def mapped() -> Tensor:
+            return energy_of(call.detached()).fixed_point_map(state)
+
+        solution = LinearSolution(answer.record, answer.value, answer.negative_curvature)
+        report_adjoint(report, way.solver, method, solution, True, state, cotangent, mapped)
+    else:
+        # There is nothing to warn of, and nothing to add to.
+        report.status, report.residual, report.tolerance, report.num_steps = answer.record[:4]
+        report.negative_curvature, report.gradient_error = answer.negative_curvature, error
+    by_query, by_keys, by_beta, by_anchor, _ = (g for _, g in _by_tensors(call, answer, mean, None))
+    return by_query, by_keys, by_beta, by_anchor, None, None
+
+
+def _by_implicit(
+    call: Attention,
+    way: Route,
+    report: AdjointReport,
+    state: Tensor,
+    cotangent: Tensor,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
+    energy = energy_of(call)
+    request = Request(energy, state, way.solver, way.impl, False, report, route=way)
+    # Keys, beta, mask, bias, query, anchor: the order of `energy.tensors()`.
+    order = [i for i in (1, 2, 4, 5, 0, 3) if isinstance(call[i], Tensor)]
+    derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
+    gradients: list[Tensor | None] = [None] * 6
+    for i, gradient in zip(order, derivatives, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)
+
+
+# Calls of the operations that torch knows by name.
+
+
+def solved(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved:
+    """The equilibria by a kernel, or by the loop where none answers."""
+    if (found := solve_by_kernel(call, initial, rule, impl, mean=True)) is not None:
+        return found
+    options: dict[str, Any] = {"rtol": rule.rtol, "atol": rule.atol, "max_steps": rule.max_steps}
+    plain = rule.plain_steps > rule.max_steps
+    solver = Picard(**options) if plain else Anderson(history=1, plain_steps=rule.plain_steps, **options)
+    with torch.no_grad(), exact_precision(initial):
+        energy = _read_energy(call.to(initial.dtype), impl)
+        state, record = solver.run(energy, initial)[:2]
+        potential = energy.potential
+        assert isinstance(potential, LogSumExp)
+        mean, logsumexp = potential.readout_with_logsumexp(state, potential.keys)
+    return Solved(state, mean, logsumexp.masked_fill(logsumexp == -torch.inf, 0.0), *record)
+
+
+def _read_energy(call: Attention, impl: Impl) -> AnchoredEnergy:
+    """The energy of a call without a graph, whose queries are not read where the anchor is 0."""
+    call = call.detached()
+    unread = call.anchor == 0
+    query = call.query.masked_fill(unread[..., None, None], 0.0) if isinstance(unread, Tensor) else call.query
+    energy = energy_of(call._replace(query=query))
+    return written_out(energy) if impl == "reference" else energy  # type: ignore[return-value]
+
+
+def adjoint_solved(
+    call: Attention, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
+) -> AdjointAnswer:
+    """The adjoint solves by a kernel, and by the linear solvers where none answers or it gives a query up."""
+    found = adjoint_by_kernel(call, state, cotangent, rtol, max_steps, impl)
+    kernel = None if found is None else found[0]
+    if kernel is not None and not (may_look(state) and bool((kernel.status == Status.STALLED).any())):
+        return kernel
+    rule = AdjointRule.of(rtol, max_steps, state.dtype)
+    least = FLOAT32_RTOL if state.dtype == torch.float32 else 0.0
+    method = CG(rtol=min(max(rule.rtol, least), 1.0), max_steps=max(rule.max_steps, 1))
+    with torch.no_grad(), exact_precision(state):
+        # A state without a cotangent adds nothing, even if it is not finite.
+        idle = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
+        energy, state = isolated(_read_energy(call.to(state.dtype), impl), state, idle)
+        keys, *others = energy.tensors()
+        energy = energy.replace(keys.requires_grad_(), *others)
+        known = None
+        if kernel is not None:
+            solution = LinearSolution(kernel.record, kernel.value, kernel.negative_curvature)
+            known = (kernel.by_keys, *(None for _ in others)), solution
+        gradients, answer, _ = gradients_by_rows(method, energy, state, cotangent, known=known)
+        u, scale = normalised(answer.value)
+        beta = call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta
+        by_beta = scale * ((state * jacobian_product(energy, state, u)).sum(-1) / beta)
+    assert gradients[0] is not None
+    if kernel is not None:
+        by_beta = torch.where(kernel.status == Status.STALLED, by_beta, kernel.by_beta)
+    evidence = answer.status, answer.residual, answer.tolerance, answer.num_steps.to(torch.int32)
+    return AdjointAnswer(answer.value, *evidence, answer.negative_curvature, by_beta, gradients[0])
+
+
+def for_graph(
+    problem: Problem, initial: Tensor, solver: Solver, impl: Impl
+) -> tuple[Attention, Tensor, FusedRule, Impl] | None:
+    """The arguments of a solve as one operation of a compiler's graph; None where it would not have all gradients."""
+    asked = attention_of(problem, solver, impl)
+    if asked is None or (asked[0].bias is not None and asked[0].bias.requires_grad):
+        return None
+    call, rule = asked
+    assert rule is not None
+    call, initial = _isolated(call.joined(), initial)
+    return call, initial, rule, check_kernel(impl, call)
+
+
+def written_out(problem: Problem) -> Problem:
+    """The same problem with every product of its potential written out, for impl="reference"."""
+    if not isinstance(problem, AnchoredEnergy) or not isinstance(problem.potential, LogSumExp | OverLogSumExp):
+        return problem
+    clone = problem.replace(*problem.tensors())
+    clone.potential = problem.potential.written_out()
+    return clone

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import TypedDict, Unpack
 
 from . import _validate
-from ._fused_rule import FusedRule
 from ._reporting import check_on_failure
+from ._solve import Plan, plan_of
 from ._types import Impl, OnFailure, check_impl
-from .adjoints import Adjoint, Implicit, Unrolled
-from .adjoints.native import native_rule
-from .solution import Remedies
+from .adjoints import Adjoint, Unrolled
 from .solvers import Anderson, Solver
-from .status import of_attention
 
 
 class SolveKeywords(TypedDict, total=False):
@@ -31,23 +28,6 @@ class SolveKeywords(TypedDict, total=False):
 
 
 _NAMES = tuple(SolveKeywords.__annotations__)
-
-
-class Plan(NamedTuple):
-    """The choices that options make once for all calls.
-
-    solver, adjoint, impl: with defaults and the budget filled in.
-    rule: that of the native operation, for problems of plain tensors; None where the options want another way.
-    explicit: whether nothing is solved.
-    remedies: the advice about queries that fail, by status.
-    """
-
-    solver: Solver
-    adjoint: Adjoint
-    impl: Impl
-    rule: FusedRule | None
-    explicit: bool
-    remedies: Remedies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,11 +114,7 @@ class SolveOptions:
     @functools.cached_property
     def plan(self) -> Plan:
         """The choice that these options make for every call."""
-        solver, adjoint = self.effective_solver, self.effective_adjoint
-        adjoint = Implicit() if adjoint is None else adjoint
-        rule = None if solver.max_steps == 0 else native_rule(solver, adjoint, self.impl)
-        remedies = adjoint.advice(of_attention(solver.remedies))
-        return Plan(solver, adjoint, self.impl, rule, solver.max_steps == 0, remedies)
+        return plan_of(self.effective_solver, self.effective_adjoint, self.impl)
 
     @property
     def explicit(self) -> bool:

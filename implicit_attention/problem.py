@@ -26,6 +26,7 @@ from ._autograd import (
 )
 from ._declared import Declared, Withdrawn
 from ._types import LinearMap
+from .kernels.problem import Attention
 from .status import LEVERS, Status, advice
 
 _P = TypeVar("_P", bound=Declared)
@@ -342,6 +343,15 @@ class Problem(Declared, general=True):
 
     #: Whether the problems that `without` returns read finite numbers only.
     knows_own: bool = False
+
+    def as_attention(self) -> Attention | None:
+        """The tensors of attention whose equilibrium solves this problem, for kernels; None if it is another one.
+
+        A subclass may return `Attention(query, keys, beta, anchor)` where f(z) is anchor x + (1 - anchor) times the
+        softmax attention of z over the keys, and each query is a problem (`event_ndim` is 1). Its parts may be computed
+        from learned tensors. `solve` then reads f and E from it, by a kernel or not; impl="reference" reads f itself.
+        """
+        return None
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""

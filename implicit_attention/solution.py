@@ -56,9 +56,9 @@ class Record(NamedTuple):
     @classmethod
     def unmeasured(cls, states: Tensor, status: Status, event_ndim: int = 0) -> Record:
         """The record of problems with these states (*lead, *event), of which the status alone is known."""
-        unknown = states.detach().new_full(states.shape[: states.ndim - event_ndim], torch.nan)
-        none = torch.zeros_like(unknown, dtype=torch.int32)
-        return cls(torch.full_like(none, int(status), dtype=torch.int8), unknown, unknown, none, none)
+        lead = states.shape[: states.ndim - event_ndim]
+        unknown, none = states.detach().new_full(lead, torch.nan), states.new_zeros(lead, dtype=torch.int32)
+        return cls(states.new_full(lead, int(status), dtype=torch.int8), unknown, unknown, none, none)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Record:
         """The record with `function` applied to every field."""
@@ -122,30 +122,8 @@ class Trace(NamedTuple):
         return cls(residual, energy[0] if energy else None, num_evals, value)
 
 
-class Deferred:
-    """Base of dataclasses some of whose fields are made when they are read first."""
-
-    @classmethod
-    def deferred(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Self:
-        """The dataclass with the fields `later` made when they are read; the others have no defaults."""
-        made = object.__new__(cls)
-        made.__dict__.update(fields, _later=later)
-        return made
-
-    def __getattr__(self, name: str) -> Any:
-        # Python asks this only for names that `__dict__` does not have.
-        later = self.__dict__.get("_later", {})
-        if name not in later:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        made = self.__dict__[name] = later[name]()
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-
-
 @dataclasses.dataclass(repr=False)
-class AdjointReport(Deferred):
+class AdjointReport:
     """The report of the linear solves behind a gradient, per problem; empty until a backward pass has run.
 
     Not for the forward solve: see `SolveReport`.
@@ -204,16 +182,6 @@ class AdjointReport(Deferred):
     awaited: bool = False
     in_graph: bool = False
 
-    def __getattr__(self, name: str) -> Any:
-        # A field that was given neither a value nor a way to make one.
-        return None if name in _EMPTY and name not in self.__dict__.get("_later", ()) else super().__getattr__(name)
-
-    def fill(self, later: dict[str, Callable[[], Any]]) -> None:
-        """Replace fields by deferred ones."""
-        for name in later:
-            self.__dict__.pop(name, None)
-        self.__dict__["_later"] = {**self.__dict__.get("_later", {}), **later}
-
     @property
     def failed(self) -> Tensor | None:
         """(*lead), True where the gradient is wrong; None before a backward pass."""
@@ -237,15 +205,8 @@ class AdjointReport(Deferred):
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps, self.tolerance)}{text})"
 
 
-#: Fields that are None before a backward pass.
-_EMPTY = tuple(field.name for field in dataclasses.fields(AdjointReport) if field.default is None)
-for _name in _EMPTY:
-    # The default of a class would be found before a field that is deferred.
-    delattr(AdjointReport, _name)
-
-
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Recorded(Deferred):
+class Recorded:
     """Base of results that carry a `Record`: its fields by name."""
 
     record: Record
@@ -306,6 +267,8 @@ class SolveReport(Recorded):
         adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
         remedies: what the method advises, by status.
         tolerances: rtol and atol of the solver, from which |f(z)| is known; None where a method has its own.
+        route: by which functions it ran; printed, for example "native: evaluate, step, product; float32; 8 heads". None
+            for methods of their own, as those of spins, and for steps without a solve.
 
     Examples:
         >>> import torch
@@ -319,11 +282,13 @@ class SolveReport(Recorded):
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
     remedies: Remedies = dataclasses.field(default_factory=dict)
     tolerances: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
+    route: Any = dataclasses.field(default=None, kw_only=True)
 
     @property
     def _parts(self) -> dict[str, Any]:
         """The fields that all kinds of reports have."""
-        return {name: getattr(self, name) for name in ("record", "adjoint", "remedies", "tolerances")}
+        told = {"remedies": self.remedies, "tolerances": self.tolerances, "route": self.route}
+        return {"record": self.record, "adjoint": self.adjoint, **told}
 
     @property
     def _size(self) -> Tensor:

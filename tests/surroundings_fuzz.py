@@ -140,7 +140,7 @@ def _damaged(data, rng):
 
 def _asked_of_damaged(folder, seed):
     library.FOLDER = Path(folder)
-    for cache in (library._found, library.warn_once):
+    for cache in (library.found, library.warn_once):
         cache.cache_clear()
     from implicit_attention.kernels import trust
 

@@ -117,12 +117,13 @@ def test_what_is_told_may_be_changed():
 def test_verbose_prints_lines(capsys):
     problem = energy()
     solve(problem, problem.field, solver=Picard(rtol=0, atol=0, max_steps=6), verbose=True)
-    lines = capsys.readouterr().out.splitlines()
+    way, *lines = capsys.readouterr().out.splitlines()
+    assert way.startswith("torch: evaluate, step")
     assert [line.split(":")[0] for line in lines] == [f"step {i}" for i in range(7)]
     assert "6 of 6 unfinished, residual" in lines[0]
     told = Told()
     solve(problem, problem.field, solver=Picard(rtol=0, atol=0, max_steps=6), verbose=3, callback=told)
-    lines = capsys.readouterr().out.splitlines()
+    _, *lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 3", "step 6"]
     assert told.steps == list(range(7))
     solve(problem, problem.field)

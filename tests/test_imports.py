@@ -23,58 +23,45 @@ ALLOWED = {
     # The face of the kernels names the operations, which are above them.
     "kernels": {"linear", "solution", "_reporting", "_operations"},
     "solution": set(),
-    "problem": set(),
+    "problem": {"kernels"},
     "fixed_point_map": {"problem"},
     "_reporting": {"solution"},
     "potentials": {"kernels"},
+    # Its file stands in `potentials`, which knows its names alone.
+    "potentials.legendre": {"_solve", "energies", "potentials", "problem", "solvers"},
     "solvers": {"fixed_point_map", "problem", "linear", "solution"},
-    "fused": {"kernels", "energies", "potentials", "solvers", "problem", "solution"},
-    # What is above the kernels it imports when no kernel answers.
-    "_operations": {
+    "adjoints": {"potentials", "solvers", "problem", "linear", "solution", "_reporting"},
+    "energies": {"kernels", "potentials", "fixed_point_map", "problem"},
+    "_solve": {
         "kernels",
-        "fused",
-        "energies",
-        "potentials",
-        "solvers",
         "adjoints",
-        "problem",
-        "linear",
-        "solution",
-        "_reporting",
-    },
-    "adjoints": {
-        "fused",
-        "kernels",
         "energies",
         "potentials",
+        "linear",
         "solvers",
         "problem",
-        "linear",
         "solution",
         "_reporting",
     },
-    "energies": {"potentials", "fixed_point_map", "problem"},
-    "_solve": {"fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
-    # Public in `potentials`, which knows its names alone.
-    "legendre": {"_solve", "energies", "potentials", "problem", "solvers"},
-    "options": {"solvers", "adjoints", "solution", "_reporting"},
+    # What is above the kernels it imports when an operation runs.
+    "_operations": {"_solve", "kernels", "linear", "solution", "_reporting"},
+    "options": {"_solve", "solvers", "adjoints", "_reporting"},
     "attention": {
         "options",
         "_operations",
+        "_solve",
         "kernels",
-        "fused",
         "energies",
         "potentials",
-        "_solve",
         "solvers",
         "adjoints",
-        "problem",
         "solution",
         "_reporting",
     },
     "layers": {
         "options",
         "attention",
+        "kernels",
         "energies",
         "potentials",
         "problem",
@@ -101,6 +88,7 @@ ALLOWED = {
     },
     "integrations": {
         "layers",
+        "kernels",
         "options",
         "attention",
         "diagnostics",
@@ -113,7 +101,7 @@ ALLOWED = {
         "_reporting",
     },
     "training": {"layers", "diagnostics", "problem", "solution", "_reporting"},
-    "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
+    "distributed": {"attention", "adjoints", "energies", "potentials", "solvers"},
     "models": {"layers", "fixed_point_map", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "kernels", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
@@ -212,20 +200,16 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_operations_are_asked_for_in_few_places():
-    askers = {
-        dotted_name(path)
-        for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] not in ("kernels", "testing") and "kernels" in imported_parts(path)
-    }
-    # The root only makes operations known to torch, and one file more takes the layout of keys from there.
-    layout = PACKAGE / "potentials" / "masked_keys.py"
-    # Commands tell which implementation ran.
-    told = {"cli.compare_solvers", "cli.demo", "cli.report"}
-    ask = {"_operations", "fused", "potentials.scored_keys", "adjoints.native", "attention"}
-    rooms = {re.sub(r"^(attention|solvers)\..*", r"\1", name) for name in askers - {""}}
-    assert rooms == ask | told | {dotted_name(layout)}
-    assert set(re.findall(r"from \.\.kernels\.(\w+) import", layout.read_text())) == {"fold", "problem"}
+def test_only_solve_knows_kernels():
+    # The record is everybody's, the trust also that of torch's attention; commands tell what there is.
+    free = {"kernels.problem"}
+    told = {"cli.compare_solvers": {"kernels"}, "cli.demo": {"kernels"}, "cli.report": {"kernels"}}
+    told["potentials._attention"] = {"kernels", "kernels.trust"}
+    for path in PACKAGE.rglob("*.py"):
+        name = dotted_name(path)
+        if name.split(".")[0] not in ("kernels", "testing") and name != "_solve":
+            known = {each for each in imported_modules(path) if each.split(".")[0] == "kernels"}
+            assert known - free <= told.get(name, set()), name
 
 
 def test_parts_import_only_what_they_may():
@@ -237,7 +221,8 @@ def test_parts_import_only_what_they_may():
             wrong += [(str(path), name) for name in imports]
         elif part not in ("__init__", "testing"):
             # The version number and other public names come from the root, which only commands may read.
-            allowed = ALLOWED[part] | ({"__version__"} if part in ("cli", "__main__") else set())
+            allowed = ALLOWED.get(dotted_name(path), ALLOWED[part])
+            allowed = allowed | ({"__version__"} if part in ("cli", "__main__") else set())
             wrong += [
                 (str(path.relative_to(PACKAGE)), name)
                 for name in imports

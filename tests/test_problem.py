@@ -20,11 +20,14 @@ from implicit_attention import (
     PerSample,
     Picard,
     Unrolled,
+    UnsupportedImplementation,
     equilibrium_attention,
     solve,
 )
+from implicit_attention.kernels import Attention, native_status
 from implicit_attention.layers import SpinAttention
 from implicit_attention.linear import GMRES
+from implicit_attention.problem import Problem
 from implicit_attention.solvers import SciPy
 from implicit_attention.testing.numerics import random
 
@@ -394,3 +397,139 @@ def test_a_map_converts_what_it_reads_or_is_told_to():
     half = FixedPointMap(lambda z, weight: torch.tanh(z @ weight.bfloat16()), weight, event_ndim=1)
     with pytest.raises(ValueError, match=r"must take states of torch.float32, got one that raised: .*\.to\(z.dtype\)$"):
         solve(half, torch.zeros(3, 4, dtype=torch.bfloat16))
+
+
+# Problems that are attention.
+
+native = pytest.mark.skipif(native_status().isa is None, reason="there is no native library")
+TIGHT = Anderson(rtol=1e-12, atol=1e-13)
+
+
+class Projected(Problem):
+    """Attention of states over keys W x, with a learned temperature."""
+
+    event_ndim = 1
+
+    def __init__(self, weight, x, log_beta, first=None):
+        self.weight, self.x, self.log_beta, self.first = weight, x, log_beta, first
+
+    def fixed_point_map(self, z):
+        keys = self.x @ self.weight.mT
+        scores = self.log_beta.exp() * z @ keys.mT
+        if self.first is not None:
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(self.first + 1)
+            scores = scores.masked_fill(ahead, -torch.inf)
+        return 0.4 * self.x + 0.6 * scores.softmax(-1) @ keys
+
+
+class Told(Projected):
+    """The same, which says so."""
+
+    def as_attention(self):
+        return Attention(self.x, self.x @ self.weight.mT, self.log_beta.exp(), 0.4, first=self.first)
+
+
+def projected():
+    # So weak that each query has one equilibrium.
+    return [t.requires_grad_() for t in (0.3 * random(4, 4), random(2, 5, 4, seed=1), random(seed=2) - 1)]
+
+
+def at_equilibrium(kind, first=None, **options):
+    def value(*tensors):
+        return solve(kind(*tensors, first), tensors[1].detach(), solver=TIGHT, **options).value
+
+    return value
+
+
+@native
+@pytest.mark.parametrize("first", [None, 0], ids=["all keys", "causal"])
+@pytest.mark.parametrize("impl", ["auto", "native"])
+def test_a_problem_that_is_attention_is_solved_by_its_kernel(impl, first):
+    tensors = projected()
+    found, expected = (
+        solve(kind(*tensors, first), tensors[1].detach(), solver=TIGHT, impl=impl)
+        for kind, impl in ((Told, impl), (Projected, "auto"))
+    )
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-10, atol=1e-10)
+    assert torch.equal(found.status, expected.status)
+    by = [torch.autograd.grad(solution.value.sin().sum(), tensors) for solution in (found, expected)]
+    torch.testing.assert_close(*by, rtol=1e-10, atol=1e-10)
+    assert str(found.route) == "native: evaluate, step, product; float64"
+    assert "native: evaluate" not in str(expected.route)
+
+
+@native
+@pytest.mark.parametrize("impl", ["auto", "native"])
+def test_derivatives_of_a_problem_that_is_attention(impl):
+    tensors = projected()
+    value = at_equilibrium(Told, impl=impl)
+    assert torch.autograd.gradcheck(value, tensors)
+    assert torch.autograd.gradgradcheck(value, tensors, fast_mode=True)
+
+
+def test_a_problem_that_is_attention_inside_transforms():
+    tensors = projected()
+    plain = [t.detach() for t in tensors]
+
+    def loss(kind):
+        return lambda *tensors: at_equilibrium(kind)(*tensors).sin().sum()
+
+    expected = torch.autograd.grad(loss(Projected)(*tensors), tensors)
+    found = torch.func.grad(loss(Told), argnums=(0, 1, 2))(*plain)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    batched = torch.func.vmap(at_equilibrium(Told), (None, 0, None))(*plain)
+    torch.testing.assert_close(batched, at_equilibrium(Projected)(*plain), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"impl": "reference"},
+        {"trace": True},
+        {"solver": Picard(rtol=1e-12, atol=1e-13)},
+        {"solver": Anderson(history=4, rtol=1e-12, atol=1e-13)},
+        {"adjoint": Unrolled(), "solver": Picard(rtol=0, atol=0, max_steps=60)},
+        {"adjoint": Implicit(linear_solver=GMRES(rtol=1e-12))},
+    ],
+    ids=["reference", "trace", "Picard", "history", "unrolled", "GMRES"],
+)
+def test_options_of_a_problem_that_is_attention(options):
+    tensors = projected()
+    for kind in (Told, Projected):
+        solution = solve(kind(*tensors), tensors[1].detach(), **{"solver": TIGHT, **options})
+        found = solution.value, *torch.autograd.grad(solution.value.sin().sum(), tensors)
+        expected = found if kind is Told else expected
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"keys": torch.zeros(2, 5, 3, dtype=torch.float64)}, "`field` must have the keys' dimension 3"),
+        ({"keys": torch.zeros(3, 5, 4, dtype=torch.float64)}, "`keys` must broadcast"),
+        ({"keys": torch.zeros(2, 5, 4)}, "`beta` must have the dtype of `keys`"),
+        ({"query": torch.zeros(2, 3, 4, dtype=torch.float64)}, "`initial` must have the field's shape"),
+        ({"beta": -1.0}, "`beta` must be > 0, got -1.0"),
+        ({"beta": torch.ones(7, dtype=torch.float64)}, "`beta` must broadcast"),
+        ({"anchor": 1.5}, r"`anchor` must be in \[0, 1\], got 1.5"),
+        ({"mask": torch.ones(7, dtype=torch.bool)}, "`mask` must broadcast"),
+        ({"bias": torch.zeros(7, dtype=torch.float64)}, "`bias` must broadcast"),
+    ],
+    ids=["dimension", "batch", "dtype", "queries", "beta", "betas", "anchor", "mask", "bias"],
+)
+def test_parts_of_attention_that_do_not_fit_are_named(given, words):
+    class Wrong(Projected):
+        def as_attention(self):
+            return Told.as_attention(self)._replace(**given)
+
+    tensors = [t.detach() for t in projected()]
+    with pytest.raises(ValueError, match=words):
+        solve(Wrong(*tensors), tensors[1])
+
+
+@pytest.mark.parametrize("impl", ["native", "triton"])
+def test_a_kernel_is_refused_to_a_problem_that_does_not_say_what_it_is(impl):
+    tensors = projected()
+    words = f"`impl='{impl}'`: it exists for AnchoredEnergy of LogSumExp, not for Projected"
+    with pytest.raises(UnsupportedImplementation, match=words):
+        solve(Projected(*tensors), tensors[1].detach(), impl=impl)

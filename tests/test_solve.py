@@ -25,6 +25,8 @@ from implicit_attention import (
     Unrolled,
     solve,
 )
+from implicit_attention.energies import Energy
+from implicit_attention.kernels import Attention, native_status
 from implicit_attention.solution import Record
 from implicit_attention.testing.numerics import random
 
@@ -220,6 +222,33 @@ def test_problems_and_solutions_copy_and_pickle():
     for same in (copy.deepcopy(energy), pickle.loads(pickle.dumps(energy))):
         assert torch.equal(solve(same, same.field).value, solution.value)
     assert torch.equal(copy.deepcopy(solution).value, solution.value)
+
+
+class Recall(Energy):
+    """An energy that is written out, and says that it is attention."""
+
+    event_ndim = 1
+
+    def __init__(self, keys, x):
+        self.keys, self.x = keys, x
+
+    def energy(self, z):
+        return z.square().sum(-1) / 2 - (z * self.x).sum(-1) / 2 - (0.5 * z @ self.keys.mT).logsumexp(-1)
+
+    def as_attention(self):
+        return Attention(self.x, self.keys, beta=0.5, anchor=0.5)
+
+
+@pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)
+def test_kernels_solve_a_problem_of_ones_own_as_the_loop_does():
+    keys, x, weight = random(7, 5).requires_grad_(), random(3, 5, seed=1).requires_grad_(), random(3, 5, seed=2)
+    found = {}
+    for impl in ("auto", "reference"):
+        solution = solve(Recall(keys, x), x, solver=Anderson(rtol=1e-11, atol=0.0), impl=impl)
+        first = torch.autograd.grad((weight * solution.value).sum(), (keys, x), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (keys, x))
+        found[str(solution.route).split(":")[0]] = [solution.value, *first, *second]
+    torch.testing.assert_close(found["native"], found["torch"], rtol=1e-8, atol=1e-8)
 
 
 def test_vmap_over_problems_keeps_the_evidence_apart():

@@ -1,7 +1,6 @@
 """What `size.py` and `walk.py` count, in texts and calls whose numbers are known."""
 
 import dataclasses
-import json
 from typing import NamedTuple
 
 import size
@@ -50,12 +49,12 @@ def test_imports_that_are_not_promised_are_found_wherever_they_stand():
 
 
 #: Tests of the core with private imports: kernels beside their references, their checks, the library that holds them.
-OF_KERNELS = "flash hopfield_cases native native_library triton_adjoint_cases triton_harness triton_solve_cases"
+OF_KERNELS = "hopfield_cases native native_library triton_adjoint_cases triton_harness triton_solve_cases"
 OF_KERNELS += " triton_trust_cases triton_variants trust"
 
 
 def test_few_tests_import_what_is_not_promised():
-    promised, tests = json.loads((size.ROOT / "tests/promises/names.json").read_text()), size.ROOT / "tests"
+    promised, tests = size.promised_names(), size.ROOT / "tests"
     files = [path for path in tests.rglob("*.py") if size.unpromised(path.read_text(), promised)]
     assert len(files) <= 40
     of_core = [

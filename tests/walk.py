@@ -2,8 +2,9 @@
 
 `python tests/walk.py` walks through five calls, each of them warm. A file is entered when a function of it is called; a
 return enters a file, or a folder, that was left before. A record is a dataclass or NamedTuple of the package, counted
-once where the call makes one or more. A solve is a call of `SOLVE`, a frame one of any library. Files of C++ define a
-name that can be reached, by names and includes, from the functions which the call asks of the native library.
+once where the call makes one or more; "before" counts those that are made before the call first asks the native library
+for something, which lie between door and kernel. A solve is a call of `SOLVE`, a frame one of any library. Files of C++
+define a name that can be reached, by names and includes, from the functions which the call asks of the native library.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ DEFINED = re.compile(r"^\b[^\n(={;]*?\b(\w+)(?:<[^\n<>()]*>)?\s*[({=;]", re.MULT
 
 
 class Walk(NamedTuple):
-    """Functions of the package in the order of their calls, as (file, name); records; functions of the library."""
+    """Functions of the package in the order of their calls, as (file, name); records; functions of the library.
+
+    before: the records that are made before the first of these functions is called.
+    """
 
     passed: list[tuple[str, str]]
     records: set[str]
     native: set[str]
+    before: set[str]
 
     @property
     def files(self) -> list[str]:
@@ -59,7 +64,7 @@ class Walk(NamedTuple):
 
 def walked(call: Callable[[], Any]) -> Walk:
     """The walk through the second of two calls."""
-    found, made = Walk([], set(), set()), set[type]()
+    found, made = Walk([], set(), set(), set()), set[type]()
     start = f"{PACKAGE}/"
 
     def watch(frame: Any, event: str, argument: Any) -> None:
@@ -78,7 +83,12 @@ def walked(call: Callable[[], Any]) -> Walk:
     loaded = library()
     functions = {} if loaded is None else {name: part for name, part in vars(loaded).items() if callable(part)}
 
+    def records() -> set[str]:
+        return {kind.__name__ for kind in made if is_record(kind)}
+
     def asked(function: Callable[..., Any], *arguments: Any) -> Any:
+        if not found.native:
+            found.before.update(records())
         found.native.add(function.__name__)
         return function(*arguments)
 
@@ -87,7 +97,7 @@ def walked(call: Callable[[], Any]) -> Walk:
         sys.setprofile(watch)
         call()
         sys.setprofile(None)
-    found.records.update(kind.__name__ for kind in made if is_record(kind))
+    found.records.update(records())
     return found
 
 
@@ -147,7 +157,7 @@ def doors() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def main() -> None:
-    columns = ("files", "returns", "folders", "returns", "records", "solves", "frames", "C++")
+    columns = ("files", "returns", "folders", "returns", "records", "before", "solves", "frames", "C++")
     table = [f"{'':<41}" + "".join(f"{column:>8}" for column in columns)]
     texts = {path.name: path.read_text() for kind in ("h", "cpp") for path in PACKAGE.rglob(f"*.{kind}")}
     for door, call in doors():
@@ -155,9 +165,9 @@ def main() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             count = frames(call)
         parts = {"files": list(dict.fromkeys(walk.files)), "records": sorted(walk.records)}
-        parts["C++"] = sorted(cpp_files(walk.native, texts))
+        parts |= {"before": sorted(walk.before), "C++": sorted(cpp_files(walk.native, texts))}
         numbers = [len(parts["files"]), returns(walk.files), len(set(walk.folders)), returns(walk.folders)]
-        numbers += [len(parts["records"]), walk.passed.count(SOLVE), count, len(parts["C++"])]
+        numbers += [len(walk.records), len(walk.before), walk.passed.count(SOLVE), count, len(parts["C++"])]
         table.append(f"{door:<41}" + "".join(f"{number:>8,}" for number in numbers))
         print(door)
         for part, names in parts.items():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._types import Impl
-from ..fused import lower, native_step
 from ..linear import LinearSolver
 from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies
@@ -62,6 +61,8 @@ class Request:
     by_token: SolveOfTokens | None = None
     #: Whether the residual of the answer is wanted where it costs an evaluation of its own.
     measured: bool = True
+    #: The `Route` that `solve` chose: the functions of kernels that may be used.
+    route: Any = None
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
@@ -71,10 +72,8 @@ class Request:
 
     def solved(self, problem: Problem, initial: Tensor) -> Outcome:
         """The outcome for `problem` without a graph, by a kernel where `impl` has or wants one."""
-        every_step = self.trace or self.callback is not None
-        lowered = lower(problem, self.solver, self.impl, every_step=every_step)
-        solved = None if lowered is None else lowered.solve(initial)
-        return self.run(problem, initial) if solved is None else Outcome(*solved)
+        found: Outcome | None = self.route.solve(problem, initial)
+        return self.run(problem, initial) if found is None else found
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
         """The outcome for `problem` by the solver's own steps, after each of which the callback is called."""
@@ -84,7 +83,7 @@ class Request:
         if type(self.solver).run is not Solver.run:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         watched = self.trace or graph or self.callback is not None
-        step = None if watched or self.impl == "reference" else native_step(self.solver, problem, initial)
+        step = None if watched else self.route.native_step(problem, initial)
         told = self.callback
         return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, step=step)
 

@@ -17,7 +17,6 @@ from .._norm import length, norm
 from .._reporting import left_out, lost, report_gradients
 from .._types import LinearMap
 from ..failure_policy import policy_of
-from ..fused import lower
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven, has_no_digits
 from ..linear._vectors import ORDINARY, along, normalised
@@ -45,6 +44,7 @@ def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, 
     def mapped() -> Tensor:
         return problem.fixed_point_map(z)
 
+    request.route.product = "torch"
     with torch.no_grad():
         method = request.linear_solver or _default_method(problem, request.solver, z.dtype)
         answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
@@ -83,15 +83,12 @@ def _gradients(
     """The gradients, the solution of the linear system behind them, and the tape if one was recorded."""
     default = request.linear_solver is None and isinstance(method, CG)
     known: Known | None = None
-    if default and (lowered := lower(problem, None, request.impl)) is not None:
-        steps = method.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
-        with torch.no_grad():
-            fused = lowered.adjoint(z, cotangent, method.rtol, steps)
-        if fused is not None:
-            gradients, answer = fused
-            known = gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature)
-            if not bool((answer.status == Status.STALLED).any()):
-                return *known, None
+    if default:
+        known = request.route.gradients(problem, z, cotangent, method)
+        if known is not None and not bool((known[1].status == Status.STALLED).any()):
+            return *known, None
+    if known is None:
+        request.route.product = "torch"
     if known is None and (own := problem._adjoint(method, z, cotangent)) is not None:
         return *own, None
     return gradients_by_rows(method, problem, z, cotangent, known=known)

@@ -1,28 +1,66 @@
-"""`equilibrium_attention`: the arguments of `scaled_dot_product_attention`, answered by an equilibrium."""
+"""Equilibrium attention as a function, and `attend`, which layers call: checks, heads, masks and the read-out.
+
+A door makes one record of tensors, `Attention`, and `_solve` finds the states for it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, Literal, overload
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from .. import _validate
-from .._autograd import PLAIN_TYPES
-from ..adjoints.native import is_finite
-from ..kernels.problem import Hopfield
+from .._autograd import (
+    HALF,
+    at_least_single,
+    exact_precision,
+    host_may_look,
+    in_own_precision,
+    into_onnx,
+    is_batched,
+    is_exporting,
+    is_fake,
+    may_have_tangent,
+    uncompiled,
+    unobserved,
+)
+from .._operations import solved_in_graph
+from .._reporting import without_gradient
+from .._solve import fits_kernels, for_graph, in_one_piece, is_finite, solve, solve_plainly
+from ..adjoints import Implicit, Unrolled
+from ..energies import AnchoredEnergy
+from ..errors import UnsupportedImplementation
+from ..failure_policy import FailurePolicy, FailureSite, Located, Word, located, policy_of
+from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
-from ..potentials import LogSumExp
-from ..solution import Solution
-from . import direct
-from .call import Attended, Call
-from .core import attend
-from .masks import check_causal, check_order, mask_and_bias
-from .read_out import PotentialFactory
+from ..potentials import LogSumExp, Potential, ReadsOut
+from ..potentials._attention import Fold, differentiable, loses_nan, sdpa, triangle
+from ..potentials._attention import attend as attend_folded
+from ..potentials._read import surely_finite
+from ..potentials.log_sum_exp import OverLogSumExp
+from ..potentials.scored_keys import ScoredKeys
+from ..solution import Record, Solution, SolveReport, Trace
+from ..solvers import Picard
+from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
+from ..status import Status
+from .masks import check_causal, check_order, check_whole, mask_and_bias
 
+T = TypeVar("T", Tensor, Tensor | None, float | Tensor)
+#: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are passed only if the call has them.
+PotentialFactory: TypeAlias = Callable[..., Potential]
+
+# Torch aligns new memory to a multiple of so many bytes.
+LINE = 64
+# Rows of so many numbers are aligned in any precision.
+WIDTH = 4
 _DEFAULTS = SolveOptions()
 
 
@@ -154,15 +192,7 @@ def equilibrium_attention(
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
     query_offset = _checked_offset(query_offset, is_causal)
-    solve_options = None
-    plain = attn_mask is None and type(is_causal) is bool and enable_gqa is False and type(return_solution) is bool
-    if plain and potential is LogSumExp and type(dropout_p) in (float, int) and dropout_p == 0 and direct.eager():
-        solve_options = _options(options)
-        first = query_offset if is_causal else None
-        attended = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
-        if attended is not None:
-            return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
-    solve_options = solve_options or _DEFAULTS.override(**options)
+    chosen = _options(options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
@@ -179,66 +209,22 @@ def equilibrium_attention(
     for name, number in (("scale", scale), ("anchor", anchor)):
         if isinstance(number, Tensor):
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
+    if isinstance(anchor, Tensor) and not (anchor.is_floating_point() or anchor.is_complex()):
+        anchor = anchor.float()
+    anchor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
     shape = (*query.shape[:-1], key.shape[-2])
     if is_causal:
         check_order("is_causal", potential)
         check_causal("attn_mask", attn_mask, "is_causal")
-    mask, bias = mask_and_bias(attn_mask, shape=shape, like=query, name="attn_mask")
-    call = Call(
-        query,
-        key,
-        value,
-        scale,
-        anchor,
-        solve_options,
-        mask=mask,
-        bias=bias,
-        first=query_offset if is_causal else None,
-        potential=potential,
-        dropout_p=dropout_p,
-        grouped=enable_gqa,
-        return_solution=return_solution,
-    )
-    attended = attend(call)
+    masks = (None, None) if attn_mask is None else mask_and_bias(attn_mask, shape=shape, like=query, name="attn_mask")
+    first = query_offset if is_causal else None
+    call = Attention(query, key, scale, anchor, *masks, first, value, dropout_p)
+    attended = attend(call, chosen, grouped=enable_gqa, potential=potential, return_solution=return_solution)
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
 
 
 def _options(given: SolveKeywords) -> SolveOptions:
-    if not given:
-        return _DEFAULTS
-    # Two equal policies are two counters.
-    if isinstance(given.get("on_failure", "warn"), str):
-        try:
-            return _known(**given)
-        except TypeError:
-            # An unknown option, which `override` reports, or a solver without a hash.
-            pass
-    return _DEFAULTS.override(**given)
-
-
-#: Calls are many, their options few.
-_known = functools.lru_cache(maxsize=256, typed=True)(_DEFAULTS.override)
-
-
-def _directly(
-    query: Any, key: Any, value: Any, scale: Any, anchor: Any, first: int | None, options: SolveOptions, solution: bool
-) -> Attended | None:
-    """The answer where the arguments are plain tensors that fit each other, else None."""
-    plan = options.plan
-    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or query.is_nested or query.ndim < 2:
-        return None
-    if not isinstance(options.on_failure, str) or (plan.explicit and (solution or options.impl != "auto")):
-        return None
-    if first is not None and (key.ndim < 2 or first + 1 >= key.shape[-2]):
-        first = None
-    beta = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
-    problem = Hopfield(query, key, beta, anchor, None, first)
-    if plan.explicit:
-        output = direct.explicit(problem, value)
-        return None if output is None else Attended(output, query, None, None)
-    if plan.rule is None or (first is not None and not is_finite(value)):
-        return None
-    return direct.solved(problem, value, query, plan, options.on_failure, report=solution, solution=solution)
+    return _DEFAULTS.override(**given) if given else _DEFAULTS
 
 
 def _checked_offset(offset: int, is_causal: bool) -> int:
@@ -251,14 +237,573 @@ def _checked_offset(offset: int, is_causal: bool) -> int:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:
-    received = f"shape {tuple(key.shape)}"
-    if not grouped:
-        pairs = zip(reversed(query.shape[:-2]), reversed(key.shape[:-2]), strict=False)
+    # Texts are made for errors only: sizes that torch.compile keeps open would be fixed by them.
+    pairs = zip(reversed(query.shape[:-2]), reversed(key.shape[:-2]), strict=False)
+    if not grouped and not all(q == k or 1 in (q, k) for q, k in pairs):
         required = f"have leading axes that broadcast with the query's {tuple(query.shape[:-2])}"
         remedy = "pass enable_gqa=True if its heads are fewer"
-        _validate.require(all(q == k or 1 in (q, k) for q, k in pairs), "key", required, received, remedy)
-    required = f"have the query's dimension {query.shape[-1]} on its last axis"
-    _validate.require(key.shape[-1] == query.shape[-1], "key", required, received)
-    required, received = f"have one row for each of the {key.shape[-2]} keys", f"shape {tuple(value.shape)}"
-    _validate.require(value.shape[-2] == key.shape[-2], "value", required, received)
+        raise ValueError(_validate.message("key", required, f"shape {tuple(key.shape)}", remedy))
+    if key.shape[-1] != query.shape[-1]:
+        required = f"have the query's dimension {query.shape[-1]} on its last axis"
+        raise ValueError(_validate.message("key", required, f"shape {tuple(key.shape)}"))
+    if value.shape[-2] != key.shape[-2]:
+        required = f"have one row for each of the {key.shape[-2]} keys"
+        raise ValueError(_validate.message("value", required, f"shape {tuple(value.shape)}"))
     _validate.check_together("value", value.shape[:-2], key.shape[:-2], "the leading axes of `key`")
+
+
+# Layers and hosts.
+
+
+class Attended(NamedTuple):
+    """The read-out of an attention call, and the solve behind it.
+
+    Attributes:
+        output: (*batch, H, N, E), or (*batch, N, E) without heads.
+        state: the equilibrium that was read at, in the precision of the solve.
+        report: the report that a layer may remember; from a compiled graph the `Record`, at which the host has not
+            looked. None inside torch.vmap, which no tensor may leave.
+        solution: the `Solution`, if the caller wants it or it was made on the way.
+        weights: (*batch, H, N, M), if the caller wants them.
+    """
+
+    output: Tensor
+    state: Tensor
+    report: SolveReport | Record | None
+    solution: Solution | None
+    weights: Tensor | None = None
+
+    @property
+    def num_evals(self) -> Tensor:
+        """(*batch, H, N), evaluations of the map."""
+        assert self.report is not None
+        return self.report.num_evals
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """Keyword arguments of a call of attention beside its tensors and options.
+
+    potential: what makes the potential of the keys.
+    trace: keep the course of the iteration in the solution.
+    return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
+    return_weights: return the attention weights.
+    unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
+    site: the layer that calls.
+    """
+
+    potential: PotentialFactory
+    trace: bool
+    return_solution: bool
+    return_weights: bool
+    unbounded: Word
+    site: FailureSite | None
+
+
+def attend(
+    call: Attention,
+    options: SolveOptions,
+    *,
+    initial: Tensor | None = None,
+    grouped: bool | Literal["tiled"] = False,
+    plain: bool | None = None,
+    **asked: Unpack[AttentionKeywords],
+) -> Attended:
+    """Equilibria of the queries over the keys, and the read-out there: softmax attention over values, or the state.
+
+    With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
+    map.
+
+    Under torch.compile the solve is one operation of the graph where there is one for it; the host then learns of
+    failures when it reads the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake) take
+    the same path.
+
+    Args:
+        call: the tensors, which fit each other.
+        options: how the equilibria are found and differentiated.
+        initial: where the solves start, by default at the query.
+        grouped: whether fewer heads of keys are shared by heads of queries: head h reads key head h // (H / Hkv), or
+            h mod Hkv if "tiled".
+        plain: the value of `eager()`, if the caller has it.
+        **asked: see `AttentionKeywords`.
+    """
+    if call.first is not None:
+        call = _with_triangle(call, call.first, asked.get("potential", LogSumExp))
+    heads, groups = call.query.shape[-3] if call.query.ndim > 3 or grouped else None, 1
+    if grouped and not call.query.shape[-3] == call.keys.shape[-3] != 0:
+        groups = group_size(call.query, call.keys)
+        initial = split_groups(initial, call.query.shape[-3], groups, -3, grouped == "tiled")
+        call = _split(call, groups, grouped == "tiled")
+    if type(call.query) is Tensor and call.query.is_cpu and (eager() if plain is None else plain):
+        # The contexts and wrappers below have nothing to keep out.
+        attended = _answer(call, initial, options, False, True, **asked)
+    else:
+        check_whole()
+        attended = _exported(call, initial, options, asked) if is_exporting() else None
+        if torch.compiler.is_compiling() and any(map(_may_have_tangent, (*call, initial))):
+            raise UnsupportedImplementation(
+                "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
+                "torch.compile; call them outside of it"
+            )
+        in_graph = torch.compiler.is_compiling() or is_fake(call.query)
+        if attended is None and in_graph and _fits_graph(call, options, asked):
+            attended = _exactly(call, initial, options, True, asked)
+        if attended is None:
+            attended = _outside_graph(call, initial, options, asked)
+    assert attended is not None
+    if groups > 1:
+        attended = _merged(attended)
+    if heads is not None and isinstance(attended.report, SolveReport) and attended.report.route is not None:
+        attended.report.route.heads = heads
+    return attended
+
+
+@in_own_precision
+def _exactly(
+    call: Attention, initial: Tensor | None, options: SolveOptions, in_graph: bool, asked: AttentionKeywords
+) -> Attended | None:
+    """The answer in the precision of the call, also inside autocast and modes of torch."""
+    with exact_precision(call.query):
+        return _answer(call, initial, options, in_graph, not in_graph and eager(), **asked)
+
+
+@uncompiled
+def _outside_graph(
+    call: Attention, initial: Tensor | None, options: SolveOptions, asked: AttentionKeywords
+) -> Attended | None:
+    return _exactly(call, initial, options, False, asked)
+
+
+def _may_have_tangent(part: Any) -> bool:
+    return isinstance(part, Tensor) and may_have_tangent(part)
+
+
+def _with_triangle(call: Attention, first: int, potential: PotentialFactory) -> Attention:
+    """The call with a mask in the place of `first`, unless the potential takes `first` itself."""
+    count = call.keys.shape[-2]
+    # An exported program must hold for other lengths.
+    if not is_exporting():
+        if first + 1 >= count:
+            return call._replace(first=None)
+        if call.mask is None and call.bias is None and potential is LogSumExp:
+            return call
+    lower = triangle(call.query.shape[-2], count, first, call.query.device)
+    return call._replace(mask=lower if call.mask is None else call.mask & lower, first=None)
+
+
+def _fits_graph(call: Attention, options: SolveOptions, asked: AttentionKeywords) -> bool:
+    """Whether the solve may be an operation in the graph of a compiler, if there is one for it."""
+    if asked.get("return_solution") or asked.get("trace") or asked.get("return_weights"):
+        return False
+    make, adjoint = asked.get("potential", LogSumExp), options.adjoint
+    if make is not LogSumExp and not (isinstance(make, type) and OverLogSumExp in make.__bases__):
+        return False
+    if call.keys.shape[-2] == 0 or policy_of(options.on_failure).over == "raise" or options.impl == "reference":
+        return False
+    if call.bias is not None and call.bias.requires_grad:
+        return False
+    if options.explicit:
+        return call.values is not None
+    exact = adjoint is None or (isinstance(adjoint, Implicit) and adjoint.linear_solver is None)
+    return exact and not options.effective_solver.fixed_budget
+
+
+def _exported(
+    call: Attention, initial: Tensor | None, options: SolveOptions, asked: AttentionKeywords
+) -> Attended | None:
+    """The answer as operations of an exported program: plain ones of a fixed budget, or the one of a solve."""
+    check_no_evidence(asked.get("return_solution", False), "return_solution")
+    check_no_evidence(asked.get("trace", False), "return_trajectory")
+    solver, attended = options.effective_solver, None
+    if is_budget(solver):
+        # Products written out take any number of keys, torch's kernels at least one.
+        options = options.override(impl="reference")
+    if is_budget(solver) or (_fits_graph(call, options, asked) and not into_onnx()):
+        attended = _exactly(call, initial, options, True, asked)
+    if attended is None:
+        check_budget(solver)
+    return attended
+
+
+# The answer.
+
+
+def _answer(
+    given: Attention,
+    initial: Tensor | None,
+    options: SolveOptions,
+    in_graph: bool,
+    plain: bool,
+    *,
+    potential: PotentialFactory = LogSumExp,
+    trace: bool = False,
+    return_solution: bool = False,
+    return_weights: bool = False,
+    unbounded: Word = "raise",
+    site: FailureSite | None = None,
+) -> Attended | None:
+    """The answer in the precision of the solve; None if a compiler's graph needs an operation, and there is none."""
+    if empty := given.keys.shape[-2] == 0:
+        given = _with_masked_key(given)
+    call, dtype = _in_single(given), given.query.dtype
+    initial = call.query if initial is None else at_least_single(initial)
+    if site is None and isinstance(options.on_failure, FailurePolicy):
+        site = options.on_failure._site
+    if plain and potential is LogSumExp and not (empty or trace or return_weights or call.dropout):
+        attended = _plainly(call, given, initial, options, site, return_solution)
+        if attended is not None:
+            return attended
+    try:
+        made = _made(call, potential, options)
+        energy = AnchoredEnergy(made, call.query, call.anchor, unbounded="ignore" if options.explicit else unbounded)
+        if call.values is not None or return_weights:
+            reads_out(made)
+        if options.explicit:
+            if (impl := options.impl) in ("native", "triton"):
+                reason = "solves, and max_steps=0 solves nothing; use impl='auto'"
+                raise UnsupportedImplementation(f"`impl={impl!r}` {reason}")
+            measured = return_solution or trace
+            state, solution = call.query, _explicit_solution(energy, in_graph, measured=measured, trace=trace)
+            make = functools.partial(_made, potential=potential, options=options)
+            output = _explicit_output(energy, call, given, make)
+        else:
+            on_failure = options.on_failure if site is None else Located(options.on_failure, site)
+            solved = _solved(energy, initial, options, on_failure, in_graph, trace)
+            if solved is None:
+                return None
+            state, solution = _stood_in(energy, call, options, *solved)
+            output = state if call.values is None else read_out(made, state, call.values, call.dropout)
+    except (RuntimeError, ValueError) as error:
+        _refuse_shapes(call, potential, error)
+        raise
+    weights = reads_out(made).probabilities(state) if return_weights else None
+    if empty and weights is not None:
+        weights = weights[..., :0]
+    output = output.to(dtype)
+    if isinstance(solution, Record):
+        return Attended(output, state, solution, None, weights)
+    report = None if is_batched(solution.status) else solution.report
+    return Attended(output, state, report, solution, weights)
+
+
+def _plainly(
+    call: Attention, given: Attention, initial: Tensor, options: SolveOptions, site: FailureSite | None, wanted: bool
+) -> Attended | None:
+    """The answer for plain tensors by the native library and torch's kernel; None where one of them has none.
+
+    wanted: whether the caller wants the solution.
+    """
+    plan, on_failure, dtype = options.plan, options.on_failure, given.query.dtype
+    if plan.explicit:
+        # A read-out in half precision widens nothing.
+        if wanted or dtype in HALF or options.impl != "auto":
+            return None
+        output = _explicit(call)
+        if output is None:
+            return None
+        return Attended(output, call.query, SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1)), None)
+    if type(on_failure) is not str and policy_of(on_failure).forward == "explicit":
+        return None
+    found = solve_plainly(call, initial, plan, on_failure, site, wanted=wanted or site is not None, whole=wanted)
+    if found is None:
+        return None
+    state, report, failed = found
+    if call.values is None:
+        output = state
+    elif failed or not (call.mask is call.bias is None) or (call.first is not None and not is_finite(call.values)):
+        output = read_out(_made(call, LogSumExp, options), state, call.values, 0.0)
+    else:
+        output = read_out_plain(state, call)
+    solution = report if isinstance(report, Solution) else None
+    return Attended(output.to(dtype), state, report if solution is None else solution.report, solution)
+
+
+def eager() -> bool:
+    """Whether torch runs eagerly, `unobserved`, and its attention is its own."""
+    return F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention and unobserved()
+
+
+def _explicit(call: Attention) -> Tensor | None:
+    """The values read out at the query, by torch's kernel; None where it may not answer as the potential does."""
+    query, keys, values, first, anchor = call.query, call.keys, call.values, call.first, call.anchor
+    if values is None or call.mask is not None or call.bias is not None or not fits_kernels(call):
+        return None
+    query = query if in_one_piece(query) else query.contiguous()
+    # A query that is not finite must read NaN, and kernels do not always return it.
+    if query.data_ptr() % LINE or not is_finite(query):
+        return None
+    # Keys and values that are not finite must not reach queries that do not attend to them.
+    if (loses_nan(keys) or first is not None) and not is_finite(keys):
+        return None
+    if first is not None and not is_finite(values):
+        return None
+    output = read_out_plain(query, call)
+    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
+
+
+def _with_masked_key(call: Attention) -> Attention:
+    """The call with one masked key in the place of no key: a query attends to nothing either way."""
+    keys, values = call.keys, call.values
+    return call._replace(
+        keys=keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1]),
+        values=None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1]),
+        mask=torch.zeros(1, dtype=torch.bool, device=keys.device),
+        bias=None,
+        first=None,
+    )
+
+
+def _in_single(call: Attention) -> Attention:
+    """The call in the precision of the solve: float32 where it came in half precision."""
+    dtype, beta, anchor, values, bias = call.query.dtype, call.beta, call.anchor, call.values, call.bias
+    if (
+        dtype not in HALF
+        and call.keys.dtype == dtype
+        and (values is None or values.dtype == dtype)
+        and (bias is None or bias.dtype == dtype)
+        and (not isinstance(beta, Tensor) or beta.dtype == dtype)
+        and (not isinstance(anchor, Tensor) or anchor.dtype == dtype)
+    ):
+        return call
+    query, keys, values, bias = map(at_least_single, (call.query, call.keys, values, bias))
+    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
+    return call._replace(query=query, keys=keys, values=values, bias=bias, beta=beta, anchor=anchor)
+
+
+def _made(call: Attention, potential: PotentialFactory, options: SolveOptions) -> Potential:
+    """The potential of the keys."""
+    made = made_by(potential, call.keys, call.beta, mask=call.mask, bias=call.bias, query_offset=call.first)
+    if options.impl == "reference" and isinstance(made, LogSumExp | OverLogSumExp):
+        return made.written_out()
+    return made
+
+
+def _solved(
+    energy: AnchoredEnergy, initial: Tensor, options: SolveOptions, on_failure: Any, in_graph: bool, trace: bool
+) -> tuple[Tensor, Solution | Record] | None:
+    solver = options.effective_solver
+    if in_graph and is_budget(solver):
+        return stepped(solver, energy, initial), Record.unmeasured(energy.field, solver.exhausted, 1)
+    if in_graph:
+        # An exported program keeps no site, and counts nothing.
+        site = None if is_exporting() else located(on_failure)[1]
+        given = for_graph(energy, initial, solver, options.impl)
+        if given is None:
+            return None
+        state, record = solved_in_graph(*given, options.on_failure, site)
+        return without_gradient(options.on_failure, record.failed, state), record
+    adjoint, impl = options.effective_adjoint, options.impl
+    solution = solve(energy, initial, solver=solver, adjoint=adjoint, impl=impl, on_failure=on_failure, trace=trace)
+    return solution.value, solution
+
+
+def _stood_in(
+    energy: AnchoredEnergy, call: Attention, options: SolveOptions, state: Tensor, solution: Solution | Record
+) -> tuple[Tensor, Solution | Record]:
+    """The states; with forward="explicit" those of failed queries are replaced by the states of max_steps=0."""
+    failed = solution.failed
+    if policy_of(options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
+        return state, solution
+    instead = energy.fixed_point_map(call.query) if call.values is None else call.query
+    return torch.where(failed[..., None], instead, state), solution
+
+
+# Explicit steps.
+
+
+def _explicit_solution(energy: AnchoredEnergy, in_graph: bool, *, measured: bool, trace: bool) -> Solution | Record:
+    """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
+    query = energy.field.detach()
+    if not measured:
+        record = Record.unmeasured(query, Status.EXPLICIT, 1)
+        return record if in_graph else Solution(record, value=query)
+    # Without tolerances the status is EXPLICIT even where the query solves its problem.
+    solver = Picard(rtol=0, atol=0, max_steps=0)
+    with torch.no_grad():
+        detached = energy.replace(*(t.detach() for t in energy.tensors()))
+        return solve(detached, query, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=trace)
+
+
+def _explicit_output(
+    energy: AnchoredEnergy, call: Attention, given: Attention, made: Callable[[Attention], Potential]
+) -> Tensor:
+    """One step of the map, or the values read out at the query: in half precision if the whole call `given` has it."""
+    if call.values is None or given.values is None:
+        return energy.fixed_point_map(call.query)
+    dtype, potential, query, values = given.query.dtype, energy.potential, call.query, call.values
+    # A potential that computes a bias from its keys and beta differs from the one of keys and beta in half precision.
+    scores_alone = isinstance(potential, ScoredKeys) and potential.bias is call.bias
+    half = all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias))
+    if dtype in HALF and scores_alone and half:
+        query, values, beta = given.query, given.values, call.beta
+        if isinstance(beta, Tensor):
+            # A rounded temperature would shift all scores alike; the rounding of a product does not.
+            query, beta = (beta[..., None, None] * query).to(dtype), 1.0
+        potential = made(given._replace(beta=beta))
+    output = read_out(potential, query, values, call.dropout)
+    # The output does not depend on the anchor, but a parameter without any gradient stops distributed training.
+    anchor = given.anchor
+    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
+
+
+# Heads.
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
+    *lead, width = x.shape
+    return x.reshape(*lead, heads, width // heads).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
+    return x.transpose(-3, -2).flatten(-2)
+
+
+def group_size(query: Tensor, keys: Tensor) -> int:
+    """Return the number of query heads that share one head of keys."""
+    heads, kv_heads = query.shape[-3], keys.shape[-3]
+    _validate.require(
+        kv_heads > 0 and heads % kv_heads == 0,
+        "query",
+        f"have a number of heads that the {kv_heads} heads of `key` divide",
+        f"{heads} heads, shape {tuple(query.shape)}",
+    )
+    return heads // kv_heads
+
+
+def split_groups(given: T, heads: int, groups: int, axis: int, tiled: bool) -> T:
+    """The axis of `heads` heads as two: (heads / groups, groups), or (groups, heads / groups) if tiled.
+
+    Head h then shares the keys of head h // groups, or h mod (heads / groups) if tiled. An axis of size 1 becomes
+    (1, 1). What has no such axis (a number, a smaller tensor, None) is the same for all heads and stays as it is.
+    """
+    if not isinstance(given, Tensor) or given.ndim < -axis:
+        return given
+    split = (heads // groups, groups) if given.shape[axis] == heads else (given.shape[axis], 1)
+    return given.unflatten(axis, split[::-1] if tiled else split)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _split(call: Attention, groups: int, tiled: bool) -> Attention:
+    """The call with an axis along which the keys broadcast, in the place of heads that share keys."""
+    heads, shared = call.query.shape[-3], -4 if tiled else -3
+    return call._replace(
+        query=split_groups(call.query, heads, groups, -3, tiled),
+        keys=call.keys.unsqueeze(shared),
+        values=None if call.values is None else call.values.unsqueeze(shared),
+        beta=split_groups(call.beta, heads, groups, -1, tiled),
+        anchor=split_groups(call.anchor, heads, groups, -1, tiled),
+        mask=split_groups(call.mask, heads, groups, -3, tiled),
+        bias=split_groups(call.bias, heads, groups, -3, tiled),
+    )
+
+
+def _merged(attended: Attended) -> Attended:
+    output, state, report, solution, weights = attended
+    output, state = output.flatten(-4, -3), state.flatten(-4, -3)
+    weights = None if weights is None else weights.flatten(-4, -3)
+    if solution is not None:
+        solution = _merged_solution(solution)
+        report = None if report is None else solution.report
+    elif report is not None:
+        report = report.map(_merge_heads)
+    return Attended(output, state, report, solution, weights)
+
+
+def _merge_heads(of_problems: Tensor) -> Tensor:
+    return of_problems.flatten(-3, -2)
+
+
+def _merged_solution(solution: Solution) -> Solution:
+    merged = solution.map(_merge_heads)
+    trace, function, split = merged.trace, merged.energy_function, merged.value.shape
+    if trace is not None:
+        residual, energy, evals = (None if t is None else _merge_heads(t) for t in trace[:3])
+        trace = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
+    whole = None if function is None else lambda z: _merge_heads(function(z.reshape(split)))
+    return dataclasses.replace(merged, value=merged.value.flatten(-4, -3), trace=trace, energy_function=whole)
+
+
+# The potential and the read-out.
+
+
+def made_by(
+    make: PotentialFactory,
+    keys: Tensor,
+    beta: float | Tensor,
+    *,
+    named: tuple[str, str] = ("potential", "(keys, beta, mask=, bias=)"),
+    **options: Any,
+) -> Potential:
+    """The potential that the factory, `named` with what it takes, makes with the options that are not None."""
+    (argument, takes), given = named, {name: option for name, option in options.items() if option is not None}
+    try:
+        made: Any = make(keys, beta, **given)
+    except TypeError as error:
+        received = getattr(make, "__name__", repr(make))
+        try:
+            received += str(signature := inspect.signature(make))
+            signature.bind(keys, beta, **given)
+        except (TypeError, ValueError):
+            remedy = "pass a class or function with these names; beta is a number, or has one for each head, (H,)"
+            raise TypeError(_validate.message(argument, f"take {takes}", received, remedy)) from error
+        raise
+    if not isinstance(made, Potential):
+        required = f"make a Potential from {takes}"
+        raise TypeError(_validate.message(argument, required, type(made).__name__, "for example LogSumExp"))
+    return made
+
+
+def _refuse_shapes(call: Attention, potential: Any, error: RuntimeError | ValueError) -> None:
+    """Raise if a potential of the user's failed, in torch's words about shapes, on what the call gives it."""
+    home, ours = str(getattr(potential, "__module__", "")), __name__.partition(".")[0]
+    own = home.startswith(ours) or str(error).startswith("`")
+    if not own and type(error) in (RuntimeError, ValueError) and _validate.OF_SHAPES.search(str(error)) is not None:
+        given = {"keys": call.keys, "beta": call.beta, "mask": call.mask, "bias": call.bias, "states": call.query}
+        required = "take " + ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if isinstance(t, Tensor))
+        received = f"{getattr(potential, '__name__', repr(potential))}, which raised: {error}"
+        remedy = "beta has one number for each head: multiply scores (*batch, H, N, M) by beta[..., None, None]"
+        raise ValueError(_validate.message("potential", required, received, remedy))
+
+
+def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
+    """softmax(beta z K^T) V. A state that is not finite reads NaN and adds nothing to other gradients."""
+    # Bits depend on whether z is aligned as new memory is, which a copy without its lost rows would be.
+    if isinstance(potential, ScoredKeys) and surely_finite(z) and z.data_ptr() % LINE == 0:
+        return potential.readout(z, values, dropout_p=dropout_p)
+    lost = ~torch.isfinite(z).all(-1, keepdim=True)
+    output = reads_out(potential).readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)
+    return output.masked_fill(lost, torch.nan)
+
+
+def reads_out(potential: Potential) -> ReadsOut:
+    """The potential, or an error if it has no weights to read values out with."""
+    if isinstance(potential, ReadsOut):
+        return potential
+    raise UnsupportedImplementation(
+        f"{type(potential).__name__} has no attention weights (no methods `probabilities` and `readout`); use "
+        "readout='state', without weights"
+    )
+
+
+def read_out_plain(z: Tensor, call: Attention) -> Tensor:
+    """softmax(beta z K^T) V of finite states, keys and values, as `LogSumExp.readout` has it, without a mask."""
+    keys, values, beta, first = call.keys, call.values, call.beta, call.first
+    assert values is not None
+    query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+    kernel = differentiable if differentiated else sdpa
+    if is_laid_out(z.shape, keys.shape, values.shape):
+        # The same as `attend_folded`, for tensors that lie as the kernel takes them.
+        if first is None and not differentiated and query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+        return kernel(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
+    fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
+    keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
+    return fold.restored(attend_folded(kernel, fold, fold.moved(query), keys, values, None, scale, first)[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def is_laid_out(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size) -> bool:
+    """Whether torch's kernel takes tensors of these shapes, and takes them aligned, as they are."""
+    return len(shape) == 4 and of_keys == of_values and shape[:-2] == of_keys[:-2] and shape[-1] % WIDTH == 0

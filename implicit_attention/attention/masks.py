@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import HALF
-from ..potentials.masked_keys import triangle as triangle
+from ..potentials._attention import triangle as triangle
 
 
 def mask_and_bias(

@@ -9,7 +9,8 @@ from torch import Tensor
 from .._autograd import exact_precision
 from ..energies import AnchoredEnergy
 from ..potentials import LogSumExp
-from ..potentials.masked_keys import common, in_double
+from ..potentials._attention import common
+from ..potentials.masked_keys import in_double
 from ..problem import Problem
 from ..solution import Solution
 

@@ -27,7 +27,7 @@ from .._declared import pick
 from ..adjoints import Adjoint, Reversible, Unrolled
 from ..errors import UnsupportedImplementation
 from ..potentials import CovarianceMap, LogSumExp, Potential
-from ..potentials.masked_keys import row_block
+from ..potentials._attention import row_block
 from ..solvers import Solver
 from .derivatives import Attend, by_beta, by_tensors, undifferentiated
 from .local_keys import LocalWeights, read_local

@@ -15,8 +15,10 @@ from .. import _validate
 from .._autograd import check_graph, sum_to_shape
 from .._declared import restricted
 from ..failure_policy import Word
+from ..kernels.problem import Attention
 from ..potentials import Potential
 from ..potentials._shapes import PerBatch, States, per_state
+from ..potentials.log_sum_exp import as_log_sum_exp
 from ..problem import Evaluation, Linearization, Problem
 from ._bounds import check_bounded, falls
 from .base import Energy
@@ -182,6 +184,15 @@ class AnchoredEnergy(Anchored, Energy):
         clone = copy.copy(self)
         clone.potential, clone.field = found[0], self.field - found[1]
         return clone, found[1]
+
+    def as_attention(self) -> Attention | None:
+        part = as_log_sum_exp(self.potential)
+        if part is None or part._dense or type(self) is not AnchoredEnergy or tuple(vars(self)) != self._attributes:
+            return None
+        # Where the host does not look, and once they have changed, numbers outside of their range become NaN.
+        beta = _validate.inside(part.beta, low=0.0, open_low=True)
+        anchor = _validate.inside(self.anchor, low=0.0, high=1.0)
+        return Attention(self.field, part.keys, beta, anchor, part.mask, part.bias, part.query_offset)
 
     @property
     def if_bottomless(self) -> str:  # type: ignore[override]

@@ -11,8 +11,9 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look
+from ..potentials._attention import common
 from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
-from ..potentials.masked_keys import MaskedKeys, Read, common
+from ..potentials.masked_keys import MaskedKeys, Read
 from ..problem import Evaluation, Linearization, pullback
 from .base import Energy
 

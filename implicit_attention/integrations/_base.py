@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from .. import _validate
 from .._autograd import at_least_single
-from ..attention.call import Attended, Call
-from ..attention.core import attend
+from ..attention.function import Attended, PotentialFactory, attend
 from ..attention.masks import split_mask
-from ..attention.read_out import PotentialFactory
+from ..kernels.problem import Attention
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
 from ..layers.remembering import Remembering
 from ..options import SolveKeywords, SolveOptions
@@ -36,11 +35,20 @@ class HostAttention(Remembering):
         self.options = SolveOptions().override(**options)
 
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, beta: Any, masks: Masks, dropout: float, **others: Any
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        beta: Any,
+        masks: Masks,
+        dropout: float,
+        first: int | None = None,
+        **others: Any,
     ) -> Attended:
         """`attend` with the anchor and options of this module, which remembers the solve; weights drop in training."""
-        others |= {"mask": masks[0], "bias": masks[1], "dropout_p": dropout if self.training else 0.0}
-        attended = attend(Call(query, keys, values, beta, self.anchor(), self.options, site=self._site, **others))
+        dropped = dropout if self.training else 0.0
+        call = Attention(query, keys, beta, self.anchor(), *masks, first, values, dropped)
+        attended = attend(call, self.options, site=self._site, **others)
         self._remember(attended.report)
         return attended
 

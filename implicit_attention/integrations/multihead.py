@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.heads import merge_heads, split_heads
+from ..attention.function import merge_heads, split_heads
 from ..layers.projections import LearnedBeta, Scalar, anchor_or_beta
 from ..options import SolveKeywords
 from ._base import HostAttention

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.heads import merge_heads
+from ..attention.function import merge_heads
 from ..attention.masks import check_causal, mask_and_bias
 from ..layers.projections import Scalar
 from ..layers.sharding import check_whole

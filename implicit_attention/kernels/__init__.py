@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .native.library import NativeStatus, native_status
-from .rule import AdjointAnswer, Solved
+from .problem import AdjointAnswer, Attention, Solved
 from .trust import KernelCheck, kernel_checks
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdjointAnswer",
+    "Attention",
     "KernelCheck",
     "NativeStatus",
     "Solved",

@@ -1,25 +1,103 @@
-"""The problem of all operations: the anchored log-sum-exp energy of a batch of queries, as plain tensors."""
+"""The problem of all operations, softmax attention at an equilibrium as plain tensors, and the results of a solve.
+
+The rule of a solve is `FusedRule`, the steps are those of `solvers.Anderson(history=1)`.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
-import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._autograd import are_plain
+from .._fused_rule import FusedRule
+from ..linear.base import FINEST_RTOL
+from ..solution import Record
 
-# Up to so many numbers, one per head for example, are read one by one.
-MOST_NUMBERS = 256
-# Most leading axes of a problem that the short check of shapes accepts.
-MOST_AXES = 8
-# Precisions of a solve.
-PRECISIONS = (torch.float32, torch.float64)
-# Limits of an inverse temperature.
-LEAST, MOST = math.ulp(0.0), sys.float_info.max
+#: Relative tolerance of an adjoint solve that is within reach of the precision in which products are formed.
+RTOL = {**FINEST_RTOL, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+MAX_STEPS = 500
+#: One evaluation, where the state is.
+THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
+
+
+class Attention(NamedTuple):
+    """Softmax attention of queries over keys, and its equilibria: what kernels and the loop solve, and doors read out.
+
+    E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor)/beta log sum_j exp(beta <k_j, z> + bias_j), over the attended keys.
+
+    query: x, (*batch, N, D).
+    keys: (*#batch, M, D).
+    beta, anchor: numbers or tensors (*#batch).
+    mask: boolean, True = the query attends to the key, broadcasts to (*batch, N, M), or None.
+    bias: added to the scaled scores, broadcasts to (*batch, N, M), or None; -inf masks.
+    first: the index of the first query among the keys, where query i attends to keys up to first + i; None where every
+        query attends to every key.
+    values: what is read out at the equilibria, (*#batch, M, E), or None; no kernel reads it.
+    dropout: the part of the weights that the read-out drops.
+
+    Not for calls of attention, which make it: use `equilibrium_attention`. A problem of one's own returns it from
+    `as_attention`, to be solved by kernels.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.kernels import Attention
+        >>> Attention(torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), beta=0.5, anchor=0.5).pairs is None
+        True
+    """
+
+    query: Tensor
+    keys: Tensor
+    beta: float | Tensor
+    anchor: float | Tensor
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    first: int | None = None
+    values: Tensor | None = None
+    dropout: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        keys: Tensor,
+        beta: float | Tensor,
+        anchor: float | Tensor,
+        pairs: Tensor | None = None,
+        first: int | None = None,
+    ) -> Attention:
+        """The record with a mask or a bias, whichever `pairs` is."""
+        return cls(query, keys, beta, anchor, first=first).paired(pairs)
+
+    @property
+    def pairs(self) -> Tensor | None:
+        """The mask or the bias, of which there is one at most once they are `joined`."""
+        return self.mask if self.bias is None else self.bias
+
+    def paired(self, pairs: Tensor | None) -> Attention:
+        """Return the record with a mask or a bias in the place of its own, whichever `pairs` is."""
+        masks = pairs is None or pairs.dtype == torch.bool
+        return self._replace(mask=pairs if masks else None, bias=None if masks else pairs)
+
+    def joined(self) -> Attention:
+        """Return the record with a bias in the place of both, and with a row of either, which kernels read."""
+        pairs = self.pairs
+        if self.mask is not None and self.bias is not None:
+            pairs = self.bias.where(self.mask, -torch.inf)
+        elif pairs is None or pairs.ndim > 1:
+            return self
+        return self.paired(pairs if pairs.ndim > 1 else pairs[None])
+
+    def to(self, dtype: torch.dtype) -> Attention:
+        """Return the record in another precision; itself where it has that."""
+        if all(not isinstance(part, Tensor) or part.dtype in (dtype, torch.bool) for part in self):
+            return self
+        parts = (t.to(dtype) if isinstance(t, Tensor) and t.dtype != torch.bool else t for t in self)
+        return Attention(*parts)  # type: ignore[arg-type]
+
+    def detached(self) -> Attention:
+        return Attention(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
 
 
 def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
@@ -29,118 +107,98 @@ def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
     return 1 - anchor >= 1e4 * torch.finfo(torch.float32).eps
 
 
-class Hopfield(NamedTuple):
-    """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor)/beta log sum_j exp(beta <k_j, z>), the sum over attended keys.
+class AdjointRule(NamedTuple):
+    """Tolerance of |g - A u| <= rtol |g| and the largest number of products A p."""
 
-    field: the queries x, (*batch, N, D).
-    keys: (*#batch, M, D).
-    beta, anchor: numbers or (*#batch).
-    mask: boolean (True = the query attends to the key) or added to the scaled scores, (*#batch, #N, #M), or None.
-    first: the index of the first query among the keys, where query i attends to keys up to first + i; None where every
-        query attends to every key.
+    rtol: float
+    max_steps: int
 
-    Implementations in torch and Triton, and torch's own registration of operations, read it as it is `packed`.
+    @classmethod
+    def of(cls, rtol: float | None, max_steps: int, products: torch.dtype) -> AdjointRule:
+        """Return the default tolerance for the precision in which products are formed."""
+        return cls(RTOL[products] if rtol is None else rtol, max_steps)
+
+
+class Solved(NamedTuple):
+    """The final state of every query, with the measurements at that very state.
+
+    state z and mean = softmax(beta K z) K: (*batch, N, D). The others are (*batch, N): logsumexp of the scaled scores,
+    codes of `Status` (int8), residual |f(z) - z|, the tolerance it had to reach, updates and evaluations of f (int32).
+
+    Not for `solve`, which answers with a `Solution`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.kernels import hopfield_solve
+        >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
+        >>> found.mean.shape, found.record.status.tolist()
+        (torch.Size([2, 4]), [0, 0])
     """
 
-    field: Tensor
-    keys: Tensor
-    beta: Any
-    anchor: Any
-    mask: Tensor | None = None
-    first: int | None = None
+    state: Tensor
+    mean: Tensor
+    logsumexp: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
 
-    def packed(self) -> Hopfield:
-        """The same problem by views whose tensors have as many axes as the field; beta and anchor (*#batch, 1, 1)."""
-        axes = self.field.ndim
-        tensors = (t if isinstance(t, Tensor) else self.field.new_full((), t) for t in (self.beta, self.anchor))
-        beta, anchor = (t[(None,) * (axes - 2 - t.ndim)][..., None, None] for t in tensors)
-        keys, mask = self.keys[(None,) * (axes - self.keys.ndim)], self.mask
-        mask = None if mask is None else mask[(None,) * (axes - mask.ndim)]
-        return Hopfield(self.field, keys, beta, anchor, mask, self.first)
+    @classmethod
+    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> Solved:
+        """Tensors made by `empty(size, dtype=)` for states of that shape and dtype."""
+        rows = shape[:-1]
+        status, steps, evals = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.int32))
+        state, mean = (empty(shape, dtype=dtype) for _ in range(2))
+        logsumexp, residual, tolerance = (empty(rows, dtype=dtype) for _ in range(3))
+        return cls(state, mean, logsumexp, status, residual, tolerance, steps, evals)
 
-    def detached(self) -> Hopfield:
-        return Hopfield(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
-
-    def is_plain(self, values: Any = None, *, numbers: bool = False) -> bool:
-        """Whether all tensors are plain and fit each other, and numbers are in their range, while `unobserved`.
-
-        values: what is read out, (*#batch, M, E), if anything.
-        numbers: whether tensors of beta and anchor are known to be so, but for their precision.
-        """
-        query, keys, beta, anchor, mask, _ = self
-        dtype = query.dtype
-        if dtype not in PRECISIONS or not are_plain(dtype, query, keys, keys if values is None else values):
-            return False
-        if not _fit(query.shape, keys.shape, None if values is None else values.shape):
-            return False
-        # A short test for the most frequent kind.
-        for number, low, high in ((anchor, 0.0, 1.0), (beta, LEAST, MOST)):
-            known = low <= number <= high if type(number) is float else numbers and number.dtype == dtype
-            if not (known or _is_number_in(number, query, low, high)):
-                return False
-        if mask is None:
-            return True
-        fixed = are_plain(torch.bool, mask) or (are_plain(dtype, mask) and not mask.requires_grad)
-        return fixed and mask.ndim >= 2 and _broadcasts(mask.shape, (*query.shape[:-1], keys.shape[-2]))
-
-    def to(self, dtype: torch.dtype) -> Hopfield:
-        """The same problem in another precision."""
-        field, keys, beta, anchor = (t.to(dtype) for t in self[:4])
-        mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(dtype)
-        return Hopfield(field, keys, beta, anchor, mask, self.first)
+    @property
+    def record(self) -> Record:
+        """Return the report of the solve."""
+        return Record(self.status, self.residual, self.tolerance, self.num_steps, self.num_evals)
 
 
-def _is_number_in(value: Any, query: Tensor, low: float, high: float) -> bool:
-    """Whether `value` is a number in [low, high], or a small tensor of such numbers, one per batch entry of a query."""
-    if type(value) in (float, int):
-        return bool(low <= value <= high)
-    if not are_plain(query.dtype, value) or value.numel() > MOST_NUMBERS:
-        return False
-    if not _broadcasts(value.shape, query.shape[:-2]):
-        return False
-    numbers = value.tolist() if value.ndim == 1 else value.flatten().tolist()
-    return all(map(low.__le__, numbers)) and all(map(high.__ge__, numbers))
+class AdjointAnswer(NamedTuple):
+    """u with A u = g for A = I - (1 - anchor) beta Cov(z), the Hessian of E at z, and the gradients that u carries.
 
+    value: u, (*batch, N, D). The fields between it and `by_keys` are (*batch, N): codes of `Status` (int8), the
+    residual |g - A u| recomputed at u, its tolerance, products (int32), whether a direction of negative curvature was
+    met (a solution where it was is a saddle, whose status says so), and by_beta, <df/dbeta, u> of the query.
+    by_keys: (df/dK)^T u, of the keys' shape.
 
-@functools.lru_cache(maxsize=1024)
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether `shape` broadcasts to `target` without enlarging it."""
-    if shape == target:
-        return True
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(size in (1, whole) for size, whole in pairs)
+    Not for choosing how `solve` differentiates: that is `adjoints.Adjoint`.
 
-
-@functools.lru_cache(maxsize=1024)
-def _fit(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size | None) -> bool:
-    """Whether the shapes of queries, keys and values (if any) fit each other, with few axes and none empty."""
-    if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
-        return False
-    lead = shape[:-2]
-    if not _broadcasts(of_keys[:-2], lead) or 0 in shape or 0 in of_keys:
-        return False
-    if of_values is None or of_values == of_keys:
-        return True
-    fits = len(of_values) >= 2 and of_values[-2] == of_keys[-2] and 0 not in of_values
-    return fits and _broadcasts(of_values[:-2], lead)
-
-
-def triangle(rows: int, count: int, first: int, device: torch.device) -> Tensor:
-    """Whether query i attends to key j <= first + i, (N, M)."""
-    return torch.arange(count, device=device) <= torch.arange(first, first + rows, device=device)[:, None]
-
-
-def common(keys: Tensor, attended: Tensor | None = None) -> Tensor:
-    """Return the common part of keys (*batch, M, D), (*batch, 1, D): their mean, large ones counting less.
-
-    Softmax weights and covariances do not change when it is taken from all keys, but their rounding, which grows with
-    the square of it, does. A key that is far off is no guide and counts by the inverse square of its length; one that
-    nobody attends to, `attended` (*#batch, M), changes no bit, whatever it holds.
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.kernels import hopfield_adjoint
+        >>> state, keys = torch.zeros(2, 4), torch.randn(70, 4)
+        >>> found = hopfield_adjoint(state, keys, state, torch.ones(2, 4), beta=0.3)
+        >>> found.negative_curvature.tolist(), found.by_beta.shape
+        ([False, False], torch.Size([2]))
     """
-    keys = keys.detach()
-    lengths: Tensor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
-    if attended is not None:
-        lengths = lengths.masked_fill(~attended[..., None], torch.inf)
-    tiny = torch.finfo(keys.dtype).tiny
-    share = (lengths.amin(-2, keepdim=True) / lengths.clamp(min=tiny)).square().nan_to_num(0.0)
-    return (share.mT @ keys) / share.sum(-2, keepdim=True).clamp(min=tiny)
+
+    value: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    negative_curvature: Tensor
+    by_beta: Tensor
+    by_keys: Tensor
+
+    @property
+    def record(self) -> Record:
+        """Return the report of the solve."""
+        return Record(self.status, self.residual, self.tolerance, self.num_steps, self.num_steps)
+
+    @classmethod
+    def allocated(
+        cls, empty: Callable[..., Tensor], shape: torch.Size, keys: torch.Size, dtype: torch.dtype
+    ) -> AdjointAnswer:
+        """Tensors made by `empty(size, dtype=)` for states and keys of these shapes."""
+        rows = shape[:-1]
+        status, steps, negative = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.bool))
+        residual, tolerance, by_beta = (empty(rows, dtype=dtype) for _ in range(3))
+        value, by_keys = empty(shape, dtype=dtype), empty(keys, dtype=dtype)
+        return cls(value, status, residual, tolerance, steps, negative, by_beta, by_keys)

@@ -1,10 +1,13 @@
-"""Trust in kernels, earned on the machine where they run.
+"""Trust in kernels, earned on the machine where they run, and the small problems by which they earn it.
 
 A kernel (one of ours in Triton, a private operation of torch) answers in a configuration (device, dtype, head
 dimension, kind of mask, ...) once its answer to a small problem agrees with products written out in float64. A kernel
 that is wrong, does not compile or cannot be launched causes one warning, and torch's public operations answer in its
 place. Every other exception while a kernel runs (from the handler of a signal, from a mode of torch, for want of
 memory) goes to the caller.
+
+The comparison is made on the CPU, where it shares nothing with the kernel. It allows a small multiple of the error that
+rounding to the kernel's precision makes by itself.
 """
 
 from __future__ import annotations
@@ -23,9 +26,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from .._autograd import state_dtype
+from .._fused_rule import FusedRule
 from ..errors import KernelWarning, UnsupportedImplementation, outside
+from ..status import Status
+from .problem import RTOL, THERE, AdjointAnswer, AdjointRule, Attention, Solved
 
 _R = TypeVar("_R")
+Solve: TypeAlias = Callable[[Attention, Tensor, FusedRule], Solved]
 #: What was compared -> (the largest error, the largest that is allowed).
 Errors: TypeAlias = Mapping[str, tuple[float, float]]
 Verdict = Literal["verified", "refused", "open"]
@@ -34,6 +42,12 @@ SHOWN = 400
 KERNELS = ("torch._ops", "triton")
 #: Words in the messages of allocators, those of CPUs above all.
 FULL = ("not enough memory", "can't allocate memory", "out of memory")
+# The allowed error: so many times that of rounding alone, and so many units of float32 (or float64) beside it.
+TIMES, UNITS = 4.0, 16.0
+# The largest budget of a small problem.
+CHECK_STEPS = 100
+# Where the queries of small problems begin that attend to keys up to their own index.
+OFFSET = 3
 
 
 class Use(NamedTuple):
@@ -151,10 +165,17 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
     return None
 
 
-def empty(shape: Sequence[int] | int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a kernel to write to; during a check it is filled, so that a missing write is seen."""
-    memory = torch.empty(shape, dtype=dtype, device=device)
-    return poisoned(memory) if _checking.active else memory
+    return several(shape, device, dtype)[0]
+
+
+def several(shape: Sequence[int], device: torch.device, *dtypes: torch.dtype) -> list[Tensor]:
+    """The same for tensors of one shape."""
+    memory = []
+    for dtype in dtypes:
+        memory.append(torch.empty(shape, dtype=dtype, device=device))
+    return list(map(poisoned, memory)) if _checking.active else memory
 
 
 def empty_like(tensor: Tensor) -> Tensor:
@@ -271,3 +292,185 @@ def _where(device: torch.device) -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         parts.append(f"triton {importlib.metadata.version('triton')}")
     return ", ".join(parts)
+
+
+# The reference for kernels.
+
+
+class Written:
+    """Attention over the keys of a problem, written out in float64.
+
+    With a `dtype` operands of products are rounded to it and sums to float32: the error of the plain computation.
+    """
+
+    def __init__(self, record: Attention, dtype: torch.dtype | None = None) -> None:
+        self.dtype, self.sum = dtype, torch.float64 if dtype == torch.float64 else torch.float32
+        parts = (torch.as_tensor(part, dtype=torch.float64, device="cpu") for part in record[:4])
+        self.query, self.keys, beta, anchor = parts
+        self.beta, self.anchor = beta[..., None, None], anchor[..., None, None]
+        pairs = torch.zeros(self.query.shape[-2], self.keys.shape[-2], dtype=torch.float64)
+        if record.first is not None:
+            pairs = pairs.masked_fill(torch.ones_like(pairs, dtype=torch.bool).triu(record.first + 1), -torch.inf)
+        if record.pairs is not None:
+            given = record.pairs.cpu()
+            pairs = pairs.masked_fill(~given, -torch.inf) if given.dtype == torch.bool else pairs + given.double()
+        self.pairs = pairs
+
+    def operand(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype).double()
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None else tensor.to(self.sum).double()
+
+    def attend(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities, mean and log-sum-exp at z; zeros for a query without keys."""
+        scores = self.beta * self.summed(self.operand(z) @ self.keys.mT) + self.pairs
+        peak = scores.amax(-1, keepdim=True)
+        empty = peak == -torch.inf
+        weights = self.summed((scores - peak.masked_fill(empty, 0.0)).exp())
+        total = weights.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+        mean = self.summed(self.operand(weights) @ self.keys / total)
+        logsumexp = (peak + total.log()).masked_fill(empty, 0.0).squeeze(-1)
+        return weights / total, mean, self.summed(logsumexp)
+
+    def mapped(self, mean: Tensor) -> Tensor:
+        return self.summed(self.anchor * self.query + (1 - self.anchor) * mean)
+
+    def centred(self, p: Tensor, mean: Tensor, v: Tensor) -> Tensor:
+        """p_j (<k_j, v> - <mean, v>), whose product with the keys is Cov v."""
+        v = self.operand(v)
+        return self.operand(p * self.summed(v @ self.keys.mT - (mean * v).sum(-1, keepdim=True)))
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        p, mean, _ = self.attend(z)
+        spread = self.summed(self.centred(p, mean, v) @ self.keys)
+        return self.summed(v - (1 - self.anchor) * self.beta * spread)
+
+    def gradients(self, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pullbacks of u: (df/dK)^T u and <df/dbeta, u> per query."""
+        p, mean, _ = self.attend(z)
+        u = (1 - self.anchor) * u
+        weights = self.centred(p, mean, u)
+        by_keys = self.operand(p).mT @ self.operand(u) + self.beta * (weights.mT @ self.operand(z))
+        return self.summed(by_keys), self.summed(((weights @ self.keys) * z).sum(-1))
+
+
+class KernelComparison:
+    """The largest error of every quantity, beside the allowed one."""
+
+    def __init__(self, unit: float) -> None:
+        self.unit = unit
+        self.errors: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, measured: Tensor, exact: Tensor, rough: Tensor, *, size: float = 1.0) -> None:
+        """`size` is that of terms which cancel in the result."""
+        error, rounding = (float((t.cpu().double() - exact).abs().max()) for t in (measured, rough))
+        self.errors[name] = (error, TIMES * rounding + UNITS * self.unit * (size + float(exact.abs().max())))
+
+    def none(self, name: str, wrong: Tensor) -> None:
+        """Add an entry for a quantity that must be zero."""
+        self.errors[name] = (float(wrong.sum()), 0.0)
+
+
+# Solves and adjoint solves of a kernel.
+
+
+def solve_errors(small: Attention, solve: Solve, *, fixed_budget: bool = False) -> Errors:
+    """Solve a small problem, and compare its report with measurements at its answers."""
+    wide = state_dtype(small.query.dtype)
+    rtol = 0.0 if fixed_budget else RTOL[small.keys.dtype]
+    stop = FusedRule(rtol, 0.0, CHECK_STEPS // 10 if fixed_budget else CHECK_STEPS, plain_steps=2)
+    solved = solve(small, small.query.to(wide), stop)
+    z = solved.state.cpu().double()
+    measured, mapped = [], []
+    for written in (Written(small), Written(small, small.keys.dtype)):
+        _, mean, logsumexp = written.attend(z)
+        f = written.mapped(mean)
+        measured.append((mean, logsumexp, (f - z).norm(dim=-1), rtol * f.norm(dim=-1)))
+        mapped.append(f)
+    found = KernelComparison(torch.finfo(wide).eps)
+    for name, right, near in zip(("mean", "logsumexp", "residual", "tolerance"), *measured, strict=True):
+        found.add(name, getattr(solved, name), right, near)
+    if fixed_budget:
+        # The equilibrium is reached long before: where f is z, up to the rounding of f.
+        found.add("equilibrium", z, *mapped)
+    steps, evals = solved.num_steps, solved.num_evals
+    failed = (solved.residual > solved.tolerance) & (not fixed_budget)
+    found.none("unsolved", failed | (solved.status != int(stop.exhausted if fixed_budget else Status.CONVERGED)))
+    found.none("miscounted", (steps < 0) | (steps > stop.max_steps) | (evals <= steps) | (evals > stop.max_steps + 1))
+    return found.errors
+
+
+def adjoint_errors(
+    small: Attention,
+    solve: Solve,
+    solve_adjoint: Callable[[Attention, Tensor, Tensor, Solved, AdjointRule], AdjointAnswer],
+) -> Errors:
+    """The same for an adjoint solve, which takes the results of an evaluation at the state."""
+    wide, rtol = state_dtype(small.query.dtype), RTOL[small.keys.dtype]
+    state = solve(small, small.query.to(wide), FusedRule(rtol, 0.0, CHECK_STEPS, plain_steps=2)).state
+    there = solve(small, state, THERE)
+    g, stop = normal(tuple(small.query.shape), seed=4).to(wide), AdjointRule(rtol, CHECK_STEPS)
+    measured = solve_adjoint(small, state, g.to(state.device), there, stop)
+    z, u, g = state.cpu().double(), measured.value.cpu().double(), g.double()
+    exact, rough = Written(small), Written(small, small.keys.dtype)
+    products = [written.hessian_product(z, u) for written in (exact, rough)]
+    residual, near = ((g - product).norm(dim=-1) for product in products)
+    size = g.norm(dim=-1)
+    compared = KernelComparison(torch.finfo(wide).eps)
+    compared.add("residual", measured.residual, residual, near)
+    compared.add("tolerance", measured.tolerance, rtol * size, rtol * size)
+    # A product that is off by so much leaves that in the residual.
+    noise = float(((products[1] - products[0]).norm(dim=-1) / size).max())
+    compared.errors["cotangent left"] = float((residual / size).max()), 2 * (rtol + noise)
+    for name, right, about in zip(("by_keys", "by_beta"), exact.gradients(z, u), rough.gradients(z, u), strict=True):
+        compared.add(name, getattr(measured, name), right, about, size=small.query.shape[-1])
+    steps = measured.num_steps
+    compared.none("unsolved", measured.status != int(Status.CONVERGED))
+    compared.none("called saddles", measured.negative_curvature)
+    compared.none("miscounted", (steps < 0) | (steps > CHECK_STEPS))
+    return compared.errors
+
+
+def small_problem(record: Attention, rows: int, count: int) -> Attention:
+    """Two sets of so many other queries and keys, with a mask of the same kind.
+
+    Anchors and betas are such that few keys have one equilibrium too.
+    """
+    dim, device, wide = record.query.shape[-1], record.query.device, state_dtype(record.query.dtype)
+    query, keys = (normal((2, size, dim), seed) for seed, size in ((0, rows), (1, count)))
+    beta = (torch.tensor([0.4, 0.5]) / dim**0.5).to(device, wide)
+    anchor = torch.tensor([0.7, 0.8]).to(device, wide)
+    mask = None
+    if record.pairs is not None:
+        mask = third_masked(2, rows if record.pairs.shape[-2] > 1 else 1, count)
+        # One query attends to no key.
+        mask[:, mask.shape[1] // 2] = -torch.inf if mask.shape[1] > 1 else mask[:, 0]
+        mask = mask != -torch.inf if record.pairs.dtype == torch.bool else mask.to(wide)
+        mask = mask.to(device)
+    query, keys = query.to(device, record.query.dtype), keys.to(device, record.keys.dtype)
+    return Attention.of(query, keys, beta, anchor, mask, None if record.first is None else OFFSET)
+
+
+def mask_kind(pairs: Tensor | None) -> str:
+    """The kind of a mask, by which a kernel chooses the code that reads it."""
+    if pairs is None:
+        return "none"
+    per = "pair" if pairs.ndim > 1 and pairs.shape[-2] > 1 else "key"
+    return f"{'boolean' if pairs.dtype == torch.bool else 'added'} per {per}"
+
+
+# Numbers.
+
+
+def normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    """The same numbers on every machine, from a generator of their own."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def third_masked(sets: int, rows: int, count: int) -> Tensor:
+    """Return a bias for the scores, (sets, rows, M), -inf for a third of the keys but not for the first."""
+    mask = normal((sets, rows, count), seed=2)
+    mask = mask.masked_fill(mask < -0.4, -torch.inf)
+    mask[..., 0] = 0.0
+    return mask

@@ -9,18 +9,14 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention import direct
-from ..attention.call import Call
-from ..attention.core import attend
-from ..attention.heads import merge_heads
+from ..attention.function import PotentialFactory, attend, eager, merge_heads
 from ..attention.masks import check_causal, check_order, mask_and_bias
-from ..attention.read_out import PotentialFactory
 from ..failure_policy import Word
+from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
 from .cache import CachedKeys, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
-from .projections import read as read_numbers
 from .remembering import Remembering
 from .sharding import called, head_shard, projected, weight_of
 
@@ -203,21 +199,23 @@ class ImplicitAttention(Remembering):
             (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
         """
         self._check_call(x, context, values, positions, cache)
-        causal, eager = self.causal if causal is None else causal, direct.eager()
+        causal, plain_call = self.causal if causal is None else causal, eager()
         first, rotary = 0 if cache is None else cache.num_queries, self.rotary
         # `nn.Module` would search for each attribute.
         parts: dict[str, Any] = self._modules
         get = parts.get
         q_proj, k_proj, v_proj, out_proj = projections = [get("q_proj"), get("k_proj"), get("v_proj"), get("out_proj")]
-        query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads, eager=eager)
+        query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads, eager=plain_call)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
             query = rotary(query, positions)
         chosen = self.options.override(**options) if options else self.options
         # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
         measured = torch.is_grad_enabled() or return_solution or return_trajectory
-        unread = eager and not measured and self.readout == "values" and chosen.plan.explicit
-        context_keys = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj, eager, once=unread)
+        unread = plain_call and not measured and self.readout == "values" and chosen.plan.explicit
+        context_keys = self._held(
+            x, context, values, key_mask, positions, cache, k_proj, v_proj, plain_call, once=unread
+        )
         keys, read = context_keys.keys, context_keys.values
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         if causal:
@@ -229,42 +227,32 @@ class ImplicitAttention(Remembering):
             if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
                 mask = mask.unsqueeze(-3)
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=context_keys.key_mask)
-        if eager and shard is None:
-            beta, anchor, sources = read_numbers(parts["beta"], None if unread else parts["anchor"], self.heads)
-        else:
-            beta, anchor, sources = parts["beta"](), parts["anchor"](), None
+        beta, anchor = parts["beta"](), 1.0 if unread else parts["anchor"]()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
-        call = Call(
-            query,
-            keys,
-            read,
-            beta,
-            anchor,
+        dropout = self.dropout if self.training else 0.0
+        call = Attention(query, keys, beta, anchor, pairs, bias, first if causal else None, read, dropout)
+        attended = attend(
+            call,
             chosen,
-            mask=pairs,
-            bias=bias,
-            first=first if causal else None,
-            potential=self.potential,
-            unbounded=self.unbounded,
-            site=self._site,
-            sources=sources,
-            dropout_p=self.dropout if self.training else 0.0,
-            grouped=True,
             initial=None if cache is None else cache.start(query),
+            grouped=True,
+            plain=plain_call,
+            potential=self.potential,
             trace=return_trajectory,
             return_solution=return_solution,
             return_weights=return_weights,
+            unbounded=self.unbounded,
+            site=self._site,
         )
-        attended = attend(call, eager=eager)
-        self._remember(attended.report, eager=eager)
+        self._remember(attended.report, eager=plain_call)
         if cache is not None:
             cache.commit(context_keys, attended.state, attended.num_evals)
         output = attended.output
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
-        output = called(out_proj, output, eager=eager)
+        output = called(out_proj, output, eager=plain_call)
         if not (return_solution or return_trajectory or return_weights):
             return output
         results: list[Any] = [output]
@@ -297,7 +285,7 @@ class ImplicitAttention(Remembering):
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
         else:
-            parts = self.k_proj, self.v_proj, direct.eager()
+            parts = self.k_proj, self.v_proj, eager()
             cache.held, cache.fixed = self._held(context, context, None, key_mask, None, cache, *parts), True
         return cache
 

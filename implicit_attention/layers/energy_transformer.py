@@ -14,8 +14,8 @@ from .. import _validate
 from .._autograd import at_least_single, backward_running, host_may_look, is_batched, is_exporting, is_fake, uncompiled
 from .._solve import solve
 from ..adjoints import Unrolled
+from ..attention.function import PotentialFactory, made_by
 from ..attention.masks import check_key_mask
-from ..attention.read_out import PotentialFactory, made_by
 from ..energies.causal_tokens import CausalTokens
 from ..energies.legendre import LegendreEnergy
 from ..failure_policy import policy_of

@@ -12,10 +12,9 @@ from typing_extensions import Self, Unpack
 
 from .. import _validate
 from .._autograd import HALF, at_least_single, in_own_precision
-from ..attention.call import Call
-from ..attention.core import attend
-from ..attention.read_out import PotentialFactory, made_by
+from ..attention.function import PotentialFactory, attend, made_by
 from ..energies import AnchoredEnergy
+from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import DistanceLogSumExp, LogSumExp
 from ..potentials._clamped import Clamped, filled
@@ -288,18 +287,9 @@ class MemoryLookup(Remembering):
             if clamp:
                 # Other patterns must not pull the known entries, and the query must not pull the unknown ones.
                 make, anchor = functools.partial(_clamped, make, known.expand(start.shape), start), 0.0
-        call = Call(
-            start,
-            self.patterns,
-            values,
-            self._beta(),
-            anchor,
-            self.options.override(**options),
-            potential=make,
-            return_solution=return_solution,
-            site=self._site,
-        )
-        answer = attend(call)
+        call = Attention(start, self.patterns, self._beta(), anchor, values=values)
+        chosen, site = self.options.override(**options), self._site
+        answer = attend(call, chosen, potential=make, return_solution=return_solution, site=site)
         self._remember(answer.report)
         output, unread = answer.output, self.anchor()
         if isinstance(unread, Tensor) and anchor is not unread and unread.requires_grad:

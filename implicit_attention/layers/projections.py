@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -15,14 +13,11 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import HALF, at_least_single
-from ..attention.call import Learned, Sources
 
 Scalar: TypeAlias = float | Literal["learned"]
 
 # A learned anchor stays this far from 0 and 1, where its gradient would stay zero.
 MARGIN = 1e-4
-# Numbers of more heads are not read one by one.
-MOST_HEADS = 256
 # A learned temperature stays within e to this power, either way, of the initial one.
 MOST_LOG = 20.0
 
@@ -64,41 +59,10 @@ def is_called_plainly(module: nn.Module) -> bool:
 
 
 class LearnedNumbers(nn.Module):
-    """Numbers that a formula makes of one parameter: the base of `LearnedAnchor` and `LearnedBeta`."""
+    """Numbers of one parameter, which start where it is 0: the base of `LearnedAnchor` and `LearnedBeta`."""
 
     #: Name of the parameter.
     source: ClassVar[str]
-    #: What the numbers of `known` depend on, and these numbers.
-    _known: tuple[Any, Learned | None] = None, None
-
-    @property
-    @abc.abstractmethod
-    def formula(self) -> Callable[[Tensor], Tensor]:
-        """The numbers by the parameter."""
-
-    @abc.abstractmethod
-    def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the map from gradients of the numbers to those of the parameter, by the steps that autograd takes."""
-
-    def forward(self) -> Tensor:
-        return self.formula(getattr(self, self.source))
-
-    def known(self) -> Learned | None:
-        """The numbers without a graph, computed anew only if the parameter has changed; call while `eager`.
-
-        None where a call of the module is more than its formula, and where the numbers are not finite or not positive.
-        """
-        parameter, kind = self._parameters.get(self.source), type(self)
-        own = kind.__base__ is LearnedNumbers and kind.forward is _FORWARD and is_called_plainly(self)
-        if not own or type(parameter) is not nn.Parameter or not parameter.is_cpu or parameter.numel() > MOST_HEADS:
-            return None
-        # A version would not do: writes to `parameter.data` do not change it.
-        key = parameter.tolist(), parameter.dtype, self.__dict__.get("initial")
-        made, known = self._known
-        if made != key or known is None or known.parameter is not parameter:
-            known = self._computed(parameter)
-            self._known = key, known
-        return known
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         was_meta = getattr(self, self.source).is_meta
@@ -106,34 +70,6 @@ class LearnedNumbers(nn.Module):
         if was_meta:  # `to_empty` leaves what lay in memory, and a state dict of a host does not replace it.
             nn.init.zeros_(getattr(self, self.source))
         return self
-
-    def _computed(self, parameter: nn.Parameter) -> Learned | None:
-        if parameter.dtype in HALF:
-            return None
-        formula = self.formula
-        with torch.inference_mode(False), torch.no_grad():
-            source = parameter.clone()
-            numbers = formula(source)
-            # Others are reported where the module is called.
-            if not bool((numbers.isfinite() & (numbers > 0)).all()):
-                return None
-            return Learned(numbers, numbers[..., None, None], parameter, source, formula, self.derivative(source))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_known"}
-
-
-_FORWARD = LearnedNumbers.forward
-
-
-def _anchor(logit: Tensor) -> Tensor:
-    # float32 in a half-precision model, too: a whole solve depends on this one number per head.
-    return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(logit))
-
-
-def _beta(initial: float, log_scale: Tensor) -> Tensor:
-    # float32 in a half-precision model, too. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
-    return initial * torch.exp(at_least_single(log_scale).clamp(-MOST_LOG, MOST_LOG))
 
 
 def logit_of(argument: str, anchor: float | Tensor, remedy: str) -> Tensor:
@@ -159,15 +95,10 @@ class LearnedAnchor(LearnedNumbers):
         # A sigmoid of 0 is the anchor 1/2.
         self.logit = nn.Parameter(torch.zeros(shape, **made))
 
-    @property
-    def formula(self) -> Callable[[Tensor], Tensor]:
-        return _anchor
-
-    def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        # A product with a tensor takes a third of the time of one with a number.
-        sigmoid, width = torch.sigmoid(parameter), torch.full_like(parameter, 1 - 2 * MARGIN)
-        rest = 1 - sigmoid
-        return lambda gradient: gradient * width * rest * sigmoid
+    def forward(self) -> Tensor:
+        # float32 in a half-precision model, too: a whole solve depends on this one number per head.
+        logit = self.logit
+        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(logit if logit.dtype not in HALF else logit.float())
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -192,16 +123,11 @@ class LearnedBeta(LearnedNumbers):
         self.initial = initial
         self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
-    @property
-    def formula(self) -> Callable[[Tensor], Tensor]:
-        return partial(_beta, self.initial)
-
-    def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        initial, scale = torch.full_like(parameter, self.initial), parameter.clamp(-MOST_LOG, MOST_LOG).exp()
-        clamped = parameter.abs() > MOST_LOG
-        if not clamped.any():
-            return lambda gradient: gradient * initial * scale
-        return lambda gradient: (gradient * initial * scale).masked_fill(clamped, 0.0)
+    def forward(self) -> Tensor:
+        # float32 in a half-precision model, too. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
+        log_scale = self.log_scale
+        wide = log_scale if log_scale.dtype not in HALF else log_scale.float()
+        return self.initial * torch.exp(wide.clamp(-MOST_LOG, MOST_LOG))
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -222,29 +148,6 @@ def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
         name, given, low=0.0, high=1.0 if name == "anchor" else math.inf, open_low=name == "beta"
     )
     return Fixed(float(given))
-
-
-def read(beta: nn.Module, anchor: nn.Module | None, heads: int) -> tuple[Any, Any, Sources | None]:
-    """The beta and the anchor of `heads` heads, and their sources if they have no graph; call while `eager`.
-
-    Without a module of its own the anchor is 1.
-    """
-    of_beta: Any = _known(beta, heads)
-    of_anchor: Any = 1.0 if anchor is None else _known(anchor, heads)
-    if of_beta is None or of_anchor is None:
-        return beta(), 1.0 if anchor is None else anchor(), None
-    first, second = type(of_beta) is Learned, type(of_anchor) is Learned
-    sources = Sources(of_beta if first else None, of_anchor if second else None)
-    return of_beta.numbers if first else of_beta, of_anchor.numbers if second else of_anchor, sources
-
-
-def _known(module: nn.Module, heads: int) -> Any:
-    """The number of `Fixed`, or the `Learned` numbers of a module; None where it must be called."""
-    if type(module) is Fixed:
-        value = module.__dict__.get("value")
-        return value if type(value) is float and is_called_plainly(module) else None
-    learned = module.known() if isinstance(module, LearnedNumbers) else None
-    return learned if learned is not None and learned.numbers.shape == (heads,) else None
 
 
 class Rotary(nn.Module):

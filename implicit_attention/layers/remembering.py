@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import nn
 
 from .. import _validate
 from .._autograd import backward_running, is_exporting
-from ..attention.core import is_repetition, report_from_graph
+from .._reporting import report_failures
+from .._solve import Route
 from ..failure_policy import FailurePolicy, FailureSite, Located
 from ..options import SolveOptions
-from ..solution import Record, SolveReport
+from ..solution import AdjointReport, Record, SolveReport
+from ..status import OF_ATTENTION, advice
 
 
 class Remembering(nn.Module):
@@ -58,3 +61,28 @@ class Remembering(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_remembered": None}
+
+
+def report_from_graph(record: Record, options: SolveOptions, site: FailureSite | None = None) -> SolveReport:
+    """The report of a solve in a compiled graph, at which the host looks now; warns if a problem failed."""
+    on_failure, remedies = options.on_failure, advice(options.effective_solver.remedies, f"attention: {OF_ATTENTION}")
+    # The policy of the call is in the graph. Reading an attribute of a layer warns, and does not raise.
+    policy: Any = "warn" if on_failure == "raise" else on_failure
+    if isinstance(policy, FailurePolicy) and policy.over == "raise":
+        policy = dataclasses.replace(policy, over="warn")
+    report_failures(policy, "the compiled solve", record, remedies, site=site)
+    adjoint, solver = AdjointReport(in_graph=True, on_failure=on_failure, site=site), options.effective_solver
+    way = None
+    if not options.explicit:
+        given = solver, options.impl, False, record.residual.dtype
+        way = Route(*given, "operation", "operation", "operation", "in a compiled graph")
+    return SolveReport(record, adjoint, remedies, tolerances=(solver.rtol, solver.atol), route=way)
+
+
+def is_repetition(remembered: SolveReport | Record | None) -> bool:
+    """Whether a backward pass runs that will fill the remembered report, so that the present solve repeats that one.
+
+    Checkpointing that is not reentrant computes a forward pass again in the backward pass. The gradient is then that of
+    the first solve's graph, and so is its report.
+    """
+    return isinstance(remembered, SolveReport) and remembered.adjoint.awaited and backward_running()

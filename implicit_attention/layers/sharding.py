@@ -50,7 +50,7 @@ class HeadShard:
 
 
 def called(projection: nn.Module | None, x: Tensor, *, eager: bool) -> Tensor:
-    """projection(x), or x where there is none; `eager` as in `direct.eager()`.
+    """projection(x), or x where there is none; `eager` is `attention.function.eager()`.
 
     A call of a plain linear module is one operation of torch, and `nn.Module` adds half of its time for few tokens.
     """

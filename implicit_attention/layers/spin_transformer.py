@@ -14,7 +14,7 @@ from .. import _validate
 from .._autograd import at_least_single, uncompiled
 from .._reporting import tell
 from .._types import OnFailure
-from ..attention.heads import merge_heads, split_heads
+from ..attention.function import merge_heads, split_heads
 from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from .. import _validate
 from .._types import OnFailure
 from ..adjoints import Adjoint
-from ..attention.heads import merge_heads, split_heads
+from ..attention.function import merge_heads, split_heads
 from ..attention.masks import check_key_mask
 from ..options import SolveOptions
 from ..solvers import Solver

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.heads import merge_heads, split_heads
+from ..attention.function import merge_heads, split_heads
 from ..attention.masks import mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
 from .attention import ImplicitAttention

@@ -76,8 +76,8 @@ _LAZY = {
     # Potentials as log-partition functions of laws.
     "mixture": ("as_distribution",),
     "duality": ("bregman", "contrastive_loss", "fisher", "jensen_bound", "renormalise"),
-    # This module calls `solve` and lies above the package, which knows it by name alone.
-    ".legendre": ("conjugate", "natural_parameter"),
+    # This module calls `solve`: the package knows it by name alone.
+    "legendre": ("conjugate", "natural_parameter"),
     # Boltzmann machines, and their learning.
     "boltzmann": ("RestrictedBoltzmannMachine",),
     "boltzmann_learning": (

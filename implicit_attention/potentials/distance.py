@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
+from .. import _validate
 from .._autograd import HALF, at_least_single, host_may_look, sum_to_shape
 from ._read import joined
 from ._shapes import Keys, PerBatch, ReadOut, States, Values, Weights
@@ -65,6 +66,9 @@ class DistanceLogSumExp(OverLogSumExp):
     declares_all = True
 
     def __init__(self, keys: Keys, beta: PerBatch, **masks: Unpack[Masks]) -> None:
+        if "query_offset" in masks:
+            required, remedy = "be left out of DistanceLogSumExp", "put the triangle into the mask"
+            raise TypeError(_validate.message("query_offset", required, "one", remedy))
         super().__init__(LogSumExp(keys, beta, **masks))
 
     def whole(self) -> LogSumExp:

@@ -12,10 +12,11 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
 from .._types import LinearMap
+from ._attention import common
 from ._rays import Ray
 from ._shapes import Keys, PerRow, States, Weights
 from .base import CovarianceMap, Potential, check_fits
-from .masked_keys import common, in_double
+from .masked_keys import in_double
 
 
 class GaussianMixture(Potential):

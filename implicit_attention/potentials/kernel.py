@@ -14,10 +14,11 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import HALF, at_least_single, check_graph, host_may_look, vjp
 from .._declared import restricted
+from ._attention import SMALL_PRODUCT
 from ._read import check_masks, check_per_key, joined
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .kernel_features import OWN, Features, running_logsumexp
-from .masked_keys import SMALL_PRODUCT, KeyPotential
+from .masked_keys import KeyPotential
 
 # Rows whose pairs are formed at once where a query reads the keys up to its own.
 CHUNK = 32

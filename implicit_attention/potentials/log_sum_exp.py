@@ -148,7 +148,7 @@ class LogSumExp(ScoredKeys):
 
     def _is_own(self) -> bool:
         """Whether the closed forms of this class hold for the object: a subclass may compute something else."""
-        return type(self) is LogSumExp and self._has_only(*self._attributes)
+        return type(self) is LogSumExp and tuple(vars(self)) == self._attributes
 
 
 class OverLogSumExp(Composite):

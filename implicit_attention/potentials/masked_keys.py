@@ -14,11 +14,7 @@ from typing_extensions import Self, TypedDict
 from .. import _validate
 from .._autograd import host_may_look, is_plain, sum_to_shape
 from .._declared import restricted
-from ..kernels.fold import SMALL_PRODUCT as SMALL_PRODUCT
-from ..kernels.fold import Fold
-from ..kernels.fold import row_block as row_block
-from ..kernels.problem import common as common
-from ..kernels.problem import triangle as triangle
+from ._attention import Fold, common, row_block, triangle
 from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan, without_nan_before
 from ._shapes import Bias, Keys, Mask, PerBatch, per_state
 from .base import CovarianceMap, Potential

@@ -13,16 +13,16 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .._autograd import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
-from ..kernels.attention import (
+from ._attention import (
     FLASH_KEYS,
     attend,
+    by_attention,
     differentiable,
     has_kernel,
     loses_nan,
     sdpa,
     with_logsumexp,
 )
-from ..kernels.dispatch import by_attention
 from ._read import surely_finite
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .masked_keys import MaskedKeys, Read

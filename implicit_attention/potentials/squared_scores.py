@@ -9,10 +9,11 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from ._attention import SMALL_PRODUCT
 from ._rays import Ray, finite, quadratic_ray, spectral_norm
 from ._read import check_masks, check_per_key
 from ._shapes import Keys, PerBatch, PerRow, States
-from .masked_keys import SMALL_PRODUCT, KeyPotential, in_double
+from .masked_keys import KeyPotential, in_double
 
 
 class SquaredScores(KeyPotential):

@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import implicit_attention as ia
 from implicit_attention.kernels import hopfield_solve, native_status
 from implicit_attention.linear import CG
+from implicit_attention.potentials import DistanceLogSumExp, Softmax1
 from implicit_attention.testing.numerics import random
 
 native = pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)
 B, H, N, M, D = 2, 3, 5, 7, 8
+TIGHT = ia.Anderson(rtol=1e-12, atol=1e-13)
 
 
 def told(run, impl):
@@ -152,6 +154,76 @@ def test_layer(made, options):
         return output, found, report.status, report.num_evals, report.adjoint.status
 
     agree(run)
+
+
+# Masks, biases and the causal order, which are parts of one record.
+
+
+def joined(kind, mask, bias):
+    """The output of an energy with a mask and a bias, and its gradients."""
+    query, key, _ = tensors(dtype=torch.float64)
+    beta, anchor = (leaf(random(B, H, seed=s).sigmoid()) for s in (8, 9))
+    bias = leaf(random(*bias, seed=6)) if kind == "learned bias" else random(*bias, seed=6)
+    leaves = [t for t in (query, key, beta, anchor, bias) if t.requires_grad]
+
+    def run(impl):
+        potential = ia.LogSumExp(key, beta, mask=mask, bias=bias)
+        solution = ia.solve(ia.AnchoredEnergy(potential, query, anchor), query, impl=impl, solver=TIGHT)
+        return solution.value, gradients(solution.value, leaves), solution.energy, solution.status
+
+    return run
+
+
+@native
+@pytest.mark.parametrize("kind", ["bias", "learned bias"])
+@pytest.mark.parametrize("mask", [(M,), (B, 1, 1, M), (B, H, N, M)], ids=["mask", "mask per key", "mask per pair"])
+@pytest.mark.parametrize("bias", [(M,), (B, 1, 1, M), (N, M)], ids=["bias", "bias per key", "bias per pair"])
+def test_a_mask_and_a_bias_together(kind, mask, bias):
+    agree(joined(kind, random(*mask, seed=2) > -0.8, bias), rtol=1e-9, atol=1e-9)
+
+
+@native
+@pytest.mark.parametrize("mask", [(M,), (B, 1, 1, M)], ids=["1-D", "per sample"])
+@pytest.mark.parametrize("potential", [ia.LogSumExp, Softmax1, DistanceLogSumExp])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "query_offset": 2}], ids=str)
+def test_masked_keys_may_be_anything(options, potential, mask):
+    mask = random(*mask, seed=2) > -0.5
+    query, key, value = (t.detach() for t in tensors(dtype=torch.float64))
+    hidden = ~mask.expand(B, 1, 1, M).mT
+    key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.inf)
+    leaves = [*map(leaf, (query, key, value)), *(leaf(random(H, seed=s).sigmoid()) for s in (8, 9))]
+
+    def run(impl):
+        given = {"scale": leaves[3], "anchor": leaves[4], "potential": potential, "solver": TIGHT, "impl": impl}
+        output, solution = ia.equilibrium_attention(*leaves[:3], mask, return_solution=True, **options, **given)
+        return output, gradients(output, leaves), solution.status
+
+    output, found, _ = agree(run, rtol=1e-9, atol=1e-9)[0]
+    assert all(bool(t.isfinite().all()) for t in (output, *found))
+
+
+LAID_OUT = {
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "every other": lambda t: torch.stack([t, t], -1)[..., 0],
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "heads last": lambda t: t.movedim(1, 2).contiguous().movedim(2, 1),
+}
+
+
+@native
+@pytest.mark.parametrize("layout", LAID_OUT.values(), ids=LAID_OUT)
+@pytest.mark.parametrize("mask", [None, "boolean", "added", "learned"])
+def test_tensors_may_lie_in_any_way(layout, mask):
+    leaves, added = tensors(dtype=torch.float64), leaf(random(B, H, N, M, seed=2))
+    given = {"boolean": added > -0.8, "added": added.detach(), "learned": added}.get(mask)
+    leaves += [added] if mask == "learned" else []
+
+    def run(impl):
+        laid = [layout(t) for t in (*leaves[:3], given) if t is not None]
+        output = ia.equilibrium_attention(*laid, anchor=0.4, solver=TIGHT, impl=impl)
+        return output, gradients(output, leaves)
+
+    agree(run, rtol=1e-9, atol=1e-9)
 
 
 # Derivatives.

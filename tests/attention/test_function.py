@@ -346,3 +346,13 @@ def test_a_part_of_a_causal_sequence_says_where_it_begins(first, rows, max_steps
     found = equilibrium_attention(query, key, value, is_causal=True, query_offset=first, max_steps=max_steps)
     expected = equilibrium_attention(query, key, value, attn_mask=mask, max_steps=max_steps)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_a_graph_of_open_sizes_takes_masks(kind):
+    torch._dynamo.reset()
+    query, key, value = (random(2, 4, n, 8, seed=i) for i, n in enumerate((6, 5, 5)))
+    mask = random(6, 5, seed=3) if kind == "additive" else random(6, 5, seed=3) > -0.5
+    compiled = torch.compile(equilibrium_attention, fullgraph=True, dynamic=True, backend="eager")
+    expected = equilibrium_attention(query, key, value, mask)
+    torch.testing.assert_close(compiled(query, key, value, mask), expected, rtol=1e-10, atol=1e-10)

@@ -1,6 +1,8 @@
 """Small problems of every form that the operations take, and the map of each written out by itself."""
 
+import collections
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -20,8 +22,27 @@ def without_kernels():
     """A machine without native kernels: the loop answers, over torch's attention kernels."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(library.VARIABLE, "off")
-        patched.setattr(library, "_found", lambda: (None, "switched off"))
+        patched.setattr(library, "found", lambda: (None, "switched off"))
         yield
+
+
+@contextlib.contextmanager
+def counted():
+    """How often each function of the native library is called."""
+    loaded, reason = library.found()
+    calls = collections.Counter()
+
+    def counting(name):
+        def call(*arguments):
+            calls[name] += 1
+            return getattr(loaded, name)(*arguments)
+
+        return call
+
+    watched = dataclasses.replace(loaded, **{name: counting(name) for name in ("solve", "adjoint", "step")})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(library, "found", lambda: (watched, reason))
+        yield calls
 
 
 def attended(*shape, seed=5):

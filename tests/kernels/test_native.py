@@ -1,9 +1,11 @@
 """The native operations: what their answers may depend on, every layout, size and number, and their memory."""
 
 import contextlib
+import copy
 import hashlib
 import math
 import os
+import pickle
 import platform
 import shutil
 import subprocess
@@ -12,21 +14,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopfield_cases import counted, without_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import (
     AnchoredEnergy,
+    Anderson,
+    Broyden,
+    FixedPointMap,
+    Implicit,
+    ImplicitAttention,
     LogSumExp,
+    OneStep,
+    Phantom,
+    Picard,
+    Reversible,
     Status,
+    Unrolled,
     UnsupportedImplementation,
     _safeguard,
     equilibrium_attention,
     solve,
 )
-from implicit_attention.kernels import hopfield_adjoint, hopfield_solve, kernel_checks
+from implicit_attention.kernels import Attention, hopfield_adjoint, hopfield_solve, kernel_checks
 from implicit_attention.kernels.native import library
+from implicit_attention.linear import CG, GMRES
+from implicit_attention.problem import Problem
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import Allocations
 
@@ -42,7 +57,7 @@ def instruction_set(request, monkeypatch):
     loaded, reason = library._loaded(request.param)
     if loaded is None:
         pytest.skip(reason)
-    monkeypatch.setattr(library, "_found", lambda: (loaded, ""))
+    monkeypatch.setattr(library, "found", lambda: (loaded, ""))
     return request.param
 
 
@@ -334,6 +349,201 @@ def test_it_is_what_answers_on_a_cpu(dtype, instruction_set):
     query, keys, _ = problem(dim=dim, m=60, dtype=dtype)
     solved(query, keys, impl="auto", rtol=1e-3)
     assert any(f"head_dim {dim}," in check.use and "(native)" in check.use for check in kernel_checks())
+
+
+# What a solve says ran.
+
+BUDGET = Picard(rtol=0, atol=0, max_steps=4)
+NATIVE, TORCH, BY_TORCH = "native: evaluate, step", "torch: evaluate, step", "; torch: product"
+ROUTES = {
+    "plain": ({}, NATIVE + ", product"),
+    "impl native": ({"impl": "native"}, NATIVE + ", product"),
+    "impl reference": ({"impl": "reference"}, TORCH + ", product"),
+    "Picard": ({"solver": Picard()}, NATIVE + ", product"),
+    "Anderson of more states": ({"solver": Anderson(history=3)}, TORCH + "; native: product"),
+    "Broyden": ({"solver": Broyden()}, TORCH + "; native: product"),
+    "trace": ({"trace": True}, TORCH + "; native: product"),
+    "callback": ({"callback": lambda *told: None}, TORCH + "; native: product"),
+    "budget": ({"solver": BUDGET, "adjoint": Unrolled()}, TORCH + ", product"),
+    "reversible": ({"solver": BUDGET, "adjoint": Reversible()}, TORCH + ", product"),
+    "unrolled": ({"adjoint": Unrolled()}, TORCH + ", product"),
+    "phantom": ({"adjoint": Phantom(3)}, NATIVE + BY_TORCH),
+    "one step": ({"adjoint": OneStep()}, NATIVE + BY_TORCH),
+    "GMRES": ({"adjoint": Implicit(linear_solver=GMRES())}, NATIVE + BY_TORCH),
+    "CG": ({"adjoint": Implicit(linear_solver=CG())}, NATIVE + BY_TORCH),
+}
+
+
+def ran(ask, backward=torch.Tensor.backward):
+    """What a solution says before and after a backward pass, once `ask` has made it; compared with what is called."""
+    ask()[1].sum().backward()  # Kernels earn trust by calls of their own.
+    with counted() as calls:
+        found, value = ask()
+        told, forward = str(found.route), set(calls)
+        calls.clear()
+        backward(value.sum())
+        product = set(calls)
+    last = str(found.route)
+    native = " ".join(part for part in last.split("; ") if part.startswith("native"))
+    assert ("evaluate" in native) == ("solve" in forward), last
+    assert ("step" in native) == bool(forward), last
+    assert ("product" in native) == ("adjoint" in product), last
+    return told, last
+
+
+def over_keys(dtype=torch.float32, **options):
+    """The solution of an energy, and its value."""
+    query, keys = (t.to(dtype).requires_grad_() for t in problem(2, n=3, m=5, dim=8)[:2])
+    found = solve(AnchoredEnergy(LogSumExp(keys, 0.3, bias=options.pop("bias", None)), query, 0.5), query, **options)
+    return found, found.value
+
+
+@pytest.mark.parametrize("case", ROUTES)
+def test_a_route_says_what_ran(case):
+    options, expected = ROUTES[case]
+    assert ran(lambda: over_keys(**options)) == (f"{expected}; float32",) * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((3, 5), NATIVE + BY_TORCH), ((1, 5), NATIVE + ", product")], ids=["per pair", "per key"]
+)
+def test_a_route_says_who_has_the_gradient_of_a_bias(shape, expected):
+    bias = torch.zeros(2, *shape, requires_grad=True)
+    assert ran(lambda: over_keys(bias=bias)) == (f"{expected}; float32",) * 2
+
+
+def test_a_derivative_that_is_differentiated_again_is_that_of_torch():
+    query, keys, _ = problem(2, n=3, m=5, dim=8)
+    query.requires_grad_()
+
+    def ask():
+        found = solve(AnchoredEnergy(LogSumExp(keys, 0.3), query, 0.5), query)
+        return found, found.value
+
+    told, last = ran(ask, lambda loss: torch.autograd.grad(loss, query, create_graph=True))
+    assert told == "native: evaluate, step, product; float32"
+    assert last == "native: evaluate, step; torch: product; float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_route_says_in_which_precision(dtype):
+    wide = "float64" if dtype == torch.float64 else "float32"
+    assert ran(lambda: over_keys(dtype)) == (f"native: evaluate, step, product; {wide}",) * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "native: step"),
+        ({"solver": Picard()}, "native: step"),
+        ({"impl": "reference"}, ""),
+        ({"trace": True}, ""),
+        ({"solver": Broyden()}, ""),
+    ],
+    ids=str,
+)
+def test_a_route_of_a_map_of_the_users(options, expected):
+    x = problem(3, n=1, dim=8)[0].requires_grad_()
+
+    def ask():
+        found = solve(FixedPointMap(lambda z, x: z.sin() / 2 + x, x, event_ndim=1), torch.zeros_like(x), **options)
+        return found, found.value
+
+    torchs = "torch: evaluate, product; " if expected else "torch: evaluate, step, product"
+    assert ran(ask) == (f"{torchs}{expected}; float32",) * 2
+
+
+def test_a_route_of_a_problem_that_says_that_it_is_attention():
+    class Scaled(Problem):
+        event_ndim = 1
+
+        def __init__(self, x, scale):
+            self.x, self.scale = x, scale
+
+        def fixed_point_map(self, z):
+            raise AssertionError("a kernel reads the tensors")
+
+        def as_attention(self):
+            return Attention(self.x, self.scale * self.x, 0.3, 0.5)
+
+    x, scale = problem(2, n=5, dim=8)[0].requires_grad_(), torch.tensor(0.7, requires_grad=True)
+
+    def ask():
+        found = solve(Scaled(x, scale), x)
+        return found, found.value
+
+    assert ran(ask) == ("native: evaluate, step, product; float32",) * 2
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("solution", [True, False])
+def test_a_route_counts_the_heads_of_the_queries(kv_heads, solution):
+    query, key, value = (random(2, h, n, 8, dtype=torch.float32) for h, n in ((8, 4), (kv_heads, 6), (kv_heads, 6)))
+    layer = ImplicitAttention(64, heads=8, kv_heads=kv_heads)
+    x = random(2, 4, 64, dtype=torch.float32)
+
+    def by_function():
+        output, found = equilibrium_attention(query, key, value, enable_gqa=True, return_solution=True)
+        return found, output
+
+    def by_layer():
+        output = layer(x)
+        return layer.last_solve, output
+
+    query.requires_grad_()
+    assert ran(by_function if solution else by_layer) == ("native: evaluate, step, product; float32; 8 heads",) * 2
+
+
+def test_a_route_without_the_library():
+    x = problem(3, n=1, dim=8)[0]
+    with without_kernels():
+        found, value = over_keys()
+        value.sum().backward()
+        assert str(found.route) == "torch: evaluate, step, product; float32"
+        free = solve(FixedPointMap(torch.cos, event_ndim=1), x)
+        assert str(free.route) == "torch: evaluate, step, product; float32"
+
+
+def test_a_route_inside_transforms():
+    seen = []
+    query, keys, _ = problem(2, n=3, m=5, dim=8)
+
+    def total(query):
+        seen.append(solve(AnchoredEnergy(LogSumExp(keys, 0.3), query, 0.5), query))
+        return seen[-1].value.sum()
+
+    over_keys()[1].sum().backward()
+    for transform, asked, expected in (
+        (torch.func.grad, query, NATIVE + BY_TORCH),
+        (torch.func.vmap, query[None], TORCH + ", product"),
+    ):
+        with counted() as calls:
+            transform(total)(asked)
+        assert str(seen[-1].route) == f"{expected}; float32; inside torch.func"
+        assert set(calls) == ({"solve"} if "native" in expected else set())
+
+
+def test_a_compiled_graph_solves_by_an_operation():
+    layer = ImplicitAttention(16, heads=2, on_failure="warn")
+    torch.compile(layer, fullgraph=True, backend="eager")(random(1, 3, 16, dtype=torch.float32)).sum().backward()
+    assert str(layer.last_solve.route) == "operation: evaluate, step, product; float32; in a compiled graph"
+    assert layer.last_solve.converged.all()
+
+
+def test_what_carries_a_route_can_be_copied_and_saved():
+    class Local(Picard):
+        """A solver that cannot be saved."""
+
+    found = over_keys(solver=Local())[0]
+    layer = ImplicitAttention(16, heads=2)
+    layer(random(1, 3, 16, dtype=torch.float32)).sum().backward()
+    for told in (found.report, layer.last_solve, over_keys()[0].map(torch.Tensor.detach).report):
+        for again in (copy.copy(told), copy.deepcopy(told), pickle.loads(pickle.dumps(told))):
+            assert str(again.route) == repr(again.route) == str(told.route) != "None"
+    with torch.no_grad():
+        solution = over_keys()[0]
+    assert str(pickle.loads(pickle.dumps(solution)).route) == str(copy.deepcopy(solution).route) == str(solution.route)
+    assert copy.deepcopy(layer).last_solve is None
 
 
 @pytest.mark.slow

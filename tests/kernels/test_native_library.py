@@ -33,7 +33,7 @@ on_x86 = pytest.mark.skipif(not X86, reason="names the sets of x86-64")
 def fresh(monkeypatch):
     """The choice is made anew, and again after the test."""
     monkeypatch.delenv(library.VARIABLE, raising=False)
-    caches = (library._found, library.warn_once)
+    caches = (library.found, library.warn_once)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -106,7 +106,7 @@ def test_the_faster_of_two_sets_answers(stand_ins, monkeypatch):
     for isa in ("avx2", "avx512"):
         stand_in(stand_ins, isa)
     assert (native_status().isa, native_status().reason) == ("avx512", "")
-    library._found.cache_clear()
+    library.found.cache_clear()
     monkeypatch.setenv(library.VARIABLE, "avx2")
     assert (native_status().isa, native_status().reason) == ("avx2", "")
 
@@ -117,7 +117,7 @@ def test_it_is_told_why_the_faster_set_does_not_answer(stand_ins):
     stand_in(stand_ins, "avx512", supported=0)
     assert (native_status().isa, library.unavailable()) == ("avx2", None)
     assert str(native_status()) == f"native operations: avx2, {native_status().threads}; this processor has no avx512"
-    library._found.cache_clear()
+    library.found.cache_clear()
     # A new file: the process still uses the other one.
     (stand_ins / "avx512.library").unlink()
     (stand_ins / "avx512.library").write_bytes((stand_ins / "avx2.library").read_bytes()[:5000])
@@ -159,7 +159,7 @@ def test_a_processor_without_a_set(asked, supported, reason, stand_ins, monkeypa
 def test_a_machine_without_a_library(owner, name, value, reason, monkeypatch):
     if name == "ABI" and native_status().isa is None:
         pytest.skip(native_status().reason)
-    library._found.cache_clear()
+    library.found.cache_clear()
     monkeypatch.setattr(owner, name, value)
     refused(reason)
 
@@ -174,7 +174,7 @@ def test_the_best_set_of_the_processor_answers_and_a_forced_one(monkeypatch):
     for isa in library.SETS[platform.machine()]:
         if library._loaded(isa)[0] is None:
             continue
-        library._found.cache_clear()
+        library.found.cache_clear()
         monkeypatch.setenv(library.VARIABLE, isa)
         assert native_status().isa == isa
         named = library.library().handle.ia_isa
@@ -237,7 +237,7 @@ def test_without_torchs_loop_one_thread_works(monkeypatch, tmp_path):
         assert "one thread (torch " in native_status().threads
         assert "2.10 has" in native_status().threads
         found = hopfield_solve(query, keys, beta=0.2, anchor=0.5)
-    library._found.cache_clear()
+    library.found.cache_clear()
     assert torch.equal(hopfield_solve(query, keys, beta=0.2, anchor=0.5).state, found.state)
 
 

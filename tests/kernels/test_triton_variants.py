@@ -13,9 +13,8 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.compiled_kernels import Card  # noqa: E402
 from implicit_attention._fused_rule import FusedRule  # noqa: E402
-from implicit_attention.kernels.problem import Hopfield  # noqa: E402
-from implicit_attention.kernels.rule import THERE, AdjointRule  # noqa: E402
-from implicit_attention.kernels.triton import checks, layout  # noqa: E402
+from implicit_attention.kernels.problem import THERE, AdjointRule, Attention  # noqa: E402
+from implicit_attention.kernels.triton import layout, support  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 BF16 = torch.bfloat16
@@ -52,9 +51,9 @@ def codes(monkeypatch):
 
 def problem(lead=(2, 3), keys=None, n=N, beta=None, anchor=None, mask=None, first=None, dtype=BF16):
     keys = torch.zeros(*lead, M, D, dtype=dtype) if keys is None else keys
-    one = torch.ones((1,) * (len(lead) + 2))
+    one = torch.ones((1,) * len(lead))
     field = torch.zeros(*lead, n, keys.shape[-1], dtype=keys.dtype)
-    return Hopfield(field, keys, one if beta is None else beta, one / 2 if anchor is None else anchor, mask, first)
+    return Attention.of(field, keys, one if beta is None else beta, one / 2 if anchor is None else anchor, mask, first)
 
 
 def numbers(*shape):
@@ -97,8 +96,8 @@ PROBLEMS = {
     "sixteen queries": lambda: problem(n=16),
     "few keys": lambda: problem(keys=numbers(2, 3, 5, D)),
     "one key": lambda: problem(keys=numbers(2, 3, 1, D)),
-    "betas": lambda: problem(beta=late(torch.ones(2, 3, 1, 1)), anchor=torch.ones(2, 3, 2, 1)[:, :, 1:] / 2),
-    "betas, rounded": lambda: problem(beta=numbers(2, 1, 1, 1) + 1, anchor=numbers(1, 3, 1, 1)),
+    "betas": lambda: problem(beta=late(torch.ones(2, 3)), anchor=torch.ones(2, 3, 2)[:, :, 1] / 2),
+    "betas, rounded": lambda: problem(beta=numbers(2, 1) + 1, anchor=numbers(1, 3)),
     "causal": lambda: problem(first=0),
     "causal from 16": lambda: problem((1, 16), first=16),
     "padding": lambda: problem(mask=allowed(2, 1, 1, M)),
@@ -122,24 +121,24 @@ def used(operation, given, rule, aside):
     from implicit_attention.kernels.triton.adjoint import solve_adjoint
     from implicit_attention.kernels.triton.solve import solve
 
-    state = (late if aside else torch.clone)(given.field.float())
+    state = (late if aside else torch.clone)(given.query.float())
     if operation == "hopfield_solve":
-        solve(given._replace(field=late(given.field) if aside else given.field), state, rule)
+        solve(given._replace(query=late(given.query) if aside else given.query), state, rule)
     else:
         solve(given, state, THERE)
         solve_adjoint(given, state, state, state, state[..., 0], AdjointRule(1e-2, rule.max_steps))
 
 
-@pytest.mark.parametrize("operation", checks.CHECKS)
+@pytest.mark.parametrize("operation", support.CHECKS)
 def test_all_problems_of_a_variant_run_the_code_that_its_check_runs(operation, codes):
-    check, kernels = checks.CHECKS[operation]
+    check, kernels = support.CHECKS[operation]
     ran = {}
     for name, make in PROBLEMS.items():
         given = make()
         # Counts and tolerances are numbers, too, and states may begin anywhere.
         rules = (RULE, FusedRule(1, 0, 2**40, 2**40))
         for aside, rule in enumerate(rules):
-            variant = checks.variant(given, kernels, rule)
+            variant = support.variant(given, kernels, rule)
             found = codes(lambda given=given, rule=rule, aside=aside: used(operation, given, rule, aside))
             assert len(found) >= len(kernels)
             first, before = ran.setdefault(variant, (name, found))
@@ -154,9 +153,9 @@ def test_all_problems_of_a_variant_run_the_code_that_its_check_runs(operation, c
 def test_gathered_queries_run_the_code_of_their_check(codes, monkeypatch):
     monkeypatch.setattr(layout, "LEAST_WORK", 0.0)
     given = problem(n=300)
-    variant = checks.variant(given, ("solve",), RULE)
+    variant = support.variant(given, ("solve",), RULE)
     assert variant.gathers
-    check, _ = checks.CHECKS["hopfield_solve"]
+    check, _ = support.CHECKS["hopfield_solve"]
     found = codes(lambda: used("hopfield_solve", given, RULE, False))
     assert len(found) == 2
     assert found == codes(lambda: check(given, variant))
@@ -167,7 +166,7 @@ def test_gathered_queries_run_the_code_of_their_check(codes, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bool, BF16, torch.float32])
 def test_numbers_are_laid_out_in_any_order(order, shape, dtype):
     tensor = torch.randn(shape).to(dtype)
-    found = checks.laid_out(tensor, order)
+    found = support.laid_out(tensor, order)
     assert torch.equal(found, tensor)
     if order != "columns" or shape[-2] > 1:
         assert layout.order_of(found) == order

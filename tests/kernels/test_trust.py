@@ -24,8 +24,9 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.errors import KernelWarning
-from implicit_attention.kernels import attention, hopfield_solve, kernel_checks, trust
-from implicit_attention.kernels.native.operands import Operands
+from implicit_attention.kernels import hopfield_solve, kernel_checks, native_status, trust
+from implicit_attention.kernels.native import solve as native
+from implicit_attention.potentials import _attention as attention
 
 CPU = torch.device("cpu")
 
@@ -176,6 +177,32 @@ def test_two_threads_wait_for_one_check():
     assert second.calls == 0
 
 
+@pytest.mark.skipif(native_status().isa is None, reason="there is no native library")
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [
+        (["hopfield_solve"], "torch: evaluate, step; native: product"),
+        (["hopfield_adjoint"], "native: evaluate, step; torch: product"),
+        (["hopfield_solve", "hopfield_adjoint"], "torch: evaluate, step, product"),
+    ],
+    ids=["solve", "adjoint", "both"],
+)
+@pytest.mark.parametrize("door", ["solve", "equilibrium_attention"])
+def test_a_route_does_not_name_a_kernel_that_is_refused(refused, expected, door, monkeypatch):
+    query, keys = problem()
+    for operation in refused:
+        monkeypatch.setitem(native.CHECKS, operation, lambda variant: BAD)
+    for first in (True, False):
+        with pytest.warns(KernelWarning) if first else contextlib.nullcontext():
+            if door == "solve":
+                found = solve(AnchoredEnergy(LogSumExp(keys, 0.4), query, 0.3), query)
+                value = found.value
+            else:
+                value, found = equilibrium_attention(query, keys, keys, return_solution=True)
+            value.sum().backward()
+        assert str(found.route) == f"{expected}; float64"
+
+
 # Torch's private attention operation, by which the loop evaluates where no kernel answers.
 
 
@@ -316,8 +343,8 @@ def handler_that_raises():
 @pytest.mark.parametrize(
     ("owner", "name", "dtype", "door"),
     [
-        (Operands, "call", torch.float32, hopfield_solve),
-        (Operands, "call", torch.float32, lambda query, keys, beta: [equilibrium_attention(query, keys, keys)]),
+        (native, "call", torch.float32, hopfield_solve),
+        (native, "call", torch.float32, lambda query, keys, beta: [equilibrium_attention(query, keys, keys)]),
         (attention, "_FLASH_FOR_CPU", torch.float64, evaluated),
     ],
     ids=["native library", "native attention", "torch's kernel"],

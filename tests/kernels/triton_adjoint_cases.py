@@ -23,16 +23,15 @@ from triton_harness import (
 from triton_oracle import Dense, adjoint
 from triton_solve_cases import STOP, check_solved, solve
 
-from implicit_attention import Status
-from implicit_attention.kernels import AdjointAnswer, dispatch
-from implicit_attention.kernels.problem import Hopfield
-from implicit_attention.kernels.rule import AdjointRule
+from implicit_attention import Status, _solve
+from implicit_attention.kernels import AdjointAnswer
+from implicit_attention.kernels.problem import AdjointRule, Attention
 
 
 def at_solution(problem, steps=60):
     """A state near the solution with its exact mean and log-sum-exp, rounded to float32."""
     dense = Dense.of(problem)
-    z = problem.field.double()
+    z = problem.query.double()
     for _ in range(steps):
         z = dense.mapped(dense.attend(z)[0])
     z = z.float()
@@ -172,8 +171,8 @@ def adjoint_negative_curvature():
     n, dim = large(20), 16
     keys = torch.randn(1, 2, dim)
     field = torch.randn(1, n, dim)
-    problem = Hopfield(field, keys, torch.full((1, 1, 1), 0.5), torch.zeros(1, 1, 1))
-    problem = Hopfield(*(t.to(harness.DEVICE) for t in problem[:4]))
+    problem = Attention(field, keys, 0.5, 0.0)
+    problem = problem._replace(query=field.to(harness.DEVICE), keys=keys.to(harness.DEVICE))
     z = keys.mean(-2, keepdim=True).expand(1, n, dim).clone()
     z[:, ::2] = keys[:, :1]
     dense, z = Dense.of(problem), z.to(harness.DEVICE)
@@ -194,13 +193,15 @@ def adjoint_negative_curvature():
     assert error(answer.by_keys, gradients(kept)[0]) < 1e-5
     # The operation has another method answer them, and says what they are.
     operation = torch.ops.implicit_attention.hopfield_adjoint
-    whole = AdjointAnswer._make(operation(*problem, z, cotangent, 1e-5, 60, "triton", "ignore"))
+    numbers = (torch.full((1, 1, 1), number, device=harness.DEVICE) for number in problem[2:4])
+    given = (*problem[:2], *numbers, None, None, z, cotangent, 1e-5, 60, "triton", "ignore")
+    whole = AdjointAnswer._make(operation(*given))
     assert bool((whole.status[saddle] == Status.UNSTABLE).all())
     assert bool((whole.status[~saddle] == Status.CONVERGED).all())
     assert error(whole.value, exact) < 1e-4
     assert error(whole.by_keys, gradients(exact)[0]) < 1e-4
     # Where the host cannot look they are NaN, and so is what they are a part of.
-    blind = dispatch.unanswered(answer, saddle)
+    blind = _solve.unanswered(answer, saddle)
     assert torch.equal(blind.value.isnan().all(-1), saddle)
     assert torch.equal(blind.by_beta.isnan(), saddle)
     assert bool(blind.by_keys.isnan().all())
@@ -233,7 +234,7 @@ def adjoint_nothing():
     assert bool((answer.by_keys == 0).all())
     assert answer.by_keys.shape == problem.keys.shape
     problem = problem_of(lead=(2,), n=3, m=0, dim=16)
-    z = torch.randn(2, problem.field.shape[-2], 16).to(harness.DEVICE)
+    z = torch.randn(2, problem.query.shape[-2], 16).to(harness.DEVICE)
     answer = solve_adjoint(problem, z, z, torch.zeros_like(z), torch.zeros_like(z[..., 0]), AdjointRule(1e-5, 9))
     assert error(answer.value, z) < 1e-6
     assert answer.by_keys.shape == problem.keys.shape
@@ -250,7 +251,7 @@ def adjoint_tiles(name, **options):
 @case
 def adjoint_reads_no_tile_that_is_masked():
     problem = tiled_problem("documents")
-    problem.mask[..., : large(35)] = False
+    problem.pairs[..., : large(35)] = False
     _, z, mean, logsumexp = at_solution(problem)
     cotangent = torch.randn(z.shape).to(harness.DEVICE)
     clean = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
@@ -287,16 +288,17 @@ def solve_mask_laid_out(name):
     from implicit_attention.kernels.triton import layout
 
     options = {"lead": (2, 3), **MASK_LAYOUTS[name]}
+    mask = options.pop("mask")
     # At twice the inverse temperature queries of three keys end on saddles.
-    problem = problem_of(**options | {"n": 20, "m": 40, "dim": 16, "beta": 0.3, "mask": None})
+    problem = problem_of(**options | {"n": 20, "m": 40, "dim": 16, "beta": 0.3})
     tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
     if harness.DEVICE == "cuda":
         return
     layout.TILES.update({kernel: {max(table): layout.Tiles(16, 16, 1, 1)} for kernel, table in tables.items()})
     try:
-        problem = problem._replace(mask=options["mask"]())
+        problem = problem.paired(mask())
         stop = STOP._replace(max_steps=6)
-        check_solved(problem, solve(problem, problem.field, stop), stop)
+        check_solved(problem, solve(problem, problem.query, stop), stop)
         check_adjoint(problem)
     finally:
         layout.TILES.update(tables)

@@ -2,7 +2,7 @@
 
 import torch
 
-from implicit_attention.kernels.problem import Hopfield
+from implicit_attention.kernels.problem import Attention
 
 CASES = {}
 DEVICE = "cpu"
@@ -90,10 +90,10 @@ def problem_of(
 
     def number(value):
         value = torch.as_tensor(value, dtype=FP32)
-        return value.reshape(*ones[value.ndim :], *value.shape, 1, 1).to(DEVICE)
+        return value.reshape((*ones[value.ndim :], *value.shape)).to(DEVICE)
 
-    return Hopfield(
-        field=guarded(torch.randn(*lead, n, dim).to(dtype)),
+    return Attention.of(
+        query=guarded(torch.randn(*lead, n, dim).to(dtype)),
         keys=guarded(torch.randn(*keys_lead, m, dim).to(dtype)),
         beta=number(beta) / dim**0.5,
         anchor=number(anchor),
@@ -158,8 +158,8 @@ MASKS = {
 
 def masked_problem(name, dtype=FP32, **options):
     problem = problem_of(lead=(3, 2), n=17, m=34, dim=16, dtype=dtype, **options)
-    mask = MASKS[name](problem.field.shape[-2], problem.keys.shape[-2])
-    return problem._replace(mask=mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape).to(DEVICE))
+    mask = MASKS[name](problem.query.shape[-2], problem.keys.shape[-2])
+    return problem.paired(mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape).to(DEVICE))
 
 
 def documents(n, m, length=40):
@@ -180,8 +180,8 @@ TILED_MASKS = {
 def tiled_problem(name, dtype=FP32, **options):
     """A problem with one of these masks."""
     problem = problem_of(lead=(2,), keys_lead=(1,), n=60, m=100, dim=16, dtype=dtype, **options)
-    mask = TILED_MASKS[name](problem.field.shape[-2], problem.keys.shape[-2])
-    return problem._replace(mask=mask.expand(1, *mask.shape).to(DEVICE))
+    mask = TILED_MASKS[name](problem.query.shape[-2], problem.keys.shape[-2])
+    return problem.paired(mask.expand(1, *mask.shape).to(DEVICE))
 
 
 # Tiles.

@@ -19,21 +19,24 @@ class Dense:
 
     @classmethod
     def of(cls, problem):
-        *lead, n, dim = problem.field.shape
+        *lead, n, dim = problem.query.shape
         m = problem.keys.shape[-2]
-        bias = torch.zeros(*lead, n, m, dtype=torch.float64, device=problem.field.device)
-        if problem.mask is not None and problem.mask.dtype == torch.bool:
-            bias = bias.masked_fill(~problem.mask, -torch.inf)
-        elif problem.mask is not None:
-            bias = bias + problem.mask.double()
+        bias = torch.zeros(*lead, n, m, dtype=torch.float64, device=problem.query.device)
+        if problem.pairs is not None and problem.pairs.dtype == torch.bool:
+            bias = bias.masked_fill(~problem.pairs, -torch.inf)
+        elif problem.pairs is not None:
+            bias = bias + problem.pairs.double()
         if problem.first is not None:
             later = torch.ones(n, m, dtype=torch.bool, device=bias.device).triu(problem.first + 1)
             bias = bias.masked_fill(later, -torch.inf)
-        anchor = problem.anchor.double().expand(*lead, 1, 1)
+        beta, anchor = (
+            torch.as_tensor(number, dtype=torch.float64, device=bias.device)[..., None, None].expand(*lead, 1, 1)
+            for number in (problem.beta, problem.anchor)
+        )
         return cls(
-            field=problem.field.double().masked_fill(anchor == 0, 0.0),
+            field=problem.query.double().masked_fill(anchor == 0, 0.0),
             keys=problem.keys.double().expand(*lead, m, dim),
-            beta=problem.beta.double().expand(*lead, 1, 1),
+            beta=beta,
             anchor=anchor,
             bias=bias,
         )

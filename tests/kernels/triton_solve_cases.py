@@ -26,10 +26,10 @@ from triton_harness import (
 )
 from triton_oracle import Dense, follow
 
-from implicit_attention import Status, UnsupportedImplementation
+from implicit_attention import Status, UnsupportedImplementation, _solve
 from implicit_attention._fused_rule import FusedRule
-from implicit_attention.kernels import dispatch, hopfield_solve
-from implicit_attention.kernels.problem import Hopfield
+from implicit_attention.kernels import hopfield_solve
+from implicit_attention.kernels.problem import Attention
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
@@ -47,7 +47,7 @@ def solve(problem, initial, stop=STOP, ends=()):
 def check_solved(problem, solved, stop=STOP, initial=None):
     """Everything that a solve returns, against float64 at the very state, and the path against the oracle."""
     dense, dtype = Dense.of(problem), problem.keys.dtype
-    initial = problem.field if initial is None else initial
+    initial = problem.query if initial is None else initial
     path = follow(dense, initial.double(), stop)
     rough = follow(dense, initial.float(), stop, dense.attend_in(dtype))
     fine = solved.status != Status.NONFINITE
@@ -82,8 +82,8 @@ def solve_numbers_whose_squares_are_none(size):
     torch.manual_seed(0)
     field, keys = torch.randn(2, 9, 16, dtype=torch.float64), torch.randn(2, 20, 16, dtype=torch.float64)
     keys, beta = (keys, 1e-30) if size > 1 else (size * keys, min(1 / size**2, 1e38))
-    held = [t.to(harness.DEVICE, FP32) for t in (size * field, keys, *torch.tensor([beta, 0.5])[:, None, None, None])]
-    found = solve(Hopfield(*held), held[0], FusedRule(rtol=1e-4, atol=0.0, max_steps=300, plain_steps=3))
+    held = [t.to(harness.DEVICE, FP32) for t in (size * field, keys, torch.tensor(beta))]
+    found = solve(Attention(*held, 0.5), held[0], FusedRule(rtol=1e-4, atol=0.0, max_steps=300, plain_steps=3))
     assert bool((found.status == Status.CONVERGED).all())
     z, wide = found.state.double() / size, held[1].double()
     f = 0.5 * field.to(z) + 0.5 * (beta * size * z @ wide.mT).softmax(-1) @ (wide / size)
@@ -95,13 +95,13 @@ def solve_numbers_whose_squares_are_none(size):
 @cases(**SHAPES)
 def solve_shape(**shape):
     problem = problem_of(**shape)
-    check_solved(problem, solve(problem, problem.field))
+    check_solved(problem, solve(problem, problem.query))
 
 
 @cases(**{name: dict(name=name) for name in MASKS})
 def solve_mask(name):
     problem = masked_problem(name, first=2 if name == "per_sample" else None)
-    solved = solve(problem, problem.field)
+    solved = solve(problem, problem.query)
     check_solved(problem, solved)
     dense = Dense.of(problem)
     empty = (dense.bias == -torch.inf).all(-1)
@@ -124,9 +124,9 @@ GATHERED = {
 def solve_gathers(max_steps=16, **options):
     stop = STOP._replace(max_steps=max_steps)
     problem = problem_of(lead=(2,), **{"n": 75, "m": 40, "dim": 16, "beta": 1.5, "anchor": 0.2, **options})
-    problem.field[1, 7, 3] = torch.nan
-    whole = solve(problem, problem.field, stop)
-    found = solve(problem, problem.field, stop, ends=(1, 2, 3, 4, 6, 9))
+    problem.query[1, 7, 3] = torch.nan
+    whole = solve(problem, problem.query, stop)
+    found = solve(problem, problem.query, stop, ends=(1, 2, 3, 4, 6, 9))
     assert int(found.num_evals.max()) > 4
     assert len(found.num_evals.unique()) > 2
     # Products round otherwise at another place in a tile, and long ways magnify that.
@@ -144,7 +144,7 @@ def solve_gathers(max_steps=16, **options):
 @case
 def solve_gathers_masked():
     problem = tiled_problem("keys", beta=2.0, anchor=0.3)
-    check_solved(problem, solve(problem, problem.field, ends=(1, 2, 3, 4, 6, 9)))
+    check_solved(problem, solve(problem, problem.query, ends=(1, 2, 3, 4, 6, 9)))
 
 
 @case
@@ -152,7 +152,7 @@ def solve_with_every_kind_of_step():
     # At the edge of retrieval every kind of step occurs.
     problem = problem_of(lead=(2,), n=32, m=32, dim=16, beta=3.0, anchor=0.2, seed=2)
     stop = STOP._replace(max_steps=40)
-    path = check_solved(problem, solve(problem, problem.field, stop), stop)
+    path = check_solved(problem, solve(problem, problem.query, stop), stop)
     assert path.accelerated > 100
     assert path.rejected > 2
     assert path.downhill > 2
@@ -162,7 +162,7 @@ def solve_with_every_kind_of_step():
 def solve_cuts_long_steps():
     problem = problem_of(lead=(2,), n=32, m=32, dim=16, beta=3.0, anchor=0.2, seed=2)
     stop = STOP._replace(rtol=0.0, max_steps=6)
-    path = check_solved(problem, solve(problem, problem.field, stop), stop)
+    path = check_solved(problem, solve(problem, problem.query, stop), stop)
     assert path.cut > 0 or harness.DEVICE == "cuda"
 
 
@@ -170,7 +170,7 @@ def solve_cuts_long_steps():
 def solve_plain_steps_only():
     problem = problem_of(lead=(1,), n=16, dim=16)
     stop = STOP._replace(atol=0.05, plain_steps=100, max_steps=30)
-    path = check_solved(problem, solve(problem, problem.field, stop), stop)
+    path = check_solved(problem, solve(problem, problem.query, stop), stop)
     assert path.accelerated == 0
 
 
@@ -180,7 +180,7 @@ def solve_plain_steps_only():
 def solve_ends(rtol, max_steps):
     problem = problem_of(lead=(2,), n=20, dim=16, beta=1.5, anchor=0.1)
     stop = FusedRule(rtol, 0.0, max_steps, 2)
-    solved = solve(problem, problem.field, stop)
+    solved = solve(problem, problem.query, stop)
     check_solved(problem, solved, stop)
     assert bool((solved.status == stop.exhausted).any())
     if rtol == 0:
@@ -192,8 +192,8 @@ def solve_ends(rtol, max_steps):
 @case
 def solve_without_an_anchor_reads_no_field():
     problem = problem_of(lead=(2, 2), n=20, dim=16, anchor=[0.0, 0.4])
-    initial = problem.field.clone()
-    problem.field[:, 0] = torch.nan
+    initial = problem.query.clone()
+    problem.query[:, 0] = torch.nan
     solved = solve(problem, initial)
     assert bool((solved.status == Status.CONVERGED).all())
     check_solved(problem, solved, initial=initial)
@@ -202,9 +202,9 @@ def solve_without_an_anchor_reads_no_field():
 @case
 def solve_nan_query_beside_others():
     problem = problem_of(lead=(2,), n=20, dim=16)
-    clean = solve(problem, problem.field)
-    problem.field[1, 7, 3] = torch.nan
-    solved = solve(problem, problem.field)
+    clean = solve(problem, problem.query)
+    problem.query[1, 7, 3] = torch.nan
+    solved = solve(problem, problem.query)
     others = torch.ones_like(solved.status, dtype=torch.bool)
     others[1, 7] = False
     for field, before in zip(solved, clean, strict=True):
@@ -219,7 +219,7 @@ def solve_diverges_where_numbers_end():
     # At 0 all scores are 0; at the mean of the keys, the second point, they overflow.
     problem = problem_of(lead=(1,), n=8, m=12, dim=16, anchor=0.0)
     problem = problem._replace(keys=problem.keys * 2e16 + 1e18, beta=problem.beta * 1e4)
-    initial = torch.zeros_like(problem.field)
+    initial = torch.zeros_like(problem.query)
     solved = solve(problem, initial)
     assert bool((solved.status == Status.DIVERGED).all())
     assert torch.equal(solved.state, initial)
@@ -231,8 +231,8 @@ def solve_diverges_where_numbers_end():
 @case
 def solve_float16_keys_and_large_states():
     problem = problem_of(lead=(2,), n=20, dim=16, dtype=FP16)
-    problem = problem._replace(field=problem.field.float() * 1e6, beta=problem.beta * 1e-6)
-    solved = solve(problem, problem.field)
+    problem = problem._replace(query=problem.query.float() * 1e6, beta=problem.beta * 1e-6)
+    solved = solve(problem, problem.query)
     assert bool((solved.status == Status.CONVERGED).all())
     mean, _ = Dense.of(problem).attend(solved.state.double())
     assert error(solved.mean, mean) < 1e-3
@@ -242,8 +242,8 @@ def solve_float16_keys_and_large_states():
 def solve_logsumexp_of_rounded_states(dtype):
     # The energy test needs more digits than scores of rounded states have.
     problem = problem_of(lead=(1,), n=20, dim=32, dtype=dtype, beta=2.0)
-    problem = problem._replace(field=problem.field.float() + 0.1 * torch.rand_like(problem.field.float()))
-    solved = solve(problem, problem.field, STOP._replace(max_steps=0))
+    problem = problem._replace(query=problem.query.float() + 0.1 * torch.rand_like(problem.query.float()))
+    solved = solve(problem, problem.query, STOP._replace(max_steps=0))
     dense = Dense.of(problem)
     exact = dense.attend(solved.state.double())[1]
     rough = dense.attend_in(dtype)(solved.state)[1]
@@ -253,10 +253,10 @@ def solve_logsumexp_of_rounded_states(dtype):
 @case
 def solve_bias_as_low_as_it_gets():
     problem = problem_of(lead=(1,), n=20, dim=16)
-    mask = torch.zeros(1, problem.field.shape[-2], problem.keys.shape[-2]).to(harness.DEVICE)
+    mask = torch.zeros(1, problem.query.shape[-2], problem.keys.shape[-2]).to(harness.DEVICE)
     mask[:, 3] = torch.finfo(FP32).min
-    problem = problem._replace(mask=mask)
-    solved = solve(problem, problem.field)
+    problem = problem.paired(mask)
+    solved = solve(problem, problem.query)
     assert bool((solved.status == Status.CONVERGED).all())
     assert error(solved.mean[:, 3], problem.keys.mean(-2)) < 1e-6
 
@@ -267,11 +267,11 @@ def solve_strides():
     n, m = large(20), large(33)
     field = torch.randn(2, n, 2, 16).transpose(1, 2).to(harness.DEVICE)
     keys = torch.randn(2, 16, 2, m).to(harness.DEVICE).permute(0, 2, 3, 1)
-    numbers = torch.full((2, 2, 1, 1), 0.2).to(harness.DEVICE)
-    problem = Hopfield(field, keys, numbers, numbers[:1, :1])
+    numbers = torch.full((2, 2), 0.2).to(harness.DEVICE)
+    problem = Attention(field, keys, numbers, numbers[:1, :1])
     mask = torch.rand(2, 2, m, n).mT.to(harness.DEVICE) < 0.7
     initial = torch.randn(1, 1, 1, 16).to(harness.DEVICE).expand(2, 2, n, 16)
-    for tried in (problem, problem._replace(mask=mask)):
+    for tried in (problem, problem.paired(mask)):
         check_solved(tried, solve(tried, initial), initial=initial)
 
 
@@ -284,26 +284,26 @@ def solve_keys_far_apart(strides):
     keys = memory.as_strided(problem.keys.shape, strides, 2**31)
     keys.copy_(problem.keys)
     assert 2**31 < last < 2**32
-    check_solved(problem, solve(problem._replace(keys=keys), problem.field))
+    check_solved(problem, solve(problem._replace(keys=keys), problem.query))
 
 
 @case
 def solve_signs_kept_aside():
     problem = problem_of(lead=(2,), dim=16)
-    initial = torch.randn_like(problem.field)
-    tried = problem._replace(**{name: sign_aside(getattr(problem, name)) for name in ("field", "keys", "beta")})
+    initial = torch.randn_like(problem.query)
+    tried = problem._replace(**{name: sign_aside(getattr(problem, name)) for name in ("query", "keys", "beta")})
     check_solved(tried, solve(tried, sign_aside(initial)), initial=initial)
 
 
 @case
 def solve_nothing():
     problem = problem_of(lead=(2,), n=0, dim=16)
-    assert solve(problem, problem.field).state.shape == (2, 0, 16)
+    assert solve(problem, problem.query).state.shape == (2, 0, 16)
     problem = problem_of(lead=(0,), n=3, dim=16)
-    assert solve(problem, problem.field).status.shape == (0, problem.field.shape[-2])
+    assert solve(problem, problem.query).status.shape == (0, problem.query.shape[-2])
     problem = problem_of(lead=(2,), n=3, m=0, dim=16)
-    solved = solve(problem, problem.field)
-    assert error(solved.state, problem.field / 2) < 1e-3
+    solved = solve(problem, problem.query)
+    assert error(solved.state, problem.query / 2) < 1e-3
     assert bool((solved.mean == 0).all())
 
 
@@ -313,16 +313,16 @@ def solve_nothing():
 @cases(**{name: dict(name=name) for name in TILED_MASKS}, causal=dict(name="documents", first=20))
 def solve_tiles(name, **options):
     problem = tiled_problem(name, **options)
-    check_solved(problem, solve(problem, problem.field))
+    check_solved(problem, solve(problem, problem.query))
 
 
 @cases(keys=dict(name="keys"), bias=dict(name="bias_of_documents"), gathered=dict(name="keys", ends=(1, 2, 4)))
 def solve_reads_no_tile_that_is_masked(name, ends=()):
     problem = tiled_problem(name)
-    problem.mask[..., : large(35)] = -torch.inf if problem.mask.is_floating_point() else False
-    clean = solve(problem, problem.field, ends=ends)
+    problem.pairs[..., : large(35)] = -torch.inf if problem.pairs.is_floating_point() else False
+    clean = solve(problem, problem.query, ends=ends)
     problem.keys[..., :32, :] = torch.nan
-    for field, before in zip(solve(problem, problem.field, ends=ends), clean, strict=True):
+    for field, before in zip(solve(problem, problem.query, ends=ends), clean, strict=True):
         assert torch.equal(field, before)
 
 
@@ -349,12 +349,12 @@ def solve_half_precision_is_true(dtype, finest):
 @case
 def solve_auto_leaves_fine_tolerances_in_half_precision_to_others():
     query, keys = (t.to(harness.DEVICE, BF16) for t in torch.randn(2, 40, 16))
-    devices, dispatch.TRITON_DEVICES = dispatch.TRITON_DEVICES, ("cpu", "cuda")
+    devices, _solve.TRITON_DEVICES = _solve.TRITON_DEVICES, ("cpu", "cuda")
     try:
         fine = hopfield_solve(query, keys, beta=0.3, rtol=1e-5)
         coarse = hopfield_solve(query, keys, beta=0.3, impl="triton")
         assert torch.equal(hopfield_solve(query, keys, beta=0.3).state, coarse.state)
     finally:
-        dispatch.TRITON_DEVICES = devices
+        _solve.TRITON_DEVICES = devices
     assert bool((fine.status == Status.CONVERGED).all())
     assert bool((fine.tolerance < 0.01 * coarse.tolerance).all())

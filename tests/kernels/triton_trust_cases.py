@@ -10,9 +10,9 @@ import triton_harness as harness
 from triton.runtime.errors import OutOfResources
 from triton_harness import FP32, case, cases
 
-from implicit_attention import Anderson, UnsupportedImplementation, equilibrium_attention
+from implicit_attention import Anderson, UnsupportedImplementation, _solve, equilibrium_attention
 from implicit_attention.errors import KernelWarning
-from implicit_attention.kernels import dispatch, hopfield_adjoint, hopfield_solve, kernel_checks, trust
+from implicit_attention.kernels import hopfield_adjoint, hopfield_solve, kernel_checks, trust
 
 SOLVE, ADJOINT = "hopfield_solve (triton)", "hopfield_adjoint (triton)"
 BROKEN = {
@@ -55,9 +55,9 @@ def untried(*broken):
 
         replaced(trust, "_found", {})
         replaced(trust, "_told", set())
-        replaced(dispatch, "TRITON_DEVICES", ("cpu", "cuda"))
+        replaced(_solve, "TRITON_DEVICES", ("cpu", "cuda"))
         # Attention over plain tensors on a CPU asks the native operations first.
-        replaced(dispatch, "native_use", lambda *arguments: None)
+        replaced(_solve, "fits_kernels", lambda *arguments: False)
         kernels = []
         for name, fault in broken:
             file, kernel = BROKEN[name]
@@ -71,11 +71,11 @@ def untried(*broken):
 
 def by_torch(run, **options):
     """The answer of `run(impl)` without Triton."""
-    devices, dispatch.TRITON_DEVICES = dispatch.TRITON_DEVICES, ()
+    devices, _solve.TRITON_DEVICES = _solve.TRITON_DEVICES, ()
     try:
         return run("auto", **options)
     finally:
-        dispatch.TRITON_DEVICES = devices
+        _solve.TRITON_DEVICES = devices
 
 
 def given(dtype=FP32, count=20, **options):

@@ -146,3 +146,8 @@ def test_a_query_without_keys_stays_where_its_anchor_holds_it(how):
     scores = -torch.cdist(found, keys).square()
     mean = scores.masked_fill(~mask, -torch.inf)[rest].softmax(-1) @ keys
     torch.testing.assert_close(found[rest], anchor * query[rest] + (1 - anchor) * mean, rtol=0, atol=1e-3)
+
+
+def test_a_causal_offset_goes_into_the_mask():
+    with pytest.raises(TypeError, match="query_offset"):
+        DistanceLogSumExp(torch.eye(3), 0.5, query_offset=1)

@@ -16,13 +16,13 @@ from transformers.utils import output_capturing
 
 from ... import _validate
 from ..._autograd import at_least_single, host_may_look_at_constant, is_exporting
-from ...attention.call import Call
-from ...attention.core import attend, is_repetition
+from ...attention.function import PotentialFactory, attend, made_by
 from ...attention.masks import mask_and_bias
-from ...attention.read_out import PotentialFactory, made_by
 from ...energies import AnchoredEnergy
 from ...errors import outside
 from ...failure_policy import FailureSite
+from ...kernels.problem import Attention
+from ...layers.remembering import is_repetition
 from ...solution import Record, SolveReport
 from .._base import capped, check_shape, with_zero_key
 from .anchors import anchor_of_call
@@ -191,9 +191,9 @@ class EquilibriumForward:
         site, beta = _site(module), query.shape[-1] ** -0.5 if scaling is None else scaling
         anchor = anchor_of_call(module, settings.anchor, others, query)
         make, weights_wanted = capped(softcap), _weights_wanted(module, output_attentions)
-        rest: dict[str, Any] = {"return_weights": weights_wanted, "site": site}
-        call = Call(query, key, value, beta, anchor, settings.options, mask, bias, first, make, dropout, True, **rest)
-        attended = attend(call)
+        call = Attention(query, key, beta, anchor, mask, bias, first, value, dropout)
+        given: dict[str, Any] = {"grouped": True, "potential": make, "site": site}
+        attended = attend(call, settings.options, return_weights=weights_wanted, **given)
         output, weights = attended.output.transpose(1, 2).contiguous(), attended.weights
         if weights is not None:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
@@ -206,9 +206,9 @@ class EquilibriumForward:
         if getattr(module, COMPARE, False):
             with torch.no_grad():
                 options = settings.options.override(max_steps=0)
-                explicit = attend(call._replace(options=options, dropout_p=0.0, return_weights=False)).output
+                explicit = attend(call._replace(dropout=0.0), options, **given).output
                 change = torch.linalg.vector_norm(attended.output - explicit) / torch.linalg.vector_norm(explicit)
-        sample = _sample(call, attended.state)
+        sample = _sample(call, make, attended.state)
         # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.
         if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, Last()).report):
             anchor = anchor.detach() if isinstance(anchor, Tensor) else anchor
@@ -286,7 +286,7 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
 
 
-def _sample(call: Call, state: Tensor) -> Sample:
+def _sample(call: Attention, make: PotentialFactory, state: Tensor) -> Sample:
     """Evenly spaced states of the first sequence, with keys and masks. All are copies, as caches change and go."""
     count, keys = state.shape[-2], call.keys
     step = -(-count // SAMPLE) if count else 1
@@ -303,4 +303,4 @@ def _sample(call: Call, state: Tensor) -> Sample:
         lower = places[:, None] >= torch.arange(keys.shape[-2], device=keys.device)
         mask = lower if mask is None else mask & lower
     states, keys = state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone()
-    return Sample(call.potential, states, keys, call.beta, mask, rows(call.bias))
+    return Sample(make, states, keys, call.beta, mask, rows(call.bias))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._reporting import table
-from ...attention.core import report_from_graph
 from ...diagnostics import distinct_fixed_points, effective_keys
 from ...layers.block import Equilibrium
+from ...layers.remembering import report_from_graph
 from ...solution import Record, SolveReport
 from ...status import Status
 from ...training.observed import or_dash

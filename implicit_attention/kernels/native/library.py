@@ -88,7 +88,7 @@ def native_status() -> NativeStatus:
         >>> print(native_status())  # doctest: +ELLIPSIS
         native operations: ...
     """
-    loaded, reason = _found()
+    loaded, reason = found()
     if loaded is None:
         return NativeStatus(None, "one thread", reason)
     one = f"one thread (torch {torch.__version__} has no torch_parallel_for; 2.10 has)"
@@ -97,12 +97,12 @@ def native_status() -> NativeStatus:
 
 def library() -> Library | None:
     """The library of this machine, loaded at the first call, or None."""
-    return _found()[0]
+    return found()[0]
 
 
 def unavailable() -> str | None:
     """Why there is no library, as "reason; remedy"."""
-    loaded, reason = _found()
+    loaded, reason = found()
     return reason if loaded is None else None
 
 
@@ -121,7 +121,7 @@ def warn_once() -> None:
 
 
 @functools.cache
-def _found() -> tuple[Library | None, str]:
+def found() -> tuple[Library | None, str]:
     """The library, and why there is none or not the fastest one."""
     asked = os.environ.get(VARIABLE) or "auto"
     if asked == "off":

@@ -1,112 +1,243 @@
-"""The equilibrium of every query, by the native library."""
+"""The equilibrium of every query and its adjoint solve, by the native library; what it cannot do, and its check."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import math
+from array import array
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
-from ...solution import Record
-from ..problem import Hopfield
-from ..rule import Solved
-from ..trust import empty, empty_like
-from .library import library
-from .operands import MOST_STEPS, Operands, in_memory
+from ...solution import UNSURE
+from ..problem import AdjointAnswer, AdjointRule, Attention, Solved
+from ..trust import Errors, adjoint_errors, empty_like, several, small_problem, solve_errors
+from . import library
+
+#: Leading axes that the library takes.
+AXES = 16
+#: Numbers that an index of the library can count without overflow, even times their bytes.
+LARGEST = 2**55
+#: Precisions of states and keys that it takes.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+#: Steps that float32 counts.
+MOST_STEPS = 2**24
+#: Shape and steps of a tensor.
+_Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
+
+_CODES = {torch.float32: "f", torch.float64: "d"}
+_NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 
-class Evidence:
-    """The evidence of a solve, or of an adjoint solve, in one piece of memory, of which tensors are made when read.
+def solve(record: Attention, initial: Tensor, rule: FusedRule, *, mean: bool = True) -> tuple[Solved, int]:
+    """Every query solved from `initial`, and how many failed; all tensors are of one dtype and `in_memory`.
 
-    Three numbers a query (`number`), its steps in four bytes, its status in one, and with `flags` one byte more.
+    Without `mean` the returned mean has no rows.
     """
-
-    __slots__ = ("count", "dtype", "memory", "rows")
-
-    def __init__(self, rows: torch.Size, dtype: torch.dtype, device: torch.device, *, flags: bool = False) -> None:
-        self.rows, self.dtype, self.count = rows, dtype, rows.numel()
-        size = self.count * (3 * dtype.itemsize + (6 if flags else 5))
-        self.memory = empty(size, dtype=torch.uint8, device=device)
-
-    def addresses(self) -> tuple[int, int, int, int, int, int]:
-        """Return where the three numbers, status, steps and flags are."""
-        count, start = self.count, self.memory.data_ptr()
-        size = count * self.dtype.itemsize
-        steps = start + 3 * size
-        return start, start + size, start + 2 * size, steps + 4 * count, steps, steps + 5 * count
-
-    def number(self, index: int) -> Tensor:
-        size = self.count * self.dtype.itemsize
-        return self._part(index * size, size, self.dtype)
-
-    @property
-    def steps(self) -> Tensor:
-        return self._part(3 * self.count * self.dtype.itemsize, 4 * self.count, torch.int32)
-
-    @property
-    def status(self) -> Tensor:
-        return self._part(self.count * (3 * self.dtype.itemsize + 4), self.count, torch.int8)
-
-    @property
-    def flags(self) -> Tensor:
-        return self._part(self.count * (3 * self.dtype.itemsize + 5), self.count, torch.bool)
-
-    @property
-    def residual(self) -> Tensor:
-        """Return the residuals of a solve."""
-        return self.number(1)
-
-    @property
-    def record(self) -> Record:
-        """Return the report of a solve."""
-        steps = self.steps
-        return Record(self.status, self.number(1), self.number(2), steps, steps + 1)
-
-    def _part(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
-        # A copy: files hold no memory of several types, and in inference mode its views would be of that mode for good.
-        with torch.inference_mode(False):
-            return self.memory[start : start + size].clone().view(dtype).view(self.rows)
+    query = record.query
+    state, kind = empty_like(query), query.dtype
+    means = empty_like(query) if mean else query.new_empty(0, query.shape[-1])
+    kinds = kind, kind, kind, torch.int8, torch.int32
+    logsumexp, residual, tolerance, status, steps = several(query.shape[:-1], query.device, *kinds)
+    # At address 0 nothing is written, and a tensor without rows has that.
+    outputs = list(map(Tensor.data_ptr, (state, means, logsumexp, residual, tolerance, status, steps)))
+    numbers = (rule.rtol, rule.atol, min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
+    failed = call("solve", record, (query, initial), numbers, outputs, expanded=True)
+    return Solved(state, means, logsumexp, status, residual, tolerance, steps, steps + 1), failed
 
 
-# Addresses at which nothing is written.
-_NOWHERE = (0,) * 5
+def adjoint(
+    record: Attention,
+    state: Tensor,
+    mean: Tensor,
+    cotangent: Tensor,
+    rule: AdjointRule,
+    *,
+    by_bias: Tensor | None = None,
+    residuals: Tensor | None = None,
+    least: float = 0.0,
+) -> tuple[AdjointAnswer, Tensor | None, int, int]:
+    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D) and of one dtype.
 
+    The tensors are `in_memory`.
 
-class Equilibria(NamedTuple):
-    """The states z, (*batch, N, D), the means of the keys at them, the evidence, and the number of failed queries.
+    A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
 
-    The mean and the evidence are None if the caller does not want them.
+    by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
+    residuals: those of the states, (*batch, N), contiguous, from which the error of the gradient is estimated, for
+        states that count as no smaller than `least`.
+
+    Returns the answer, the estimates (*batch, N) or None, how many queries failed, and how many estimates are large or
+    uncertain.
     """
+    value, by_keys, kind = empty_like(cotangent), empty_like(record.keys), cotangent.dtype
+    kinds = kind, kind, kind, kind, torch.int8, torch.int32, torch.bool
+    by_beta, residual, tolerance, room, status, steps, negative = several(
+        cotangent.shape[:-1], cotangent.device, *kinds
+    )
+    estimates = None if residuals is None else room
+    written = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative, residuals, estimates)
+    outputs = [0 if t is None else t.data_ptr() for t in written]
+    numbers = (rule.rtol, rule.max_steps, math.sqrt(max(cotangent.shape[-1], 1)), least, UNSURE)
+    counts = call("adjoint", record, (cotangent, state, mean), numbers, outputs)
+    answer = AdjointAnswer(value, status, residual, tolerance, steps, negative, by_beta, by_keys)
+    return answer, estimates, counts & 0xFFFFFFFF, counts >> 32
 
-    state: Tensor
-    mean: Tensor | None
-    evidence: Evidence | None
-    failed: int
 
+def call(
+    function: str,
+    record: Attention,
+    states: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    outputs: list[int],
+    *,
+    expanded: bool = False,
+) -> int:
+    """Return what the library's function returns; it writes to the addresses `outputs` that are not 0.
 
-def equilibria(
-    problem: Hopfield, initial: Tensor, rule: FusedRule, *, mean: bool = True, evidence: bool = True
-) -> Equilibria:
-    """Solve every query of a problem of tensors `in_memory`, all of one dtype."""
-    query, keys, beta, anchor, mask, first = problem
-    loaded = library()
+    Axes of the batch along which all queries share their keys come last: such queries are solved side by side.
+
+    states: (*batch, N, D), in memory; the first takes the place of the query.
+    expanded: whether keys that lie in the same place, expanded along an axis, count as shared.
+    """
+    loaded = library.found()[0]
     assert loaded is not None
-    operands = Operands(query, keys, beta, anchor, mask, first, initial, expanded=True)
-    state, means = empty_like(query), empty_like(query) if mean else None
-    kept = Evidence(query.shape[:-1], query.dtype, query.device) if evidence else None
-    outputs = [state.data_ptr(), 0 if means is None else means.data_ptr()]
-    outputs += _NOWHERE if kept is None else kept.addresses()
-    steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
-    numbers_of_rule = [rule.rtol, rule.atol, *steps_of_rule]
-    failed = operands.call(loaded.solve, query.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
-    return Equilibria(state, means, kept, failed)
+    like, keys, pairs = states[0], record.keys, record.mask if record.bias is None else record.bias
+    if keys.stride(-1) != 1 and keys.shape[-1] != 1:
+        keys = keys.contiguous()
+    # One after the other in memory, where the library reads those that are no tensors.
+    numerals = array(_CODES[like.dtype], (0.0, 0.0))
+    addresses = [like.data_ptr(), keys.data_ptr()]
+    places: list[_Place | None] = []
+    at = numerals.buffer_info()[0]
+    for i in (0, 1):
+        number = record[2 + i]
+        if isinstance(number, Tensor):
+            addresses.append(number.data_ptr())
+            places.append((number.shape, number.stride()))
+        else:
+            numerals[i] = float(number)  # type: ignore[arg-type]
+            addresses.append(at + i * numerals.itemsize)
+            places.append(None)
+    kind = _NO_MASK if pairs is None else _BOOLEAN if pairs.dtype == torch.bool else _ADDED
+    places.append(None if pairs is None else (pairs.shape, pairs.stride()))
+    addresses.append(0 if pairs is None else pairs.data_ptr())
+    for state in states:
+        places.append((state.shape, state.stride()))
+    addresses += map(Tensor.data_ptr, states[1:])
+    integers = _packed(kind, record.first, expanded, (keys.shape, keys.stride()), *places)
+    doubles, pointers = array("d", numbers), array("Q", addresses + outputs)
+    buffers = integers.buffer_info()[0], doubles.buffer_info()[0], pointers.buffer_info()[0]
+    run = getattr(loaded, function)
+    result: int = run(like.itemsize, *buffers, loaded.parallel_for, torch.get_num_threads())
+    if result < 0:
+        raise MemoryError("the native operation found no memory for its tiles")
+    return result
 
 
-def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
-    """Solve a problem whose tensors are all of one dtype; without `keep_mean` the returned mean has no rows."""
-    problem = Hopfield._make(map(in_memory, problem))
-    state, mean, evidence, _ = equilibria(problem, in_memory(initial), rule, mean=keep_mean)
-    assert evidence is not None
-    mean = state.new_empty(0, state.shape[-1]) if mean is None else mean
-    return Solved(state, mean, evidence.number(0), *evidence.record)
+def in_memory(part: Any) -> Any:
+    """A tensor with its numbers in memory as they are: torch may keep a sign aside, or no memory for zeros."""
+    if not isinstance(part, Tensor):
+        return part
+    return torch.zeros(part.shape, dtype=part.dtype) if part._is_zerotensor() else part.resolve_neg()
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(
+    kind: int,
+    first: int | None,
+    expanded: bool,
+    keys: _Place,
+    beta: _Place | None,
+    anchor: _Place | None,
+    mask: _Place | None,
+    like: Any,
+    *others: Any,
+) -> array[int]:
+    """Sizes and steps, in the order in which the library reads them: the same for all calls of one layout."""
+    *batch, queries, dim = like[0]
+    axes = len(batch)
+    of_keys = _steps(keys, axes + 2)
+    ahead = axes + 2 - len(keys[0])
+    shared = [
+        batch[i] != 1 and (i < ahead or keys[0][i - ahead] == 1 or (expanded and of_keys[i] == 0)) for i in range(axes)
+    ]
+    order = [i for i in range(axes) if not shared[i]] + [i for i in range(axes) if shared[i]]
+    out, size = [0] * axes, queries
+    for i in reversed(range(axes)):
+        out[i], size = size, size * batch[i]
+    pairs = (kind, first is not None, first or 0)
+    numbers = array("q", [axes - sum(shared), sum(shared), queries, keys[0][-2], dim, *pairs])
+    numbers.extend([batch[i] for i in order])
+    numbers.extend([out[i] for i in order])
+    # Keys without the step of their dimension, which is 1.
+    for place, own, kept in ((like, 2, 2), (keys, 2, 1), (beta, 0, 0), (anchor, 0, 0)):
+        steps = [0] * axes if place is None else _steps(place, axes + own)
+        numbers.extend([steps[i] for i in order] + steps[axes : axes + kept])
+    for place in (*(() if mask is None else (mask,)), *others):
+        steps = _steps(place, axes + 2)
+        numbers.extend([steps[i] for i in order] + steps[axes:])
+    return numbers
+
+
+def _steps(place: _Place, axes: int) -> list[int]:
+    """Return the strides of a tensor that may lack leading axes; 0 along axes of size 1, which broadcast."""
+    strides = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
+    return [0] * (axes - len(strides)) + strides
+
+
+def unsupported(record: Attention) -> str | None:
+    """Why the native operations cannot do `record`, as "reason; remedy"; None if they can."""
+    query, keys = record.query, record.keys
+    if query.device.type != "cpu":
+        return f"the native operations run on a CPU, not on {str(query.device)!r}; use impl='auto'"
+    if query.dtype not in DTYPES:
+        return f"the native operations do not compute in {query.dtype}; use float32 or float64, or impl='auto'"
+    if query.ndim - 2 > AXES:
+        return f"the native operations take at most {AXES} leading axes, got {query.ndim - 2}; flatten some"
+    if max(query.numel(), keys.numel(), query.shape[:-1].numel()) > LARGEST:
+        return "the native operations count no more than 2^55 numbers; use impl='auto'"
+    return library.unavailable()
+
+
+# The small problems by which the operations earn trust: more than one tile of queries and one block of keys, and parts.
+ROWS, KEYS = 37, 259
+
+
+class NativeVariant(NamedTuple):
+    """The properties of a call that select the code path of a native operation."""
+
+    isa: str
+    dtype: torch.dtype
+    head_dim: int
+    mask: str
+    causal: bool
+
+
+def check_solve(variant: NativeVariant) -> Errors:
+    return solve_errors(_small(variant), _solved)
+
+
+def check_adjoint(variant: NativeVariant) -> Errors:
+    def measured(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
+        return adjoint(record, state, there.mean, g, stop)[0]
+
+    return adjoint_errors(_small(variant), _solved, measured)
+
+
+CHECKS = {"hopfield_solve": check_solve, "hopfield_adjoint": check_adjoint}
+
+
+def _solved(record: Attention, initial: Tensor, rule: FusedRule) -> Solved:
+    return solve(record, initial, rule)[0]
+
+
+def _small(variant: NativeVariant) -> Attention:
+    dtype, rows = variant.dtype, ROWS if variant.mask.endswith("pair") else 1
+    query, keys = (torch.empty(1, size, variant.head_dim, dtype=dtype) for size in (ROWS, KEYS))
+    pairs = None
+    if variant.mask != "none":
+        pairs = torch.empty(1, rows, KEYS, dtype=torch.bool if variant.mask.startswith("boolean") else dtype)
+    return small_problem(Attention.of(query, keys, 1.0, 1.0, pairs, 0 if variant.causal else None), ROWS, KEYS)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...status import Status
 from .. import trust
-from ..problem import Hopfield
-from ..rule import AdjointAnswer, AdjointRule
+from ..problem import AdjointAnswer, AdjointRule, Attention
 from .kernels import (
     HEADROOM,
     LOG2E,
@@ -50,7 +49,7 @@ LIFT = tl.constexpr(2.0**64)
 
 
 def solve_adjoint(
-    problem: Hopfield,
+    problem: Attention,
     state: Tensor,
     cotangent: Tensor,
     mean: Tensor,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import trust
-from ..problem import Hopfield
+from ..problem import Attention
 from .kernels import (
     HEADROOM,
     LOG2E,
@@ -55,10 +55,10 @@ class KernelOperands(NamedTuple):
         return cls(state, scale, shift, value, value_scale, centre)
 
 
-def gradient_of_keys(problem: Hopfield, layout: KernelLayout, operands: KernelOperands, out: Tensor) -> None:
+def gradient_of_keys(problem: Attention, layout: KernelLayout, operands: KernelOperands, out: Tensor) -> None:
     """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
     *lead, count, _ = problem.keys.shape
-    rows = problem.field.shape[-2]
+    rows = problem.query.shape[-2]
     chosen = tiles("keys", problem)
     own = tuple(size if step else 1 for size, step in zip(layout.sizes, layout.by_keys, strict=True))
     readers = tuple(1 if step else size for size, step in zip(layout.sizes, layout.by_keys, strict=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
-from ..problem import Hopfield
+from ..problem import Attention
 
 # Most leading axes of different strides in a kernel.
 AXES = 3
@@ -97,16 +97,16 @@ class KernelLayout:
         return tuple(size if step else 1 for size, step in zip(self.sizes, self.mask[:AXES], strict=True))
 
     @classmethod
-    def of(cls, problem: Hopfield) -> KernelLayout | None:
+    def of(cls, problem: Attention) -> KernelLayout | None:
         """The layout; None if more axes are left than a kernel takes."""
-        *lead, rows, dim = problem.field.shape
+        *lead, rows, dim = problem.query.shape
         count = problem.keys.shape[-2]
-        mask = None if problem.mask is None else problem.mask.expand(*lead, rows, count)
+        pairs = None if problem.pairs is None else problem.pairs.expand(*lead, rows, count)
         by_keys = torch.empty(problem.keys.shape, device="meta").expand(*lead, count, dim)
-        beta, anchor = (t.expand(*lead, 1, 1) for t in (problem.beta, problem.anchor))
-        tensors = (problem.keys.expand(*lead, count, dim), beta, anchor, mask, by_keys)
+        numbers = (t.expand(lead) if isinstance(t, Tensor) else None for t in (problem.beta, problem.anchor))
+        tensors = (problem.keys.expand(*lead, count, dim), *numbers, pairs, by_keys)
         strides = [(0,) * (len(lead) + 2) if t is None else t.stride() for t in tensors]
-        sizes, merged = _merged(lead, [s[:-2] for s in strides])
+        sizes, merged = _merged(lead, [s[: len(lead)] for s in strides])
         if len(sizes) > AXES:
             return None
         missing = AXES - len(sizes)
@@ -144,15 +144,15 @@ def largest_dim(dtype: torch.dtype) -> int:
     return max(TILES["solve", dtype.itemsize == 2])
 
 
-def whole_tiles(kernel: str, problem: Hopfield) -> Tiles:
+def whole_tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel for a problem that fills them."""
     table = TILES[kernel, problem.keys.dtype.itemsize == 2]
-    return table[min(size for size in table if size >= problem.field.shape[-1])]
+    return table[min(size for size in table if size >= problem.query.shape[-1])]
 
 
-def tiles(kernel: str, problem: Hopfield) -> Tiles:
+def tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel, no larger than the problem."""
-    rows, chosen = problem.field.shape[-2], whole_tiles(kernel, problem)
+    rows, chosen = problem.query.shape[-2], whole_tiles(kernel, problem)
     fit = chosen._replace(rows=fitting(rows, chosen.rows), keys=fitting(problem.keys.shape[-2], chosen.keys))
     # Small tiles do not keep many warps busy.
     small = fit.rows < chosen.rows or fit.keys < chosen.keys
@@ -164,24 +164,24 @@ def fitting(size: int, most: int) -> int:
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 
-def gathered_after(problem: Hopfield, stop: FusedRule) -> tuple[int, ...]:
+def gathered_after(problem: Attention, stop: FusedRule) -> tuple[int, ...]:
     """The numbers of evaluations after which it pays to gather the queries that have not ended into tiles of their own.
 
     A tile then does not wait for its slowest query. Nothing where launches take longer than what waits, and where a
     mask lists the tiles of keys for queries as they stand.
     """
-    *lead, rows, dim = problem.field.shape
+    *lead, rows, dim = problem.query.shape
     work = 4.0 * math.prod(lead) * rows * problem.keys.shape[-2] * dim
     few = rows < FEWEST_TILES * tiles("solve", problem).rows
-    listed = problem.mask is not None and not alike(problem)
+    listed = problem.pairs is not None and not alike(problem)
     # Numbers of entries of a set are 32 bits.
     never = stop.fixed_budget or few or listed or work < LEAST_WORK or rows * dim >= 2**31
     return () if never else growing(stop.max_steps)
 
 
-def alike(problem: Hopfield) -> bool:
+def alike(problem: Attention) -> bool:
     """Whether the queries of a set attend to the same keys."""
-    return problem.first is None and (problem.mask is None or problem.mask.shape[-2] == 1)
+    return problem.first is None and (problem.pairs is None or problem.pairs.shape[-2] == 1)
 
 
 def growing(most: int) -> tuple[int, ...]:
@@ -194,8 +194,8 @@ def growing(most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def plan(problem: Hopfield, chosen: Tiles, picked: bool = False) -> KernelPlan:
-    mask, dim, dtype = problem.mask, problem.field.shape[-1], problem.keys.dtype
+def plan(problem: Attention, chosen: Tiles, picked: bool = False) -> KernelPlan:
+    mask, dim, dtype = problem.pairs, problem.query.shape[-1], problem.keys.dtype
     widen = interpreted() and dtype == torch.bfloat16
     dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
     return KernelPlan(
@@ -233,25 +233,28 @@ def order_of(tensor: Tensor) -> str:
     return "columns" if row == 1 < tensor.shape[-2] and column % unit == 0 and column < FAR else "strided"
 
 
-def in_memory(problem: Hopfield) -> Hopfield:
+def in_memory(problem: Attention) -> Attention:
     """The problem with its signs in memory, where kernels read: torch may keep the sign of a view aside.
 
-    Betas and anchors are float32, so that kernels need not be compiled for each of their dtypes.
+    Betas and anchors are float32 tensors, so that kernels need not be compiled for each of their dtypes.
     """
-    field, keys, beta, anchor = (t.resolve_neg() for t in problem[:4])
-    beta, anchor = beta.float(), anchor.float()
-    mask = None if problem.mask is None else problem.mask.resolve_neg()
-    return Hopfield(field, keys, beta, anchor, mask, problem.first)
+    (query, keys, beta, anchor), pairs = problem[:4], problem.pairs
+    beta, anchor = (
+        n.resolve_neg().float() if isinstance(n, Tensor) else query.new_full((), n, dtype=torch.float32)
+        for n in (beta, anchor)
+    )
+    pairs = None if pairs is None else pairs.resolve_neg()
+    return Attention.of(query.resolve_neg(), keys.resolve_neg(), beta, anchor, pairs, problem.first)
 
 
-def placed(problem: Hopfield, layout: KernelLayout) -> tuple[object, ...]:
+def placed(problem: Attention, layout: KernelLayout) -> tuple[object, ...]:
     """Keys, betas, anchors and mask with their strides, as the kernels of queries take them."""
     tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
     strides = (layout.keys, layout.beta, layout.anchor, layout.mask)
     return tuple(part for tensor, steps in zip(tensors, strides, strict=True) for part in (tensor, *steps))
 
 
-def offset_of(problem: Hopfield) -> int:
+def offset_of(problem: Attention) -> int:
     """The index of the first query among the keys, where that matters, as 32 bits hold it."""
     return 0 if problem.first is None else min(problem.first, problem.keys.shape[-2])
 
@@ -267,11 +270,11 @@ def in_order(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def readable_mask(problem: Hopfield) -> Tensor:
+def readable_mask(problem: Attention) -> Tensor:
     """The mask as a kernel reads it; any tensor where there is none."""
-    if problem.mask is None:
+    if problem.pairs is None:
         return problem.keys
-    return problem.mask.view(torch.uint8) if problem.mask.dtype == torch.bool else problem.mask
+    return problem.pairs.view(torch.uint8) if problem.pairs.dtype == torch.bool else problem.pairs
 
 
 class Picked(NamedTuple):
@@ -282,7 +285,7 @@ class Picked(NamedTuple):
 
 
 def launch(
-    kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *arguments: object, picked: bool = False
+    kernel: Any, programs: int, chosen: Tiles, problem: Attention, *arguments: object, picked: bool = False
 ) -> None:
     """Run a kernel with the tiles `chosen` in so many programs, for all queries or for those that are `picked`."""
     # Kernels are launched on the current CUDA device, which need not be that of the tensors.

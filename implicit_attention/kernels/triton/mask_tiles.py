@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import trust
-from ..problem import Hopfield
+from ..problem import Attention
 from .kernels import kernel, matrix, restricted
 from .layout import KernelLayout, Tiles, alike, contiguous, launch, offset_of, readable_mask
 
@@ -41,15 +41,15 @@ class MaskTiles(NamedTuple):
         return self.visited, self.counts, *self.strides
 
     @classmethod
-    def of(cls, problem: Hopfield, layout: KernelLayout, chosen: Tiles, *, by_keys: bool) -> MaskTiles:
+    def of(cls, problem: Attention, layout: KernelLayout, chosen: Tiles, *, by_keys: bool) -> MaskTiles:
         """The tiles of keys of each tile of queries (or those of queries of each tile of keys); nothing without a mask.
 
         Sets of queries that share a mask share its entry; queries that attend to the same keys have one tile there.
         """
         keys = problem.keys
-        if problem.mask is None:
+        if problem.pairs is None:
             return cls(None, None, (0,) * len(layout.sizes))
-        rows, count = problem.field.shape[-2], keys.shape[-2]
+        rows, count = problem.query.shape[-2], keys.shape[-2]
         row_tiles = triton.cdiv(rows, chosen.rows)
         shape = (math.prod(layout.masks), 1 if alike(problem) else row_tiles, triton.cdiv(count, chosen.keys))
         kinds = trust.empty(shape, dtype=torch.int8, device=keys.device)

@@ -14,8 +14,7 @@ from ... import _safeguard
 from ..._fused_rule import FusedRule
 from ...status import Status
 from .. import trust
-from ..problem import Hopfield
-from ..rule import Solved
+from ..problem import Attention, Solved
 from .kernels import (
     LOG2E,
     attend,
@@ -62,7 +61,7 @@ POWER = tl.constexpr(2.0**80)
 UNFINISHED = -1
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, ...] | None = None) -> Solved:
+def solve(problem: Attention, initial: Tensor, stop: FusedRule, ends: tuple[int, ...] | None = None) -> Solved:
     """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32.
 
     ends: the evaluations after which the queries of a set that have not ended are gathered into tiles of their own, so
@@ -70,7 +69,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
     """
     problem = in_memory(problem)
     stop = stop._replace(max_steps=counted(stop.max_steps), plain_steps=counted(stop.plain_steps))
-    field, count = problem.field, problem.keys.shape[-2]
+    field, count = problem.query, problem.keys.shape[-2]
     empty = partial(trust.empty, device=field.device)
     answer = Solved.allocated(empty, field.shape, torch.float32)
     if field.numel() == 0:
@@ -82,7 +81,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, ends: tuple[int, 
     carried = tuple(empty(field.shape[:-1], dtype=kind) for kind in (torch.float32, torch.float32, torch.int8))
     held = (in_order(field).float(), point, empty(field.shape, dtype=torch.float32))
     ends = gathered_after(problem, stop) if ends is None else ends
-    assert not ends or problem.mask is None or alike(problem), (
+    assert not ends or problem.pairs is None or alike(problem), (
         "the tiles of a mask of pairs are of queries as they stand"
     )
     listed = MaskTiles.of(problem, layout, chosen, by_keys=False)

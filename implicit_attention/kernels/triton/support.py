@@ -1,26 +1,48 @@
-"""Whether the Triton kernels can do a problem; asking this imports no Triton."""
+"""Whether the Triton kernels can do a problem, and the small problems by which they earn trust.
+
+Only what runs a kernel imports Triton.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
-from ..problem import Hopfield
-from .layout import AXES, KernelLayout, interpreted, largest_dim
+from ..problem import AdjointAnswer, AdjointRule, Attention, Solved
+from ..trust import Errors, adjoint_errors, mask_kind, small_problem, solve_errors
+from .layout import (
+    ALIGNMENT,
+    AXES,
+    TILES,
+    KernelLayout,
+    fitting,
+    gathered_after,
+    in_memory,
+    interpreted,
+    largest_dim,
+    order_of,
+    tiles,
+    whole_tiles,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The least rtol of a solve whose products are formed in half precision.
 FINEST = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
 LEAST_CAPABILITY = (8, 0)
+#: In a check queries are gathered after so many evaluations, as small problems need few.
+GATHERED_AFTER = (1, 2, 3, 5)
 
 
-def unsupported(problem: Hopfield) -> str | None:
-    """Why the Triton kernels cannot do `problem`, as "what is unsupported; what to use"; None if they can."""
-    device, dim = problem.field.device, problem.field.shape[-1]
+def unsupported(record: Attention) -> str | None:
+    """Why the Triton kernels cannot do `record`, as "what is unsupported; what to use"; None if they can."""
+    query, keys, beta, anchor, pairs = *record[:4], record.pairs
+    device, dim = query.device, query.shape[-1]
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install it (`pip install triton`) or use impl='auto'"
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
@@ -28,15 +50,15 @@ def unsupported(problem: Hopfield) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='auto'"
-    for name, tensor in (("field", problem.field), ("keys", problem.keys)):
+    for name, tensor in (("field", query), ("keys", keys)):
         if tensor.dtype not in DTYPES:
             return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='auto'"
-    if not 1 <= dim <= largest_dim(problem.keys.dtype):
-        most = f"{largest_dim(problem.keys.dtype)} with keys in {problem.keys.dtype}"
+    if not 1 <= dim <= largest_dim(keys.dtype):
+        most = f"{largest_dim(keys.dtype)} with keys in {keys.dtype}"
         return f"Triton kernels do not take a head dimension of {dim}; use at most {most}, or impl='auto'"
-    if _is_double(problem.mask) or _is_double(problem.beta) or _is_double(problem.anchor):
+    if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (pairs, beta, anchor)):
         return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='auto'"
-    if KernelLayout.of(problem) is None:
+    if KernelLayout.of(record) is None:
         return (
             f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
             "make the tensors contiguous, or use impl='auto'"
@@ -61,5 +83,99 @@ def too_fine(keys: Tensor, rule: FusedRule) -> str | None:
     return f"{reason}; use rtol >= {FINEST[keys.dtype]:g}, got {rule.rtol:g}, float32 keys, or impl='auto'"
 
 
-def _is_double(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype == torch.float64
+class TritonVariant(NamedTuple):
+    """The properties of a call that select the code path of a Triton kernel."""
+
+    dtype: torch.dtype
+    head_dim: int
+    mask: str
+    causal: bool
+    #: How keys and mask stand in memory, and the dtype of what a mask adds.
+    key_order: str
+    mask_order: str
+    added: torch.dtype | None
+    #: The `Tiles` of every kernel involved.
+    tiles: tuple[tuple[int | None, ...], ...]
+    #: Whether a solve has a fixed budget, and whether it gathers the queries that have not ended.
+    fixed_budget: bool
+    gathers: bool
+
+
+def variant(record: Attention, kernels: tuple[str, ...], rule: FusedRule) -> TritonVariant:
+    record = in_memory(record)
+    keys, mask = record.keys, record.pairs
+    return TritonVariant(
+        dtype=keys.dtype,
+        head_dim=keys.shape[-1],
+        mask=mask_kind(mask),
+        causal=record.first is not None,
+        key_order=order_of(keys),
+        mask_order="none" if mask is None else order_of(mask),
+        added=mask.dtype if mask is not None and mask.is_floating_point() else None,
+        tiles=tuple(tuple(tiles(kernel, record)) for kernel in kernels),
+        fixed_budget=rule.fixed_budget,
+        gathers=bool(gathered_after(record, rule)),
+    )
+
+
+def _solve(record: Attention, chosen: TritonVariant) -> Errors:
+    ends = GATHERED_AFTER if chosen.gathers else ()
+    return solve_errors(_small(record, chosen, "solve"), partial(_solved, ends=ends), fixed_budget=chosen.fixed_budget)
+
+
+def _adjoint(record: Attention, chosen: TritonVariant) -> Errors:
+    from .adjoint import solve_adjoint
+
+    def solved(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
+        return solve_adjoint(record, state, g, there.mean, there.logsumexp, stop)
+
+    return adjoint_errors(_small(record, chosen, "solve", "adjoint", "keys"), _solved, solved)
+
+
+#: Operation -> its check, and the kernels whose tiles it is made of.
+CHECKS = {
+    "hopfield_solve": (_solve, ("solve",)),
+    "hopfield_adjoint": (_adjoint, ("solve", "adjoint", "keys")),
+}
+
+
+def _small(record: Attention, chosen: TritonVariant, *kernels: str) -> Attention:
+    """A problem of the same code and tiles, with tiles of every kind: some pairs masked, none, all, and some again.
+
+    All problems of these tiles trust what it shows, so that its number of keys is theirs only where one tile has them.
+    """
+    record = in_memory(record)
+    most = max(max(sizes.rows, sizes.keys) for table in TILES.values() for sizes in table.values())
+    rows, count = min(record.query.shape[-2], most + 5), record.keys.shape[-2]
+    many = all(tiles(kernel, record).keys == whole_tiles(kernel, record).keys for kernel in kernels)
+    small = small_problem(record, rows, 4 * most + 3 if many else fitting(count, most))
+    if small.pairs is not None:
+        low, high = (False, True) if small.pairs.dtype == torch.bool else (-torch.inf, 0.0)
+        # All queries but the one that attends to no key.
+        others = [row for row in range(small.pairs.shape[-2]) if row == 0 or row != small.pairs.shape[-2] // 2]
+        if many:
+            small.pairs[:, others, most : 2 * most] = high
+            small.pairs[:, :, 2 * most : 3 * most] = low
+        else:
+            small.pairs[1] = high
+        small = small.paired(laid_out(small.pairs.to(chosen.added or torch.bool), chosen.mask_order))
+    if small.first is not None and many:
+        small = small._replace(first=3 * most)
+    return small._replace(keys=laid_out(small.keys, chosen.key_order))
+
+
+def laid_out(tensor: Tensor, order: str) -> Tensor:
+    """The same numbers in memory of an order (`order_of`)."""
+    if order == "columns":
+        return laid_out(tensor.mT, "rows").mT
+    # Numbers from one of the tensor to the next, and how far behind a multiple of 16 bytes the first is.
+    step, late = 1 if order == "rows" else 2, int(order == "unaligned")
+    *lead, columns = tensor.shape
+    memory = tensor.new_empty(*lead, -(-(columns * step + late) // ALIGNMENT) * ALIGNMENT)
+    return memory[..., late : late + columns * step : step].copy_(tensor)
+
+
+def _solved(small: Attention, initial: Tensor, stop: FusedRule, ends: tuple[int, ...] = ()) -> Solved:
+    from .solve import solve
+
+    return solve(small, initial, stop, ends)

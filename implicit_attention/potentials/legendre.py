@@ -8,16 +8,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import _validate
-from ._autograd import in_own_precision, transforms_active
-from ._solve import solve
-from .energies import Energy
-from .errors import ConvergenceError
-from .potentials import LogSumExp, Potential
-from .potentials._read import joined
-from .potentials.entmax import Entmax
-from .problem import widened
-from .solvers import NewtonKrylov, Solver
+from .. import _validate
+from .._autograd import in_own_precision, transforms_active
+from .._solve import solve
+from ..energies import Energy
+from ..errors import ConvergenceError
+from ..problem import widened
+from ..solvers import NewtonKrylov, Solver
+from ._read import joined
+from .base import Potential
+from .entmax import Entmax
+from .log_sum_exp import LogSumExp
 
 
 @in_own_precision

@@ -8,7 +8,7 @@ from layouts import MATRICES, Layouts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention
-from implicit_attention.kernels import attention
+from implicit_attention.potentials import _attention as attention
 from implicit_attention.testing.numerics import random
 
 PRIVATE = ("torch.ops", "_scaled_dot_product", "torch._efficient_attention", "torch._flash_attention")
@@ -96,4 +96,4 @@ def test_nobody_else_calls_private_operations():
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in PRIVATE)
     }
-    assert callers == {"kernels/attention.py"}
+    assert callers == {"potentials/_attention.py"}

@@ -1,21 +1,29 @@
-"""Softmax attention by torch's fused kernels, which never store the (N, M) scores, in the layout of a `Fold`."""
+"""Softmax attention by torch's fused kernels, which never store the (N, M) scores, in the layout of a `Fold`.
+
+A `Fold` lays batch axes along which keys do not change beside the queries, so that products never copy the keys.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .._autograd import applied, exact_precision, is_plain, transforms_active, unobserved, vjp
-from .fold import Fold, addressable, aligned, widened
-from .problem import triangle
+from .._autograd import applied, exact_precision, is_exporting, is_plain, transforms_active, unobserved, vjp
+from ..kernels.problem import Attention
+from ..kernels.trust import Errors, KernelComparison, Use, Written, answer, normal, poisoned, third_masked
 
+_R = TypeVar("_R")
+# Attention was measured to give a row the same bits for all multiples of this many rows on a CPU.
+BLOCK = 8
+# Torch multiplies matrices by itself where rows, inner and outer size have a product below this.
+SMALL_PRODUCT = 400
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
 # The most bytes of a vector register.
@@ -37,13 +45,118 @@ MASK_ALIGNMENT = 8
 FLASH = SDPBackend.FLASH_ATTENTION.value
 
 
+# The layout.
+
+
+def aligned(size: int, dtype: torch.dtype) -> int:
+    """The next size at which rows begin at multiples of 16 bytes, on which the bits of products depend."""
+    count = 16 // dtype.itemsize
+    return -(-size // count) * count
+
+
+def row_block(inner: int, outer: int, dtype: torch.dtype) -> int:
+    """Rows come in multiples of this, so that a row's bits do not depend on how many others there are.
+
+    There are so many rows that no product is so small that torch multiplies it by itself, in another order.
+    """
+    return -(-SMALL_PRODUCT // (BLOCK * aligned(inner, dtype) * aligned(outer, dtype))) * BLOCK
+
+
+def widened(tensor: Tensor, size: int) -> Tensor:
+    """`tensor` with zeros up to `size` on its last axis."""
+    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
+
+
+def addressable(tensor: Tensor) -> Tensor:
+    """`tensor`, copied unless its rows lie apart from each other and the numbers of a row side by side.
+
+    A kernel is told where rows begin. Torch's kernels take the rest for granted, and answer other layouts with whatever
+    lies there: `scaled_dot_product_attention` refuses them before, its operations by themselves do not look.
+    """
+    apart = tensor.shape[-2] < 2 or tensor.stride(-2) >= tensor.shape[-1]
+    return tensor if apart and tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+class Fold:
+    """The layout (*kept, *folded, N, ...) of states (*batch, N, ...) over keys whose leading axes are one of `leads`.
+
+    A batched product copies keys that have size 1 along an axis of the batch (grouped queries, one memory for many
+    samples). Here such axes are folded into the rows of one product, which reads the keys where they lie.
+    """
+
+    def __init__(self, batch: torch.Size, *leads: torch.Size) -> None:
+        axes = range(max(len(shape) for shape in (batch, *leads)))
+        sizes, *others = [(*(1,) * (len(axes) - len(shape)), *shape) for shape in (batch, *leads)]
+        folded = [i for i in axes if sizes[i] != 1 and all(shape[i] == 1 for shape in others)]
+        kept = [i for i in axes if i not in folded]
+        self.kept = len(kept)
+        self.order = (*kept, *folded)
+        self.inverse = tuple(self.order.index(i) for i in axes)
+        self.in_order = self.order == tuple(axes)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """(*#batch, N, X) -> (*#kept, *#folded, N, X), a view; leading axes may be missing."""
+        if tensor.ndim < len(self.order) + 2:
+            tensor = tensor[(None,) * (len(self.order) + 2 - tensor.ndim)]
+        return tensor if self.in_order else tensor.permute(*self.order, -2, -1)
+
+    def restored(self, tensor: Tensor) -> Tensor:
+        """(*kept, *folded, N, ...) -> (*batch, N, ...), a view."""
+        return tensor if self.in_order else tensor.permute(*self.inverse, *range(len(self.order), tensor.ndim))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(*kept, *folded, N, X) -> (*kept, rows, X); of keys, which have size 1 along the folded axes, a view."""
+        return tensor.flatten(self.kept, -2)
+
+    def product(self, tensor: Tensor, matrix: Tensor) -> Tensor:
+        """(*kept, *folded, N, X) times (*kept, X, Y) -> (*kept, *folded, N, Y)."""
+        if is_exporting():
+            # An exported program has open sizes, and runs on other machines, which have other bits.
+            between = (None,) * (tensor.ndim - matrix.ndim if self.kept else 0)
+            return tensor @ matrix[(..., *between, slice(None), slice(None))]
+        columns = matrix.shape[-1]
+        # Zeros, because bits depend on whether rows begin at multiples of 16 bytes.
+        inner, outer = (aligned(size, tensor.dtype) for size in matrix.shape[-2:])
+        tensor = widened(tensor, inner)
+        if (inner, outer) != matrix.shape[-2:]:
+            matrix = F.pad(matrix, (0, outer - columns, 0, inner - matrix.shape[-2]))
+        if 2 < tensor.ndim == matrix.ndim:
+            return (tensor @ matrix)[..., :columns]
+        # Batched even without a batch: the plain product of few rows by few takes other paths, with other bits.
+        result = self.rows(tensor)[None] @ matrix[None]
+        return result.reshape(*result.shape[1 : 1 + self.kept], *tensor.shape[self.kept : -1], outer)[..., :columns]
+
+
+def triangle(rows: int, count: int, first: int, device: torch.device) -> Tensor:
+    """Whether query i attends to key j <= first + i, (N, M)."""
+    return torch.arange(count, device=device) <= torch.arange(first, first + rows, device=device)[:, None]
+
+
+def common(keys: Tensor, attended: Tensor | None = None) -> Tensor:
+    """Return the common part of keys (*batch, M, D), (*batch, 1, D): their mean, large ones counting less.
+
+    Softmax weights and covariances do not change when it is taken from all keys, but their rounding, which grows with
+    the square of it, does. A key that is far off is no guide and counts by the inverse square of its length; one that
+    nobody attends to, `attended` (*#batch, M), changes no bit, whatever it holds.
+    """
+    keys = keys.detach()
+    lengths: Tensor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
+    if attended is not None:
+        lengths = lengths.masked_fill(~attended[..., None], torch.inf)
+    tiny = torch.finfo(keys.dtype).tiny
+    share = (lengths.amin(-2, keepdim=True) / lengths.clamp(min=tiny)).square().nan_to_num(0.0)
+    return (share.mT @ keys) / share.sum(-2, keepdim=True).clamp(min=tiny)
+
+
+# The kernels.
+
+
 def flash_with_logsumexp(
     query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None, scale: float, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale Q K^T + mask) V and the log-sum-exp, (B, H, N, E) and (B, H, N), on a CPU; of any layout."""
     assert _FLASH_FOR_CPU is not None
-    if not (query.is_contiguous() and keys.is_contiguous() and values.is_contiguous()):
-        query, keys, values = (addressable(t) for t in (query, keys, values))
+    query, keys, values = (addressable(t) for t in (query, keys, values))
     mean, logsumexp = _FLASH_FOR_CPU(query, keys, values, attn_mask=attn_mask, scale=scale, is_causal=is_causal)
     return mean, logsumexp
 
@@ -60,8 +173,6 @@ def with_logsumexp(
     """The same, where with `first`, and no mask, query i attends to keys up to first + i, first >= 0."""
     kernel = flash_with_logsumexp if query.device.type == "cpu" else efficient_with_logsumexp
     run = partial(kernel, query, attn_mask=attn_mask, scale=scale)
-    if first is None:
-        return run(keys, values)
     parts = [
         run(keys[..., part, :], values[..., part, :], is_causal=own)
         for part, own in causal_parts(query.shape[-2], keys.shape[-2], first)
@@ -73,11 +184,13 @@ def with_logsumexp(
     return out * (logsumexp - both).exp()[..., None] + own_out * (own_logsumexp - both).exp()[..., None], both
 
 
-def causal_parts(rows: int, count: int, first: int) -> list[tuple[slice, bool]]:
+def causal_parts(rows: int, count: int, first: int | None) -> list[tuple[slice, bool]]:
     """Parts of the keys that `rows` queries read, the first of which stands at key `first`, and whether by a triangle.
 
     Torch's kernels know the triangle whose first query attends to the first key alone.
     """
+    if first is None:
+        return [(slice(None), False)]
     if rows == 1 or first + 1 >= count:
         return [(slice(min(first + rows, count)), False)]
     own = slice(first, min(first + rows, count)), True
@@ -90,18 +203,13 @@ def efficient_with_logsumexp(
     """The same on CUDA."""
     assert _EFFICIENT is not None
     query, keys, values = (addressable(t) for t in (query, keys, values))
-    if attn_mask is not None:
-        attn_mask = aligned_mask(attn_mask)
+    *steps, step = (1,) if attn_mask is None else attn_mask.stride()
+    if attn_mask is not None and (step != 1 or any(n % MASK_ALIGNMENT for n in steps)):
+        *lead, count = attn_mask.shape
+        rows = attn_mask.new_zeros(*lead, -(-count // MASK_ALIGNMENT) * MASK_ALIGNMENT)
+        attn_mask = rows[..., :count].copy_(attn_mask)
     result = _EFFICIENT(query, keys, values, attn_mask, True, is_causal=is_causal, scale=scale)
     return result[0], result[1][..., : query.shape[-2]]
-
-
-def aligned_mask(mask: Tensor) -> Tensor:
-    """The mask laid out as the kernel on CUDA needs it, copied only if it is not."""
-    if mask.stride(-1) == 1 and not any(step % MASK_ALIGNMENT for step in mask.stride()[:-1]):
-        return mask
-    *lead, count = mask.shape
-    return mask.new_zeros(*lead, -(-count // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :count].copy_(mask)
 
 
 def loses_nan(keys: Tensor) -> bool:
@@ -132,7 +240,13 @@ def sdpa(
         if len(parts) == 1:
             ((part, is_causal),) = parts
             keys, values = keys[..., part, :], values[..., part, :]
-        elif dropout_p == 0 and _is_bare(query, keys, values) and is_flash_for_cpu(query, keys, values, None, scale):
+        elif (
+            dropout_p == 0
+            and is_plain(query, keys, values)
+            # A compiler's graph does not know these kernels.
+            and not torch.compiler.is_compiling()
+            and is_flash_for_cpu(query, keys, values, None, scale)
+        ):
             return (with_logsumexp(query, keys, values, attn_mask=None, scale=scale, first=first)[0],)
         else:
             attn_mask = triangle(query.shape[-2], keys.shape[-2], first, query.device)
@@ -273,11 +387,7 @@ def flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by query, keys and values, from the output and the log-sum-exp over all keys."""
     assert _FLASH_BACKWARD is not None
-    if first is None:
-        fixed: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "attn_mask": mask, "scale": scale}
-        return _FLASH_BACKWARD(cotangent, query, keys, values, output, logsumexp, **fixed)  # type: ignore[no-any-return]
     count = keys.shape[-2]
-    parts = causal_parts(query.shape[-2], count, first)
     # Weights of a part of the keys are normalised over all keys, as the log-sum-exp is.
     result = [
         _FLASH_BACKWARD(
@@ -286,7 +396,7 @@ def flash_gradients(
             attn_mask=mask,
             scale=scale,
         )
-        for part, own in parts
+        for part, own in causal_parts(query.shape[-2], count, first)
     ]
     if len(result) == 1 and result[0][1].shape[-2] == count:
         return result[0]  # type: ignore[no-any-return]
@@ -295,11 +405,6 @@ def flash_gradients(
     read = sum(by[1].shape[-2] for by in result)
     by_keys, by_values = (F.pad(torch.cat([by[i] for by in result], -2), (0, 0, 0, count - read)) for i in (1, 2))
     return by_query, by_keys, by_values
-
-
-def _is_bare(*tensors: Tensor) -> bool:
-    """Whether neither a derivative nor a compiler's graph follows operations on `tensors`."""
-    return is_plain(*tensors) and not torch.compiler.is_compiling()
 
 
 def is_flash_for_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
@@ -320,22 +425,68 @@ def torch_chooses_flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 def _kept(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Any, Any, int]:
     """The kernel's output; its log-sum-exp, or the leaves of its own graph; and the version of the output."""
+    rest: Any
     if ctx.is_flash:
         out, rest = with_logsumexp(query, keys, values, attn_mask=mask, scale=ctx.scale, first=ctx.first)
-        return out, rest, out._version
-    out, leaves = _recorded((query, keys, values), mask, ctx.scale, ctx.first, ctx.needs_input_grad)
-    return out, leaves, out._version
-
-
-def _recorded(
-    inputs: Sequence[Tensor], mask: Tensor | None, scale: float, first: int | None, needed: Sequence[bool]
-) -> tuple[Tensor, list[Tensor]]:
-    """The kernel's output with its own graph, for one backward pass, and the leaves of that."""
-    leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=False)]
-    with torch.enable_grad():
-        return sdpa(*leaves, attn_mask=mask, scale=scale, first=first)[0], leaves
+    else:
+        rest = [t.detach().requires_grad_(n) for t, n in zip((query, keys, values), ctx.needs_input_grad, strict=False)]
+        with torch.enable_grad():
+            (out,) = sdpa(*rest, attn_mask=mask, scale=ctx.scale, first=ctx.first)
+    return out, rest, out._version
 
 
 def _formula(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     scores = (scale * query) @ keys.mT
     return (scores if mask is None else scores + mask).softmax(-1) @ values
+
+
+# Trust in them.
+
+
+class AttentionVariant(NamedTuple):
+    """The properties that select the code path of torch's attention kernels; masks are numbers added to the scores."""
+
+    dtype: torch.dtype
+    head_dim: int
+    mask: bool
+    causal: bool
+    #: Whether the rows of a mask begin at multiples of 16 bytes.
+    aligned: bool
+
+
+def by_attention(keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
+    """Return the answer of `run`, torch's attention kernel with its log-sum-exp, if that is trusted, else None."""
+    if torch.compiler.is_compiling():
+        # A check cannot run while torch traces. The registered operations are never traced through.
+        return None
+    dim, count = aligned(keys.shape[-1], keys.dtype), keys.shape[-2]
+    variant = AttentionVariant(keys.dtype, dim, mask, causal, aligned(count, keys.dtype) == count)
+    use = Use("attention with log-sum-exp (torch)", keys.device, variant)
+    return answer(use, partial(_errors, variant, keys.device), run)
+
+
+def _errors(variant: AttentionVariant, device: torch.device) -> Errors:
+    """One evaluation as the solves make it, with masks whose rows are shared and with others."""
+    # More than one block of either kind in torch's kernels, and a part of one.
+    rows, count, dim = 33, 520 if variant.aligned else 515, variant.head_dim
+    query, keys = (normal((2, size, dim), seed).to(variant.dtype) for seed, size in ((0, rows), (1, count)))
+    masks: dict[str, Tensor | None] = {"": None}
+    if variant.mask:
+        masks = {f" ({what})": third_masked(*size, count) for what, size in (("keys", (1, 1)), ("pairs", (2, rows)))}
+    scale = dim**-0.5
+    # In half precision torch takes exponentials with 20 bits.
+    measured = KernelComparison(2**-20 if variant.dtype.itemsize == 2 else torch.finfo(variant.dtype).eps)
+    for what, mask in masks.items():
+        mask = None if mask is None else mask.to(variant.dtype)
+        problem = Attention.of(query, keys, scale, 0.0, mask, 0 if variant.causal else None)
+        written = (Written(problem), Written(problem, variant.dtype))
+        (_, mean, logsumexp), (_, rough_mean, rough_logsumexp) = (w.attend(query.double()) for w in written)
+        pairs = None if mask is None else mask.to(device).expand(1, 2, rows, count)
+        # Torch allocates the outputs, often where memory of their size was freed.
+        for size in (query.shape, query.shape[:2]):
+            poisoned(torch.empty(size, dtype=variant.dtype, device=device))
+        given = [t.to(device)[None] for t in (query, keys, keys)]
+        ours = with_logsumexp(*given, attn_mask=pairs, scale=scale, first=0 if variant.causal else None)
+        measured.add(f"mean{what}", ours[0][0], mean, rough_mean.to(variant.dtype).double())
+        measured.add(f"logsumexp{what}", ours[1][0], logsumexp, rough_logsumexp)
+    return measured.errors
