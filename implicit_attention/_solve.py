@@ -524,13 +524,7 @@ class Route:
 
 
 def route(
-    problem: Problem,
-    initial: Tensor,
-    solver: Solver,
-    impl: Impl,
-    adjoint: Adjoint,
-    *,
-    every_step: bool = False,
+    problem: Problem, initial: Tensor, solver: Solver, impl: Impl, adjoint: Adjoint, *, every_step: bool = False
 ) -> Route:
     """Decide by which functions a problem is solved and differentiated.
 
@@ -978,13 +972,7 @@ def _adjoint_rule(solver: Solver, dtype: torch.dtype, dim: int) -> tuple[CG, Adj
 
 
 def _native_gradients(
-    call: Attention,
-    way: Route,
-    report: AdjointReport,
-    residual: Tensor,
-    state: Tensor,
-    mean: Tensor,
-    cotangent: Tensor,
+    call: Attention, way: Route, report: AdjointReport, residual: Tensor, state: Tensor, mean: Tensor, cotangent: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     """The gradients of the tensors of a call by the native backward solve, reported; None where it has none."""
     method, rule, least = _adjoint_rule(way.solver, state.dtype, state.shape[-1])
@@ -1012,12 +1000,7 @@ def _native_gradients(
 
 
 def _by_implicit(
-    call: Attention,
-    way: Route,
-    report: AdjointReport,
-    state: Tensor,
-    cotangent: Tensor,
-    needed: tuple[bool, ...],
+    call: Attention, way: Route, report: AdjointReport, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
     energy = energy_of(call)
