@@ -457,7 +457,7 @@ class Route:
         # A solver of the user's need have no pickle; what ran does.
         return {**vars(self), "solver": None}
 
-    def solve(self, problem: Problem, initial: Tensor) -> Outcome | None:
+    def outcome(self, problem: Problem, initial: Tensor) -> Outcome | None:
         """The solution from `initial` without a graph, by a kernel; None where none answers."""
         asked = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
         found = None

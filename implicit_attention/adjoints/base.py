@@ -72,7 +72,7 @@ class Request:
 
     def solved(self, problem: Problem, initial: Tensor) -> Outcome:
         """The outcome for `problem` without a graph, by a kernel where `impl` has or wants one."""
-        found: Outcome | None = self.route.solve(problem, initial)
+        found: Outcome | None = self.route.outcome(problem, initial)
         return self.run(problem, initial) if found is None else found
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
