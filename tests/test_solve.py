@@ -1,6 +1,7 @@
 """The door: what `solve` accepts, refuses, returns and reports."""
 
 import copy
+import dataclasses
 import pickle
 import warnings
 
@@ -27,6 +28,7 @@ from implicit_attention import (
 )
 from implicit_attention.energies import Energy
 from implicit_attention.kernels import Attention, native_status
+from implicit_attention.linear import CG
 from implicit_attention.solution import Record
 from implicit_attention.testing.numerics import random
 
@@ -304,3 +306,21 @@ def test_a_fixed_budget_never_waits_for_an_accelerator(first, monkeypatch):
         assert method(rtol=0, atol=0, max_steps=6).run(energy, query).value.shape == query.shape
         with pytest.raises(RuntimeError, match="meta"):
             method(max_steps=6).run(energy, query)
+
+
+def test_equal_solvers_of_a_user_are_not_taken_for_each_other():
+    @dataclasses.dataclass(frozen=True)
+    class Counting(CG):
+        calls: list = dataclasses.field(default_factory=list, compare=False, kw_only=True)
+
+        def solve(self, *arguments, **options):
+            self.calls.append(1)
+            return super().solve(*arguments, **options)
+
+    first, second = Counting(), Counting()
+    assert first == second
+    for method in (first, second):
+        energy = make_energy()
+        energy.field.requires_grad_()
+        solve(energy, energy.field.detach(), adjoint=Implicit(linear_solver=method)).value.sum().backward()
+    assert (len(first.calls), len(second.calls)) == (1, 1)

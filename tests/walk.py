@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:
 
 import implicit_attention as ia  # noqa: E402
 from benchmarks.native_layers import frames  # noqa: E402
-from implicit_attention.kernels.native.library import library  # noqa: E402
+from implicit_attention.kernels.native import library  # noqa: E402
 from implicit_attention.spins import MeanField, SpinSystem, thermodynamics  # noqa: E402
 
 PACKAGE = Path(ia.__file__).parent
@@ -80,7 +80,7 @@ def walked(call: Callable[[], Any]) -> Walk:
                 made.add(type(argument))
 
     call()
-    loaded = library()
+    loaded = library.found()[0]
     functions = {} if loaded is None else {name: part for name, part in vars(loaded).items() if callable(part)}
 
     def records() -> set[str]:

@@ -410,14 +410,7 @@ def flash_gradients(
 def is_flash_for_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
     """Whether torch takes its kernel for the CPU, whose derivative can be called without a graph of its own."""
     own = F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-    if query.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not own:
-        return False
-    return torch_chooses_flash(query, keys, values, mask, scale)
-
-
-def torch_chooses_flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
-    """The same on a CPU, for plain tensors, while torch runs eagerly."""
-    if _FLASH_BACKWARD is None:
+    if query.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not own or _FLASH_BACKWARD is None:
         return False
     chosen: int = torch._fused_sdp_choice(query, keys, values, mask, 0.0, False, scale=scale)
     return chosen == FLASH

@@ -177,7 +177,7 @@ def test_the_best_set_of_the_processor_answers_and_a_forced_one(monkeypatch):
         library.found.cache_clear()
         monkeypatch.setenv(library.VARIABLE, isa)
         assert native_status().isa == isa
-        named = library.library().handle.ia_isa
+        named = library.found()[0].handle.ia_isa
         named.restype = ctypes.c_char_p
         assert named() == isa.encode()
 
@@ -233,7 +233,7 @@ def test_without_torchs_loop_one_thread_works(monkeypatch, tmp_path):
     query, keys = torch.randn(64, 64, 16), torch.randn(64, 64, 16)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
-        assert library.library().parallel_for == 0
+        assert library.found()[0].parallel_for == 0
         assert "one thread (torch " in native_status().threads
         assert "2.10 has" in native_status().threads
         found = hopfield_solve(query, keys, beta=0.2, anchor=0.5)

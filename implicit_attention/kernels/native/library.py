@@ -95,11 +95,6 @@ def native_status() -> NativeStatus:
     return NativeStatus(loaded.isa, "torch's threads" if loaded.parallel_for else one, reason)
 
 
-def library() -> Library | None:
-    """The library of this machine, loaded at the first call, or None."""
-    return found()[0]
-
-
 def unavailable() -> str | None:
     """Why there is no library, as "reason; remedy"."""
     loaded, reason = found()
@@ -122,7 +117,7 @@ def warn_once() -> None:
 
 @functools.cache
 def found() -> tuple[Library | None, str]:
-    """The library, and why there is none or not the fastest one."""
+    """The library of this machine, loaded at the first call, and why there is none or not the fastest one."""
     asked = os.environ.get(VARIABLE) or "auto"
     if asked == "off":
         return None, f"they are switched off; unset {VARIABLE}"
