@@ -31,10 +31,10 @@ ARCHES = {
 }
 #: The compilers whose runs the tables show: that of constraints.txt, and that of torch 2.11, which cards run.
 TRITONS = ("3.9.0", "3.6.0")
-KERNELS = ("solve", "adjoint", "keys")
+KERNELS = {"evaluate": "_attend_kernel", "product": "_attend_kernel", "keys": "_keys_kernel"}
 DIMS = {"bfloat16": (32, 64, 128, 256), "float16": (32, 64, 128, 256), "float32": (32, 64, 128)}
-#: Of queries: all keys, those up to its own place, those that a mask allows; and queries that were gathered.
-KINDS = ("plain", "causal", "masked", "gathered")
+#: Of queries: all keys, those up to its own place, those that a mask allows.
+KINDS = ("plain", "causal", "masked")
 #: Registers and threads of a multiprocessor, and shared memory that every program takes beside its own.
 REGISTERS, WARPS, RESERVED = 65536, 64, 1024
 #: Instructions of a loop that are counted, by what their names begin with.
@@ -75,7 +75,6 @@ CASES = tuple(
     Case(kernel, dtype, dim, kind)
     for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
     for dim, kind in itertools.product(dims, KINDS)
-    if kernel == "solve" or kind != "gathered"
 )
 #: GPUs for which only the plain cases are compiled.
 PLAIN = ("sm_100a",)
@@ -185,7 +184,7 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
     for case in cases:
         made.clear()
         chosen = _call(case)
-        found[case.name] = chosen._asdict() | _measured(made[f"_{case.kernel}_kernel"], chosen.warps, arch)
+        found[case.name] = chosen._asdict() | _measured(made[KERNELS[case.kernel]], chosen.warps, arch)
     return found
 
 
@@ -200,9 +199,8 @@ def _call(case: Case) -> Any:
     x = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype))
     mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None
     problem = Attention.of(x, x, 1.0, 0.5, mask, first=0 if case.kind == "causal" else None)
-    if case.kernel == "solve":
-        # The last launch is that of gathered queries.
-        solve(problem, x, FusedRule(1e-3, 0.0, 10, 3), (4,) if case.kind == "gathered" else ())
+    if case.kernel == "evaluate":
+        solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
     else:
         z = x.float()
         solve_adjoint(problem, z, z, z, z[..., 0].contiguous(), AdjointRule(1e-2, 10))
@@ -233,7 +231,10 @@ def _tool(option: str, code: bytes) -> str:
 
 
 def loop_of(text: str) -> dict[str, int]:
-    """Count the instructions of the first innermost loop that multiplies matrices: the one over whole tiles of keys."""
+    """Count the instructions of the first innermost loop that multiplies matrices, and the spills of all of them.
+
+    The first is the one over whole tiles of keys.
+    """
     listed = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
     loops = []
     for at, code in listed:
@@ -243,8 +244,9 @@ def loop_of(text: str) -> dict[str, int]:
     bodies = [
         [code for at, code in listed if first <= at <= last] for first, last in sorted(loops, key=lambda loop: loop[1])
     ]
-    body = next(body for body in bodies if _count(body, COUNTED["tensor"]))
-    return {"instructions": len(body), **{name: _count(body, begins) for name, begins in COUNTED.items()}}
+    bodies = [body for body in bodies if _count(body, COUNTED["tensor"])]
+    counted = {name: _count(bodies[0], begins) for name, begins in COUNTED.items()}
+    return {"instructions": len(bodies[0]), **counted, "spills": max(_count(body, COUNTED["spills"]) for body in bodies)}
 
 
 def _count(body: list[str], begins: tuple[str, ...]) -> int:

@@ -760,7 +760,7 @@ def _trusted(
     keys = call.keys
     if name == "triton":
         made, kernels = triton.CHECKS[operation]
-        variant = triton.variant(call, kernels, rule)
+        variant = triton.variant(call, kernels)
         use, check = trust.Use(f"{operation} (triton)", keys.device, variant), partial(made, call, variant)
     else:
         loaded = library.found()[0]

@@ -34,11 +34,11 @@ from implicit_attention.kernels.problem import Attention
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
 
-def solve(problem, initial, stop=STOP, ends=()):
+def solve(problem, initial, stop=STOP):
     from implicit_attention.kernels.triton.solve import solve as kernel
 
     with Poison():
-        solved = kernel(problem, initial, stop, ends)
+        solved = kernel(problem, initial, stop)
     written = [solved.status != MAGIC, solved.num_steps != MAGIC, solved.num_evals != MAGIC]
     assert all(bool(t.all()) for t in written), "not written"
     return solved
@@ -144,7 +144,7 @@ def solve_gathers(max_steps=16, **options):
 @case
 def solve_gathers_masked():
     problem = tiled_problem("keys", beta=2.0, anchor=0.3)
-    check_solved(problem, solve(problem, problem.query, ends=(1, 2, 3, 4, 6, 9)))
+    check_solved(problem, solve(problem, problem.query))
 
 
 @case
@@ -255,10 +255,10 @@ def solve_bias_as_low_as_it_gets():
     problem = problem_of(lead=(1,), n=20, dim=16)
     mask = torch.zeros(1, problem.query.shape[-2], problem.keys.shape[-2]).to(harness.DEVICE)
     mask[:, 3] = torch.finfo(FP32).min
-    problem = problem.paired(mask)
-    solved = solve(problem, problem.query)
+    solved, plain = (solve(each, problem.query) for each in (problem.paired(mask), problem))
     assert bool((solved.status == Status.CONVERGED).all())
-    assert error(solved.mean[:, 3], problem.keys.mean(-2)) < 1e-6
+    # What all keys have in common changes no weight.
+    assert error(solved.mean[:, 3], plain.mean[:, 3]) < 1e-3
 
 
 @case
@@ -316,13 +316,13 @@ def solve_tiles(name, **options):
     check_solved(problem, solve(problem, problem.query))
 
 
-@cases(keys=dict(name="keys"), bias=dict(name="bias_of_documents"), gathered=dict(name="keys", ends=(1, 2, 4)))
-def solve_reads_no_tile_that_is_masked(name, ends=()):
+@cases(keys=dict(name="keys"), bias=dict(name="bias_of_documents"))
+def solve_reads_no_tile_that_is_masked(name):
     problem = tiled_problem(name)
     problem.pairs[..., : large(35)] = -torch.inf if problem.pairs.is_floating_point() else False
-    clean = solve(problem, problem.query, ends=ends)
+    clean = solve(problem, problem.query)
     problem.keys[..., :32, :] = torch.nan
-    for field, before in zip(solve(problem, problem.query, ends=ends), clean, strict=True):
+    for field, before in zip(solve(problem, problem.query), clean, strict=True):
         assert torch.equal(field, before)
 
 

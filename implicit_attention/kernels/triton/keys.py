@@ -14,21 +14,22 @@ from torch import Tensor
 
 from .. import trust
 from ..problem import Attention
-from .kernels import (
+from .attend import (
     HEADROOM,
     LOG2E,
     NO_MASK,
+    added,
     batch_offset,
+    exponents,
     kernel,
     key_tile,
     matrix,
     narrow,
     one,
     product,
-    restricted,
     scores_of,
 )
-from .layout import KernelLayout, launch, offset_of, readable_mask, tiles
+from .layout import KernelLayout, launch, offset_of, placed, tiles
 from .mask_tiles import MaskTiles
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
@@ -71,7 +72,7 @@ def gradient_of_keys(problem: Attention, layout: KernelLayout, operands: KernelO
         key_tiles * splits,
         chosen,
         problem,
-        *(problem.keys, *layout.keys, problem.beta, *layout.beta, readable_mask(problem), *layout.mask, *operands),
+        *(*placed(problem, layout), *operands),
         *(parts, *layout.by_keys, *MaskTiles.of(problem, layout, chosen, by_keys=True).placed(), *layout.sizes[1:]),
         *(*own[1:], math.prod(readers), *readers[1:], rows, count, offset_of(problem), out.numel(), splits),
     )
@@ -150,10 +151,8 @@ def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.con
         z_scale = tl.load(state_scale + at, mask=real, other=0.0)
         u_scale = tl.load(value_scale + at, mask=real, other=0.0)
         by = by * z_scale
-    scores = scores_of(k, z, P) * by[None, :]
-    if TAIL:
-        scores = restricted(scores, (start + local)[None, :], cols[:, None], pairs, N, M, P)
-    p = tl.exp2(scores - level[None, :])
+    bias = added((start + local)[None, :], cols[:, None], pairs, N, M, P) if TAIL else 0.0
+    p = tl.exp2(exponents(scores_of(k, z, P), by[None, :], bias, level[None, :]))
     weights = p * ((scores_of(k, u, P) - middle[None, :]) * b)
     if P.dtype == "fp16":
         # Relative to the largest scales of the tile, so that no operand overflows.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._fused_rule import FusedRule
 from ..problem import Attention
 
 # Most leading axes of different strides in a kernel.
@@ -39,22 +38,21 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-# Columns that are read at once: more of them take registers from the loops over the keys.
-MOST_COLUMNS = 32
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes. A warp
 # has 16 rows or more: of eight warps on 64 rows and few keys, Triton 3.6 reads past the end of shared memory.
 TILES = {
-    ("solve", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    ("solve", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
-    ("adjoint", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 16, 4, 3)},
-    ("adjoint", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
+    ("evaluate", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    ("evaluate", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    ("product", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 16, 4, 3)},
+    ("product", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
     ("keys", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2)},
     ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
 }
 SMALLEST_TILE = 16
-# Queries are gathered after so many evaluations first, where they fill so many tiles of a set of keys, and where one
-# evaluation of all takes so many operations (the better part of a millisecond) that launches do not matter.
-FIRST_END, FEWEST_TILES, LEAST_WORK = 3, 4, 2.0**38
+#: Numbers of a vector each that a step has in registers.
+STEP_NUMBERS = 2048
+#: The status of queries that are left.
+UNFINISHED = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,6 @@ class KernelPlan:
     keys: int
     dims: int  # the head dimension `dim`, up to a power of two
     dim: int
-    columns: int  # of a tile that are read at once
     causal: bool
     mask: int
     mask_rows: bool  # whether the mask differs from query to query
@@ -74,6 +71,7 @@ class KernelPlan:
     dtype: str  # of the operands of products, as Triton calls it
     precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
     picked: bool  # whether a tile's queries are listed, instead of standing side by side
+    centred: bool  # whether vectors are multiplied by the covariance of the keys, instead of states evaluated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +139,19 @@ def _merged(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list[
 
 def largest_dim(dtype: torch.dtype) -> int:
     """The largest head dimension: operands of 32 bits with more do not fit in a multiprocessor."""
-    return max(TILES["solve", dtype.itemsize == 2])
+    return max(TILES["evaluate", dtype.itemsize == 2])
 
 
 def whole_tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel for a problem that fills them."""
     table = TILES[kernel, problem.keys.dtype.itemsize == 2]
     return table[min(size for size in table if size >= problem.query.shape[-1])]
+
+
+def step_tiles(problem: Attention) -> Tiles:
+    """The queries of a program that makes a step."""
+    rows, dims = problem.query.shape[-2], max(SMALLEST_TILE, 1 << (problem.query.shape[-1] - 1).bit_length())
+    return Tiles(min(STEP_NUMBERS // dims, fitting(rows, 64)), SMALLEST_TILE, 4, 1)
 
 
 def tiles(kernel: str, problem: Attention) -> Tiles:
@@ -164,19 +168,9 @@ def fitting(size: int, most: int) -> int:
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 
-def gathered_after(problem: Attention, stop: FusedRule) -> tuple[int, ...]:
-    """The numbers of evaluations after which it pays to gather the queries that have not ended into tiles of their own.
-
-    A tile then does not wait for its slowest query. Nothing where launches take longer than what waits, and where a
-    mask lists the tiles of keys for queries as they stand.
-    """
-    *lead, rows, dim = problem.query.shape
-    work = 4.0 * math.prod(lead) * rows * problem.keys.shape[-2] * dim
-    few = rows < FEWEST_TILES * tiles("solve", problem).rows
-    listed = problem.pairs is not None and not alike(problem)
-    # Numbers of entries of a set are 32 bits.
-    never = stop.fixed_budget or few or listed or work < LEAST_WORK or rows * dim >= 2**31
-    return () if never else growing(stop.max_steps)
+def lists(problem: Attention, chosen: Tiles) -> bool:
+    """Whether the queries that are left are listed, of which a tile then is full."""
+    return problem.query.shape[-2] > chosen.rows and (problem.pairs is None or alike(problem))
 
 
 def alike(problem: Attention) -> bool:
@@ -184,17 +178,7 @@ def alike(problem: Attention) -> bool:
     return problem.first is None and (problem.pairs is None or problem.pairs.shape[-2] == 1)
 
 
-def growing(most: int) -> tuple[int, ...]:
-    """Numbers up to `most`, each larger than the one before by a quarter or by 1."""
-    found = list[int]()
-    following = FIRST_END
-    while following <= most:
-        found.append(following)
-        following += max(following // 4, 1)
-    return tuple(found)
-
-
-def plan(problem: Attention, chosen: Tiles, picked: bool = False) -> KernelPlan:
+def plan(problem: Attention, chosen: Tiles, picked: bool, kind: str) -> KernelPlan:
     mask, dim, dtype = problem.pairs, problem.query.shape[-1], problem.keys.dtype
     widen = interpreted() and dtype == torch.bfloat16
     dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
@@ -203,7 +187,6 @@ def plan(problem: Attention, chosen: Tiles, picked: bool = False) -> KernelPlan:
         keys=chosen.keys,
         dims=dims,
         dim=dim,
-        columns=max(SMALLEST_TILE, min(dims // 4, MOST_COLUMNS)),
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,
@@ -213,6 +196,7 @@ def plan(problem: Attention, chosen: Tiles, picked: bool = False) -> KernelPlan:
         # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
         precision="widen" if widen else "tf32x3" if dtype == torch.float32 else "ieee",
         picked=picked,
+        centred=kind == "product",
     )
 
 
@@ -248,9 +232,9 @@ def in_memory(problem: Attention) -> Attention:
 
 
 def placed(problem: Attention, layout: KernelLayout) -> tuple[object, ...]:
-    """Keys, betas, anchors and mask with their strides, as the kernels of queries take them."""
-    tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
-    strides = (layout.keys, layout.beta, layout.anchor, layout.mask)
+    """Keys, betas and mask with their strides, as kernels take them."""
+    tensors = (problem.keys, problem.beta, readable_mask(problem))
+    strides = (layout.keys, layout.beta, layout.mask)
     return tuple(part for tensor, steps in zip(tensors, strides, strict=True) for part in (tensor, *steps))
 
 
@@ -277,15 +261,58 @@ def readable_mask(problem: Attention) -> Tensor:
     return problem.pairs.view(torch.uint8) if problem.pairs.dtype == torch.bool else problem.pairs
 
 
-class Picked(NamedTuple):
-    """The queries that a launch is for: their numbers in each set (sets, N) int32, and how many of these count."""
+class Left:
+    """The queries that a solve has left, as kernels note without a word to the host.
 
-    order: Tensor
-    counts: Tensor
+    status: (*batch, N), which it makes UNFINISHED; those are left.
+    listed: whether they are listed, so that tiles are full of them: where there are several tiles of queries, and none
+        has a mask of its own.
+    """
+
+    def __init__(self, problem: Attention, status: Tensor, chosen: Tiles) -> None:
+        rows, device = problem.query.shape[-2], status.device
+        sets = status.numel() // rows
+        self.status, self.listed = status.fill_(UNFINISHED), lists(problem, chosen)
+        numbers = torch.arange(rows if self.listed else 0, dtype=torch.int32, device=device)
+        # Those of this step, and those of the next one.
+        self.notes = [
+            (numbers.repeat(sets), torch.full((sets,), count, dtype=torch.int32, device=device)) for count in (rows, 0)
+        ]
+        self.host: Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def placed(self) -> tuple[Tensor, ...]:
+        """Return the status, the list and how many it has of each set, and where the next ones are to be noted."""
+        return self.status, *self.notes[0], *self.notes[1]
+
+    def next(self) -> bool:
+        """Whether there may be some after a step; the host does not wait for the device to know."""
+        self.notes.reverse()
+        counts = self.notes[0][1]
+        if counts.device.type == "cpu":
+            return bool(counts.any())
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        if self.copied is not None and self.copied.query():  # type: ignore[no-untyped-call]
+            assert self.host is not None
+            if not self.host.any():
+                return False
+            self.copied = None
+        if self.copied is None:
+            self.host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+        return True
 
 
 def launch(
-    kernel: Any, programs: int, chosen: Tiles, problem: Attention, *arguments: object, picked: bool = False
+    kernel: Any,
+    programs: int,
+    chosen: Tiles,
+    problem: Attention,
+    *arguments: object,
+    picked: bool = False,
+    kind: str = "evaluate",
 ) -> None:
     """Run a kernel with the tiles `chosen` in so many programs, for all queries or for those that are `picked`."""
     # Kernels are launched on the current CUDA device, which need not be that of the tensors.
@@ -293,7 +320,7 @@ def launch(
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](
             *arguments,
-            plan(problem, chosen, picked),
+            plan(problem, chosen, picked, kind),
             num_warps=chosen.warps,
             num_stages=chosen.stages,
             maxnreg=chosen.registers,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import trust
 from ..problem import Attention
-from .kernels import kernel, matrix, restricted
+from .attend import added, kernel, matrix
 from .layout import KernelLayout, Tiles, alike, contiguous, launch, offset_of, readable_mask
 
 # What the pairs of a tile are.
@@ -93,10 +93,10 @@ def _kinds_kernel(
     cols = number % key_tiles * KEYS + tl.arange(0, KEYS)
     strides = (mask_0, mask_1, mask_2, mask_row, mask_column)
     pairs = (matrix(mask, entry, (middle, inner), strides, P, True), offset)
-    scores = restricted(tl.zeros([ROWS, KEYS], tl.float32), rows[:, None], cols[None, :], pairs, N, M, P)
+    bias = tl.zeros([ROWS, KEYS], tl.float32) + added(rows[:, None], cols[None, :], pairs, N, M, P)
     # Rows that do not exist have no say. Keys that do not exist are masked: what loads them must know.
-    some = real[:, None] & (scores != float("-inf"))
-    whole = ~real[:, None] | (scores == 0.0)
+    some = real[:, None] & (bias != float("-inf"))
+    whole = ~real[:, None] | (bias == 0.0)
     visited = tl.max(tl.max(some.to(tl.int32), 1), 0)
     unmasked = tl.min(tl.min(whole.to(tl.int32), 1), 0)
     tl.store(kinds + number, (visited * (1 + unmasked)).to(tl.int8))

@@ -6,7 +6,6 @@ Only what runs a kernel imports Triton.
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,11 +20,12 @@ from .layout import (
     TILES,
     KernelLayout,
     fitting,
-    gathered_after,
     in_memory,
     interpreted,
     largest_dim,
+    lists,
     order_of,
+    step_tiles,
     tiles,
     whole_tiles,
 )
@@ -35,8 +35,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINEST = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
 LEAST_CAPABILITY = (8, 0)
-#: In a check queries are gathered after so many evaluations, as small problems need few.
-GATHERED_AFTER = (1, 2, 3, 5)
 
 
 def unsupported(record: Attention) -> str | None:
@@ -58,6 +56,8 @@ def unsupported(record: Attention) -> str | None:
         return f"Triton kernels do not take a head dimension of {dim}; use at most {most}, or impl='auto'"
     if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (pairs, beta, anchor)):
         return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='auto'"
+    if query.shape[-2] * dim >= 2**31:
+        return "Triton kernels take less than 2^31 numbers of queries of one set; split them, or use impl='auto'"
     if KernelLayout.of(record) is None:
         return (
             f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
@@ -94,16 +94,16 @@ class TritonVariant(NamedTuple):
     key_order: str
     mask_order: str
     added: torch.dtype | None
-    #: The `Tiles` of every kernel involved.
+    #: The `Tiles` of every kernel involved, and of steps.
     tiles: tuple[tuple[int | None, ...], ...]
-    #: Whether a solve has a fixed budget, and whether it gathers the queries that have not ended.
-    fixed_budget: bool
-    gathers: bool
+    #: For each, whether queries that are left are listed.
+    listed: tuple[bool, ...]
 
 
-def variant(record: Attention, kernels: tuple[str, ...], rule: FusedRule) -> TritonVariant:
+def variant(record: Attention, kernels: tuple[str, ...]) -> TritonVariant:
     record = in_memory(record)
     keys, mask = record.keys, record.pairs
+    chosen = [tiles(kernel, record) for kernel in kernels]
     return TritonVariant(
         dtype=keys.dtype,
         head_dim=keys.shape[-1],
@@ -112,15 +112,13 @@ def variant(record: Attention, kernels: tuple[str, ...], rule: FusedRule) -> Tri
         key_order=order_of(keys),
         mask_order="none" if mask is None else order_of(mask),
         added=mask.dtype if mask is not None and mask.is_floating_point() else None,
-        tiles=tuple(tuple(tiles(kernel, record)) for kernel in kernels),
-        fixed_budget=rule.fixed_budget,
-        gathers=bool(gathered_after(record, rule)),
+        tiles=(*map(tuple, chosen), tuple(step_tiles(record))),
+        listed=tuple(lists(record, each) for each in chosen),
     )
 
 
 def _solve(record: Attention, chosen: TritonVariant) -> Errors:
-    ends = GATHERED_AFTER if chosen.gathers else ()
-    return solve_errors(_small(record, chosen, "solve"), partial(_solved, ends=ends), fixed_budget=chosen.fixed_budget)
+    return solve_errors(_small(record, chosen, "evaluate"), _solved)
 
 
 def _adjoint(record: Attention, chosen: TritonVariant) -> Errors:
@@ -129,13 +127,13 @@ def _adjoint(record: Attention, chosen: TritonVariant) -> Errors:
     def solved(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
         return solve_adjoint(record, state, g, there.mean, there.logsumexp, stop)
 
-    return adjoint_errors(_small(record, chosen, "solve", "adjoint", "keys"), _solved, solved)
+    return adjoint_errors(_small(record, chosen, "evaluate", "product", "keys"), _solved, solved)
 
 
 #: Operation -> its check, and the kernels whose tiles it is made of.
 CHECKS = {
-    "hopfield_solve": (_solve, ("solve",)),
-    "hopfield_adjoint": (_adjoint, ("solve", "adjoint", "keys")),
+    "hopfield_solve": (_solve, ("evaluate",)),
+    "hopfield_adjoint": (_adjoint, ("evaluate", "product", "keys")),
 }
 
 
@@ -175,7 +173,7 @@ def laid_out(tensor: Tensor, order: str) -> Tensor:
     return memory[..., late : late + columns * step : step].copy_(tensor)
 
 
-def _solved(small: Attention, initial: Tensor, stop: FusedRule, ends: tuple[int, ...] = ()) -> Solved:
+def _solved(small: Attention, initial: Tensor, stop: FusedRule) -> Solved:
     from .solve import solve
 
-    return solve(small, initial, stop, ends)
+    return solve(small, initial, stop)
