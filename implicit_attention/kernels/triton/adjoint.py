@@ -157,8 +157,8 @@ def _begin_kernel(
     tl.store(value_out + whole, g * 0.0, mask=inside)
     tl.store(square_out + at, square, mask=real)
     tl.store(limit_out + at, limit, mask=real)
-    tl.store(num_steps_out + at, tl.zeros([P.rows], tl.int32), mask=real)
-    tl.store(negative_out + at, tl.zeros([P.rows], tl.uint8), mask=real)
+    tl.store(num_steps_out + at, local * 0, mask=real)
+    tl.store(negative_out + at, (local * 0).to(tl.uint8), mask=real)
     tl.store(status + at, tl.where(left, UNFINISHED, MAX_STEPS).to(tl.int8), mask=real)
     note(left, local + first, batch, N, next_order, next_counts, P)
 

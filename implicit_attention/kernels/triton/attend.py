@@ -113,16 +113,15 @@ def any_of(truth):
 
 
 @triton.jit
-def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
-    """Rows start, start + 1, ... of the keys (pointer, strides), zeros beyond the ends."""
+def key_tile(keys, start, begin, M, P: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
+    """Rows from `start` on and columns from `begin` on of the keys (pointer, strides), zeros beyond the ends."""
     pointer, stride_m, stride_d = keys
-    DIMS: tl.constexpr = P.dims
     KEYS: tl.constexpr = P.keys
-    local, dims = tl.arange(0, KEYS), tl.arange(0, DIMS)
+    local, dims = tl.arange(0, KEYS), begin + tl.arange(0, WIDTH)
     at = pointer + tl.cast(start, tl.int64) * stride_m + local[:, None] * stride_m + dims[None, :] * stride_d
     if TAIL:
         return tl.load(at, mask=(start + local < M)[:, None] & (dims < P.dim)[None, :], other=0.0)
-    elif P.dim < DIMS:
+    elif P.dim < P.dims:
         return tl.load(at, mask=(dims < P.dim)[None, :], other=0.0)
     else:
         return tl.load(at)
@@ -220,12 +219,34 @@ def product(left, right, total, P: tl.constexpr):
 
 
 @triton.jit
-def scores_of(left, right, P: tl.constexpr):
+def meets(left, right, P: tl.constexpr):
     """The product left @ right.T."""
     if P.precision == "widen":
         return tl.dot(left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
     else:
         return tl.dot(left, tl.trans(right), input_precision=P.precision)
+
+
+@triton.jit
+def scores_of(rows, k, keys, start, M, P: tl.constexpr, TAIL: tl.constexpr, TURNED: tl.constexpr):
+    """The products rows @ k.T of rows with a tile k of keys, which begins at `start`; k @ rows.T if TURNED.
+
+    rows: in the dtype of products; and in memory, as pointer, offsets, and which there are.
+    """
+    whole, pointer, offsets, real = rows
+    if P.part == P.dims:
+        return meets(k, whole, P) if TURNED else meets(whole, k, P)
+    else:
+        # Registers have no room for whole rows as the three parts of products: they are read again.
+        scores = tl.zeros([k.shape[0], whole.shape[0]] if TURNED else [whole.shape[0], k.shape[0]], tl.float32)
+        for begin in range(0, P.dims, P.part):
+            dims = begin + tl.arange(0, P.part)
+            inside = real[:, None] & (dims < P.dim)[None, :]
+            some = tl.load(pointer + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
+            others = key_tile(keys, start, begin, M, P, P.part, TAIL)
+            left, right = (others, some) if TURNED else (some, others)
+            scores = product(left, tl.trans(right), scores, P)
+        return scores
 
 
 @triton.jit
@@ -275,11 +296,11 @@ def one(M):
 
 
 @triton.jit
-def over_keys(half, by, shift, v_half, centre, rows, keys, pairs, visited, N, M, P: tl.constexpr, KIND: tl.constexpr):
-    """Shift (ROWS,), sum_j w_j (ROWS,) and sum_j w_j k_j (ROWS, DIMS) of weights w_j = exp2(by <half, k_j> - shift).
+def over_keys(z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.constexpr, KIND: tl.constexpr):
+    """Shift (ROWS,), sum_j w_j (ROWS,) and sum_j w_j k_j (ROWS, DIMS) of weights w_j = exp2(by <z, k_j> - shift).
 
-    KIND: RUNNING takes the largest score for the shift. SHIFTED takes the given one. CENTRED takes that too, and
-    multiplies the weights by <v_half, k_j> - centre; in float16 they are in units of `HEADROOM` then.
+    z, v: rows as `scores_of` takes them. KIND: RUNNING takes the largest score for the shift. SHIFTED takes the given
+    one. CENTRED takes that too, and multiplies the weights by <v, k_j> - centre; in float16 in units of `HEADROOM`.
     """
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
@@ -289,41 +310,22 @@ def over_keys(half, by, shift, v_half, centre, rows, keys, pairs, visited, N, M,
     sums = tl.zeros([ROWS, DIMS], tl.float32)
     listed, whole, end = visited
     STEP: tl.constexpr = P.keys if P.mask == NO_MASK else 1
+    given = (keys, pairs, rows, N, M)
     for place in range(0, whole, STEP):
         start = key_start(place, listed, P)
-        shift, total, sums = _key_tile_met(
-            half, by, shift, v_half, centre, total, sums, rows, start, keys, pairs, N, M, P, KIND, False
-        )
+        shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, False)
     for place in range(whole, end, STEP):
         start = key_start(place, listed, P)
-        shift, total, sums = _key_tile_met(
-            half, by, shift, v_half, centre, total, sums, rows, start, keys, pairs, N, M, P, KIND, True
-        )
+        shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, True)
     return shift, total, sums
 
 
 @triton.jit
-def _key_tile_met(
-    half,
-    by,
-    shift,
-    v_half,
-    centre,
-    total,
-    sums,
-    rows,
-    start,
-    keys,
-    pairs,
-    N,
-    M,
-    P: tl.constexpr,
-    KIND: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+def _met(z, by, shift, v, centre, total, sums, start, given, P: tl.constexpr, KIND: tl.constexpr, TAIL: tl.constexpr):
     KEYS: tl.constexpr = P.keys
-    k = key_tile(keys, start, M, P, TAIL)
-    scores = scores_of(half, k, P)
+    keys, pairs, rows, N, M = given
+    k = key_tile(keys, start, 0, M, P, P.dims, TAIL)
+    scores = scores_of(z, k, keys, start, M, P, TAIL, False)
     bias = 0.0
     if TAIL:
         bias = added(rows[:, None], (start + tl.arange(0, KEYS))[None, :], pairs, N, M, P)
@@ -331,10 +333,11 @@ def _key_tile_met(
         before = shift
         if TAIL:
             shift = tl.maximum(shift, tl.max(exponents(scores, by[:, None], bias, 0.0), 1))
+            level = tl.where(shift == float("-inf"), 0.0, shift)
         else:
             # beta > 0, so that the largest score is the scaled largest product.
             shift = tl.maximum(shift, tl.max(scores, 1) * by)
-        level = tl.where(shift == float("-inf"), 0.0, shift) if TAIL else shift
+            level = shift
         shrink = tl.exp2(before - level)
         total, sums = total * shrink, sums * shrink[:, None]
     else:
@@ -346,7 +349,7 @@ def _key_tile_met(
         weights = tl.exp2(tl.fma(scores, by[:, None], -level[:, None]))
     if KIND == CENTRED:
         # Centred before they are rounded.
-        weights = weights * (scores_of(v_half, k, P) - centre[:, None])
+        weights = weights * (scores_of(v, k, keys, start, M, P, TAIL, False) - centre[:, None])
         if P.dtype == "fp16":
             weights = weights * (1.0 / HEADROOM)
     return shift, total + tl.sum(weights, 1), product(narrow(weights, P), k, sums, P)
@@ -438,14 +441,16 @@ def _attend_kernel(
     z = tl.load(state + whole, mask=inside, other=0.0)
     half, scale = rounded(z, P)
     by = scale * (b * LOG2E)
+    z_rows = (half, state, local * P.dim, real)
     level = tl.load(logsumexp + at, mask=real, other=float("nan"))
     if P.centred:
         m = tl.load(mean + whole, mask=inside, other=0.0)
-        v_half, unit = rounded(tl.load(vector + whole, mask=inside, other=0.0), P)
-        centre = tl.sum(m * v_half.to(tl.float32), 1)
+        v, unit = rounded(tl.load(vector + whole, mask=inside, other=0.0), P)
+        centre = tl.sum(m * v.to(tl.float32), 1)
         # Of the scores of the rounded z: with it probabilities sum to 1.
         level = (level - lost(m, z, scale, b, P)) * LOG2E
-        _, rest, total = over_keys(half, by, level, v_half, centre, rows, key_rows, pairs, visited, N, M, P, CENTRED)
+        v_rows = (v, vector, local * P.dim, real)
+        _, rest, total = over_keys(z_rows, by, level, v_rows, centre, rows, key_rows, pairs, visited, N, M, P, CENTRED)
         if P.dtype == "fp16":
             unit = unit * HEADROOM
         # The weights sum to 0 but for the rounding of z and v, which what the keys have in common would amplify.
@@ -458,12 +463,14 @@ def _attend_kernel(
             level = level * LOG2E
             known = level == level
             if any_of(known):
-                _, total, sums = over_keys(half, by, level, half, by, rows, key_rows, pairs, visited, N, M, P, SHIFTED)
+                _, total, sums = over_keys(
+                    z_rows, by, level, z_rows, by, rows, key_rows, pairs, visited, N, M, P, SHIFTED
+                )
                 known = known & (total > LEAST_TOTAL) & (total < MOST_TOTAL)
                 _write(sums, total, level, known, state, scale, b, mean, logsumexp, at, whole, dims, P)
             fresh = real & ~known
         if any_of(fresh):
-            level, total, sums = over_keys(half, by, by, half, by, rows, key_rows, pairs, visited, N, M, P, RUNNING)
+            level, total, sums = over_keys(z_rows, by, by, z_rows, by, rows, key_rows, pairs, visited, N, M, P, RUNNING)
             _write(sums, total, level, fresh, state, scale, b, mean, logsumexp, at, whole, dims, P)
 
 

@@ -128,7 +128,9 @@ def _next_of(split, splits, before, number):
 
 
 @triton.jit
-def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr):
+def _keys_tile(
+    gradient, k, key_rows, first, start, cols, entry, b, given, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr
+):
     """The gradient with the part of the tile of queries from row `start` on."""
     ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
@@ -152,8 +154,10 @@ def _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P: tl.con
         u_scale = tl.load(value_scale + at, mask=real, other=0.0)
         by = by * z_scale
     bias = added((start + local)[None, :], cols[:, None], pairs, N, M, P) if TAIL else 0.0
-    p = tl.exp2(exponents(scores_of(k, z, P), by[None, :], bias, level[None, :]))
-    weights = p * ((scores_of(k, u, P) - middle[None, :]) * b)
+    z_rows, u_rows = (z, state + begin, local * D, real), (u, value + begin, local * D, real)
+    scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
+    p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
+    weights = p * ((scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]) * b)
     if P.dtype == "fp16":
         # Relative to the largest scales of the tile, so that no operand overflows.
         both = u_scale * z_scale
@@ -230,7 +234,7 @@ def _keys_kernel(
     entry = (own_1 * middle + own_2) * inner + own_3
     key_rows = matrix(keys, entry, sizes, (keys_0, keys_1, keys_2, keys_row, keys_column), P, False)
     tiles = (listed, listed_counts, (listed_0, listed_1, listed_2))
-    k = key_tile(key_rows, first, M, P, True)
+    k = key_tile(key_rows, first, 0, M, P, P.dims, True)
 
     cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
     given = (state, state_scale, shift, value, value_scale, centre)
@@ -245,10 +249,10 @@ def _keys_kernel(
         visited, whole, end = _visited_tiles(entry, number % per_batch, offset, tiles, sizes, N, M, P)
         for place in range(_next_of(split, splits, before, 0), whole, splits):
             start = _row_start(place, whole, visited, P, False)
-            gradient = _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P, False)
+            gradient = _keys_tile(gradient, k, key_rows, first, start, cols, entry, b, given, pairs, N, M, P, False)
         for place in range(_next_of(split, splits, before, whole), end, splits):
             start = _row_start(place, whole, visited, P, True)
-            gradient = _keys_tile(gradient, k, start, cols, entry, b, given, pairs, N, M, P, True)
+            gradient = _keys_tile(gradient, k, key_rows, first, start, cols, entry, b, given, pairs, N, M, P, True)
         before += end
     out += split.to(tl.int64) * total + own_1 * out_0 + own_2 * out_1 + own_3 * out_2
     out += first.to(tl.int64) * D

@@ -29,6 +29,7 @@ class Tiles(NamedTuple):
 
     registers: the most that a thread may have, where more programs on a multiprocessor are worth what that puts into
         local memory outside of the loops; None for no limit.
+    part: dimensions that scores are products of at once, where registers have no room for all; None for all.
     """
 
     rows: int
@@ -36,17 +37,26 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
+    part: int | None = None
 
 
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes. A warp
 # has 16 rows or more: of eight warps on 64 rows and few keys, Triton 3.6 reads past the end of shared memory.
 TILES = {
     ("evaluate", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
-    ("evaluate", False): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    ("evaluate", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
     ("product", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 16, 4, 3)},
     ("product", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
     ("keys", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2)},
-    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1)},
+    ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(16, 64, 4, 1)},
+}
+# Others before compute capability 9.0, where products take their operands from registers.
+EARLIER = {
+    ("evaluate", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    ("evaluate", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
+    ("product", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(64, 16, 4, 3)},
+    ("product", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
+    ("keys", False): {64: Tiles(16, 64, 4, 1), 128: Tiles(16, 64, 4, 1, None, 32)},
 }
 SMALLEST_TILE = 16
 #: Numbers of a vector each that a step has in registers.
@@ -63,6 +73,7 @@ class KernelPlan:
     keys: int
     dims: int  # the head dimension `dim`, up to a power of two
     dim: int
+    part: int  # of the dimensions, that scores are products of at once
     causal: bool
     mask: int
     mask_rows: bool  # whether the mask differs from query to query
@@ -144,8 +155,14 @@ def largest_dim(dtype: torch.dtype) -> int:
 
 def whole_tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel for a problem that fills them."""
-    table = TILES[kernel, problem.keys.dtype.itemsize == 2]
+    keys = problem.keys
+    kind = kernel, keys.dtype.itemsize == 2
+    table = EARLIER.get(kind, TILES[kind]) if is_earlier(keys.device) else TILES[kind]
     return table[min(size for size in table if size >= problem.query.shape[-1])]
+
+
+def is_earlier(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
 
 
 def step_tiles(problem: Attention) -> Tiles:
@@ -187,6 +204,7 @@ def plan(problem: Attention, chosen: Tiles, picked: bool, kind: str) -> KernelPl
         keys=chosen.keys,
         dims=dims,
         dim=dim,
+        part=min(dims, chosen.part or dims),
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,

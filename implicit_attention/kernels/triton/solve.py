@@ -132,6 +132,7 @@ def _step_kernel(
     P: tl.constexpr,
 ):
     """From the evaluation at `point` to the next point; the outputs hold the last accepted one and its evaluation."""
+    ROWS: tl.constexpr = P.rows
     batch, _, first, local, dims, real, inside = query_tile(N, status, order, counts, P)
     if not any_of(real):
         return
@@ -140,12 +141,12 @@ def _step_kernel(
     b = tl.load(beta + batch_offset(batch, (middle, inner), (beta_0, beta_1, beta_2)))
     a = tl.load(anchor + batch_offset(batch, (middle, inner), (anchor_0, anchor_1, anchor_2)))
     # Before there is an accepted point, and without an anchor, nothing is read, so that NaN there does not matter.
-    index = tl.zeros([P.rows], tl.int32) + step
+    index = tl.zeros([ROWS], tl.int32) + step
     known = real & (index >= plain_steps)
     based = inside & known[:, None]
     z = tl.load(point + whole, mask=inside, other=0.0)
     m = tl.load(mean + whole, mask=inside, other=0.0)
-    ax = a * tl.load(field + whole, mask=inside & (tl.zeros([P.rows], tl.float32) + a != 0.0)[:, None], other=0.0)
+    ax = a * tl.load(field + whole, mask=inside & (tl.zeros([ROWS], tl.float32) + a != 0.0)[:, None], other=0.0)
     base_m = tl.load(mean_out + whole, mask=based, other=0.0)
     dz = z - tl.load(state_out + whole, mask=based, other=0.0)
     level = tl.load(logsumexp + at, mask=real, other=0.0)
