@@ -472,7 +472,9 @@ class Route:
         self.evaluate = self.step = name or "torch"
         if found is None:
             return None
-        return Outcome(found.state, found.record, evaluation=(found.mean, found.logsumexp) if kept else ())
+        # The native backward solve reads the mean alone.
+        last = 3 if self.product == "triton" else 2
+        return Outcome(found.state, found.record, evaluation=found[1:last] if kept else ())
 
     def gradients(
         self, problem: Problem, z: Tensor, cotangent: Tensor, method: CG, evaluation: tuple[Tensor, ...]
@@ -712,8 +714,8 @@ def adjoint_by_kernel(
     Queries that the kernel gives up, at saddles above all, have the status STALLED and add 0 to every gradient; NaN
     during the capture of a CUDA graph, where nothing can solve them again.
 
-    evaluation: the means and log-sum-exps of the keys at the state, as a solve found them; without them they are
-        evaluated here.
+    evaluation: the means of the keys at the state, as a solve found them, and for Triton the log-sum-exps, too; without
+        them they are evaluated here.
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
     if state.numel() == 0:
@@ -921,7 +923,7 @@ def solve_plainly(
     way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
     if differentiated:
         residual = None if failed else solved.residual
-        state = applied(_Equilibrium, way, report, residual, solved[:3], *call[:7])
+        state = applied(_Equilibrium, way, report, residual, solved[:2], *call[:7])
     energy_function = partial(_energy_at, call) if energy is None else energy
     told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
     state, made = concluded(Outcome(state, solved.record), plan.solver, report, plan.remedies, way, **told)
@@ -946,7 +948,7 @@ def energy_of(call: Attention) -> AnchoredEnergy:
 
 
 class _Equilibrium(torch.autograd.Function):
-    """(route, report, residual, (state, mean, logsumexp), *call) -> the state, which is solved already.
+    """(route, report, residual, (state, mean), *call) -> the state, which is solved already.
 
     The call is without values and dropout: query, keys, beta, anchor, mask, bias, first.
 
@@ -966,7 +968,7 @@ class _Equilibrium(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        state, mean, logsumexp, *tensors = ctx.saved_tensors
+        state, mean, *tensors = ctx.saved_tensors
         saved = iter(tensors)
         call = Attention(*(next(saved) if part is Tensor else part for part in ctx.parts))
         gradients = None
@@ -974,7 +976,7 @@ class _Equilibrium(torch.autograd.Function):
         if plain and are_plain(state.dtype, cotangent, state, mean, call.query, call.keys):
             gradients = _native_gradients(call, ctx.way, ctx.report, ctx.residual, state, mean, cotangent)
         if gradients is None:
-            given = state, (mean, logsumexp), cotangent, ctx.needs_input_grad[4:]
+            given = state, mean, cotangent, ctx.needs_input_grad[4:]
             gradients = _by_implicit(call, ctx.way, ctx.report, *given)
         return (None, None, None, None, *gradients, None)
 
@@ -1019,13 +1021,13 @@ def _by_implicit(
     way: Route,
     report: AdjointReport,
     state: Tensor,
-    evaluation: tuple[Tensor, ...],
+    mean: Tensor,
     cotangent: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
     energy = energy_of(call)
-    request = Request(energy, state, way.solver, way.impl, False, report, route=way, evaluation=evaluation)
+    request = Request(energy, state, way.solver, way.impl, False, report, route=way, evaluation=(mean,))
     # Keys, beta, mask, bias, query, anchor: the order of `energy.tensors()`.
     order = [i for i in (1, 2, 4, 5, 0, 3) if isinstance(call[i], Tensor)]
     derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])

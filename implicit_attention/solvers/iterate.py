@@ -33,8 +33,8 @@ class Outcome(NamedTuple):
     Not for users of `solve`, which returns a `Solution`.
 
     `trace` is the course of the solve, if it was asked for; `states` are the values after every step with their graph,
-    where both were asked for. `evaluation` is the mean and the log-sum-exp of the keys at the values, where a kernel
-    found them and the kernel of the backward solve will read them.
+    where both were asked for. `evaluation` is what a kernel found at the values and that of the backward solve
+    reads: the mean of the keys, for Triton their log-sum-exp, too.
 
     Examples:
         >>> import torch
