@@ -488,6 +488,20 @@ def test_gradients_are_those_of_an_evaluation_at_the_state(dtype, max_steps):
         assert found[1].isfinite().all() != read
 
 
+@pytest.mark.filterwarnings("ignore:the adjoint solve of `hopfield_solve`")
+def test_a_query_that_diverged_is_evaluated_at_its_state():
+    # Scores overflow after a few steps, and the state before is returned.
+    torch.manual_seed(2)
+    keys, query = 7e19 * torch.randn(2, 2), (7e19 * torch.randn(64, 2)).requires_grad_()
+    found = solved(query, keys, beta=1e-38, plain_steps=2, rtol=1e-6)
+    back = (found.status == Status.DIVERGED) & found.state.isfinite().all(-1) & ~found.mean.isfinite().all(-1)
+    cotangent = back[:, None].float().expand(64, 2)
+    (gradient,) = torch.autograd.grad(found.state, query, cotangent)
+    there = adjoint(query.detach(), keys, found.state.detach(), cotangent, beta=1e-38)
+    assert gradient[back].isfinite().any()
+    assert torch.equal(gradient.nan_to_num(nan=7.0), (0.3 * there.value).nan_to_num(nan=7.0))
+
+
 def test_hooks_see_the_evaluation_that_a_graph_keeps():
     query, keys = (t.requires_grad_() for t in problem(2, n=3, m=5, dim=8)[:2])
     seen = []
