@@ -41,7 +41,8 @@ NOTES = (
     "forwards. A query at rest to the last bit stops: the evaluations are counted.",
     "C4: resident set of a fresh process per contender at its highest during one training step, above what it held "
     "with inputs and after a warm-up; on a GPU the allocator's count. N evaluations: converged or not.",
-    "The check of bfloat16 answers allows five times the tolerance: kernels round probabilities to three digits.",
+    "`converged %`: in float64 within the tolerance, with nothing added. Before 2026-11-29 2 % were added in float32, "
+    "four tolerances in bfloat16.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
 

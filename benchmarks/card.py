@@ -41,7 +41,7 @@ from implicit_attention.kernels.triton.layout import Tiles
 
 from . import block_equilibrium, card_tables, memory
 from .baselines import BACKENDS, CONTENDERS, PicardCounts, Run, picard_counts, sdpa, training_step, unrolled
-from .block_equilibrium import HISTORY, SLACK, EquilibriumSetting
+from .block_equilibrium import HISTORY, EquilibriumSetting
 from .compare import CONVERGED, GRADIENT_ERROR, statuses
 from .environment import environment
 from .measure import ROOT, Timing, interleaved, once
@@ -887,7 +887,7 @@ def block(setting: EquilibriumSetting, row: Row, *, training: bool) -> None:
             continue
         row["evidence"][name] = found
         if name in OURS:
-            if max(found["state_residual"], found.get("adjoint_residual", 0.0)) > SLACK * rtol:
+            if max(found["state_residual"], found.get("adjoint_residual", 0.0)) > rtol:
                 found["error"] = "not timed, the measured residuals are above the tolerance"
                 continue
             functions[f"bare, {name}"] = block_equilibrium.bare(data, found["evaluations"], found.get("products", 0))

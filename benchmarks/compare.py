@@ -14,7 +14,8 @@ from .baselines import CONTENDERS, Contender, PicardCounts, Run
 from .measure import Timing, interleaved, once
 from .problems import Data, evidence, gradient_error
 
-#: A rival answers where so large a part of the queries is solved; the library, on a CPU, where all are.
+#: The part of the queries that an answer must have solved, by float64. Of those that float32 stopped within the
+#: tolerance, rounding put one in 2,700 above it at most, by .4 %, over 16 problems of 8,192 queries.
 CONVERGED = 0.999
 #: The library is timed only with so small a gradient error.
 GRADIENT_ERROR = {"float32": 1e-2, "float16": 2e-2, "bfloat16": 5e-2}
@@ -85,14 +86,13 @@ def attempt(
 def checked(name: str, data: Data, result: Run) -> dict[str, Any]:
     """The evidence for an answer; a wrong one of the library gets an `error`.
 
-    On a CPU every query of it must be solved, by float64 and as the library says itself.
+    On a CPU every query of it must be CONVERGED as the library says itself.
     """
     found = evidence(data, result.state)
-    least = 1.0 if data.setting.device == "cpu" else CONVERGED
-    wrong = found["converged"] < least
+    wrong = found["converged"] < CONVERGED
     if result.status is not None:
         found["status"] = statuses(result.status)
-        wrong |= least == 1.0 and set(found["status"]) != {Status.CONVERGED.name}
+        wrong |= data.setting.device == "cpu" and set(found["status"]) != {Status.CONVERGED.name}
     if result.gradients is not None:
         found["gradient_error"] = gradient_error(data, result.state, *result.gradients)
         wrong |= not found["gradient_error"] <= GRADIENT_ERROR[data.setting.dtype]

@@ -26,7 +26,7 @@ from torch import Tensor
 from implicit_attention import equilibrium_attention
 
 from . import baselines, guard, native_layers
-from .compare import GRADIENT_ERROR, prepared, ratios, statuses
+from .compare import CONVERGED, GRADIENT_ERROR, prepared, ratios, statuses
 from .environment import environment, native_status
 from .measure import TURN_SECONDS, TURNS, Timing, apart, interleaved, interleaved_clocks, once, summary
 from .memory import NOT_COUNTED
@@ -76,7 +76,7 @@ NOTES = (
     "SETS: the library for one instruction set, forced by IMPLICIT_ATTENTION_NATIVE, and `off`, what an install "
     "without a compiler runs: the solvers' loop over torch's attention kernels (before 2026-11-29 tiles of products); "
     "`evaluation` is what one more evaluation costs in SDPA forwards.",
-    "Every query must be CONVERGED, and float64 agrees, or there is no ratio.",
+    "Every query must be CONVERGED, and 99.9 % in float64, or there is no ratio (before 2026-11-29 all, but 2 % off).",
 )
 
 
@@ -222,8 +222,8 @@ def answered(
 
 
 def sound(found: dict[str, Any]) -> bool:
-    """Whether every query is CONVERGED, by its status and in float64, and output and gradients are right."""
-    solved = "status" not in found or (set(found["status"]) == {"CONVERGED"} and found["converged"] == 1)
+    """Whether every query is CONVERGED, float64 agrees, and output and gradients are right."""
+    solved = "status" not in found or (set(found["status"]) == {"CONVERGED"} and found["converged"] >= CONVERGED)
     right = found["output_error"] <= 1e-4 and found.get("gradient_error", 0.0) <= GRADIENT_ERROR["float32"]
     return solved and right
 

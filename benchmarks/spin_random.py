@@ -33,8 +33,6 @@ from .spin_scaling import statuses
 GROUPS, QUICK_GROUPS = 100, 3
 #: A method begins no further group after this long, but for the saddle point.
 CAP_SECONDS, QUICK_CAP_SECONDS = 10.0, 0.2
-#: Lengths may be off by so many times what the method says of them.
-SLACK = 4.0
 
 #: The saddle point is held to no failure at all; the others have several solutions or none.
 SADDLE_POINTS = {
@@ -83,7 +81,7 @@ def measured(setting: Many) -> dict[str, Any]:
         if isinstance(method, SaddlePoint):
             off = lengths_off(system, method)
             worst = max(worst, float(off.max()))
-            wrong += int((~(off <= SLACK * found[-1].tolerance) & found[-1].converged).sum())
+            wrong += int((~(off <= found[-1].tolerance) & found[-1].converged).sum())
     row: dict[str, Any] = {
         "method": setting.method,
         "cap_seconds": None if saddle else setting.cap_seconds,

@@ -52,7 +52,7 @@ NOTES = (
     "by the growth so far takes longer than the cap is left out.",
     "Random systems: N 2 to 64, D 1, 3 and 8, beta 0.01 to 100, eight kinds of couplings, fields 0 to 10. An answer "
     "of the saddle point counts as a failure if its status says so, or if an explicit inverse at its multipliers "
-    "finds a length off by more than four times its tolerance or A not positive definite. Other methods may have "
+    "finds a length off by more than its tolerance or A not positive definite. Other methods may have "
     "several solutions or none: their failures are what their status says, until their time is up.",
     "Small systems: one thread, float64, process time, lower quartiles; `magnetization` in a method's defaults over "
     "the faster of two loops by hand, plain steps and Anderson's over five, that start where it does, read the same "

@@ -67,8 +67,8 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
 
     call, given, text = _record(args[:6]), args[6:11], args[11]
     # Torch leaves out arguments that have their default.
-    handle = args[12] if len(args) > 12 else None
-    answer = adjoint_solved(call, *given)
+    handle, evaluation = args[12] if len(args) > 12 else None, args[13:]
+    answer = adjoint_solved(call, *given, evaluation=evaluation)
     on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
     if site is not None and site.tally is not None:
         site.tally.add_backward(*answer[1:5], lost(answer.status, cotangent))
@@ -78,7 +78,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
         reported = forgiven(answer.record, cotangent)
         report_failures(on_failure, what, reported, CG.remedies, site=site, side="backward")
     if (rest := left_out(on_failure, answer.status, cotangent)) is not None:
-        again = adjoint_solved(call, given[0], rest, *given[2:])
+        again = adjoint_solved(call, given[0], rest, *given[2:], evaluation=evaluation)
         answer = answer._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
     return _unshared(answer)
 
@@ -91,25 +91,26 @@ def _unshared(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.first, ctx.rtol, (ctx.impl, ctx.on_failure) = inputs[5], inputs[7], inputs[11:13]
     site = inputs[13] if len(inputs) > 13 else None
-    ctx.save_for_backward(*inputs[:5], output[0], output[1], site)
+    ctx.save_for_backward(*inputs[:5], *output[:3], site)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    field, keys, beta, anchor, mask, state, mean, site = ctx.saved_tensors
+    field, keys, beta, anchor, mask, state, mean, logsumexp, site = ctx.saved_tensors
     if cotangent is None:
         return (None,) * 14
     refuse_tangents("hopfield_solve", cotangent)
     problem = (field, keys, beta, anchor, mask, ctx.first)
     # A failed query without a cotangent must not reach the gradients that it shares with others: 0 * NaN is NaN.
-    lost = ~torch.isfinite(state).all(-1, keepdim=True)
-    read = lost & (cotangent != 0).any(-1, keepdim=True)
-    # A failed query with a cotangent stays NaN: its backward solve fails and is reported.
-    state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
+    # One with a cotangent stays NaN: its backward solve fails and is reported.
+    unread = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
+    state, mean, field = (t.masked_fill(unread[..., None], 0.0) for t in (state, mean, field))
+    logsumexp = logsumexp.masked_fill(unread, 0.0)
     # Products of keys in half precision have a tolerance of their own.
     rtol = adjoint_rtol(ctx.rtol, state.dtype) if keys.dtype == state.dtype else None
-    answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.impl, ctx.on_failure, site))
+    options = rtol, MAX_STEPS, ctx.impl, ctx.on_failure, site
+    answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, *options, mean, logsumexp))
     by_anchor = (answer.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * answer.value, answer.by_keys, answer.by_beta[..., None], by_anchor)
     # The gradients of broadcast tensors are sums.
@@ -117,14 +118,14 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 10)
 
 
-def _batched(operation: Any, states: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+def _batched(operation: Any, states: tuple[int, ...], site: int) -> Callable[..., tuple[Any, Any]]:
     """The rule of torch.vmap: one more leading axis, of which all but the arguments `states` may have size 1."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         given: list[Any] = []
         for index, (argument, dim) in enumerate(zip(args, in_dims, strict=True)):
-            # Texts and the number of a site, which come last, have no such axis.
-            if isinstance(argument, Tensor) and index < states[-1] + 1:
+            # The number of a site has no such axis.
+            if isinstance(argument, Tensor) and index != site:
                 argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
                 if index in states:
                     argument = argument.expand(info.batch_size, *argument.shape[1:])
@@ -142,7 +143,7 @@ solve_op = torch.library.custom_op(
     f"str on_failure, Tensor? site=None) -> {_EIGHT}",
 )
 solve_op.register_autograd(_backward, setup_context=_setup)
-solve_op.register_vmap(_batched(solve_op, states=(0, 6)))
+solve_op.register_vmap(_batched(solve_op, states=(0, 6), site=13))
 
 
 @solve_op.register_fake
@@ -156,7 +157,7 @@ adjoint_op = torch.library.custom_op(
     _run_adjoint,
     mutates_args=(),
     schema=f"({_PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl, str on_failure, "
-    f"Tensor? site=None) -> {_EIGHT}",
+    f"Tensor? site=None, Tensor? mean=None, Tensor? logsumexp=None) -> {_EIGHT}",
 )
 
 
@@ -167,7 +168,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 # The gradient of the keys, an output, has the new axis too.
-adjoint_op.register_vmap(_batched(adjoint_op, states=(0, 1, 6, 7)))
+adjoint_op.register_vmap(_batched(adjoint_op, states=(0, 1, 6, 7, 13, 14), site=12))
 
 
 def solved_in_graph(

@@ -457,19 +457,28 @@ class Route:
         # A solver of the user's need have no pickle; what ran does.
         return {**vars(self), "solver": None}
 
-    def outcome(self, problem: Problem, initial: Tensor) -> Outcome | None:
-        """The solution from `initial` without a graph, by a kernel; None where none answers."""
+    def outcome(self, problem: Problem, initial: Tensor, differentiated: bool) -> Outcome | None:
+        """The solution from `initial` without a graph, by a kernel; None where none answers.
+
+        differentiated: whether the `evaluation` is wanted, if a kernel is to solve the backward pass.
+        """
         asked = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
-        found = None
+        found, kept = None, differentiated and self.product != "torch"
         if asked is not None:
             call, rule = asked
             assert rule is not None
-            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl)
+            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl, mean=kept)
         name = "torch" if asked is None or found is None else _kernel(asked[0], self.impl)
         self.evaluate = self.step = name or "torch"
-        return None if found is None else Outcome(found.state, found.record)
+        if found is None:
+            return None
+        # The native backward solve reads the mean alone.
+        last = 3 if self.product == "triton" else 2
+        return Outcome(found.state, found.record, evaluation=found[1:last] if kept else ())
 
-    def gradients(self, problem: Problem, z: Tensor, cotangent: Tensor, method: CG) -> Known | None:
+    def gradients(
+        self, problem: Problem, z: Tensor, cotangent: Tensor, method: CG, evaluation: tuple[Tensor, ...]
+    ) -> Known | None:
         """The gradients of the problem's tensors, and the linear system, by a kernel; None where none has them all.
 
         It has the gradient of a bias per key, which is the same for all queries. A problem that it could not solve has
@@ -487,7 +496,7 @@ class Route:
         with torch.no_grad():
             call = _isolated(live.detached(), z)[0]
             limits = method.rtol, method.default_max_steps(z.shape[-1])
-            found = adjoint_by_kernel(call, z, cotangent, *limits, self.impl, by_bias=by_bias)
+            found = adjoint_by_kernel(call, z, cotangent, *limits, self.impl, evaluation, by_bias=by_bias)
         if found is None:
             return None
         self.product = _kernel(call, self.impl) or "torch"
@@ -696,6 +705,7 @@ def adjoint_by_kernel(
     rtol: float | None,
     max_steps: int,
     impl: Impl,
+    evaluation: tuple[Tensor, ...],
     *,
     by_bias: Tensor | None = None,
 ) -> tuple[AdjointAnswer, Tensor] | None:
@@ -704,6 +714,8 @@ def adjoint_by_kernel(
     Queries that the kernel gives up, at saddles above all, have the status STALLED and add 0 to every gradient; NaN
     during the capture of a CUDA graph, where nothing can solve them again.
 
+    evaluation: the means of the keys at the state, as a solve found them, and for Triton the log-sum-exps, too; without
+        them they are evaluated here.
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
     if state.numel() == 0:
@@ -719,13 +731,16 @@ def adjoint_by_kernel(
 
     def run() -> tuple[AdjointAnswer, Tensor]:
         if name == "native":
-            mean = native.solve(wide, state, THERE)[0].mean
+            mean = native.in_memory(evaluation[0]) if evaluation else None
+            # A query that diverged has the mean of a later point than its state.
+            if mean is None or not is_finite(mean):
+                mean = native.solve(wide, state, THERE)[0].mean
             return native.adjoint(wide, state, mean, cotangent, rule, by_bias=by_bias)[0], mean
         from .kernels.triton.adjoint import solve_adjoint as triton_adjoint
         from .kernels.triton.solve import solve as triton_solve
 
-        there = triton_solve(call, state, THERE)
-        return triton_adjoint(call, state, cotangent, there.mean, there.logsumexp, rule), there.mean
+        mean, logsumexp = evaluation or triton_solve(call, state, THERE)[1:3]
+        return triton_adjoint(call, state, cotangent, mean, logsumexp, rule), mean
 
     found = _trusted(name, "hopfield_adjoint", wide, run, impl)
     if found is None:
@@ -907,7 +922,8 @@ def solve_plainly(
     report = AdjointReport(on_failure=on_failure, site=site)
     way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
     if differentiated:
-        state = applied(_Equilibrium, way, report, None if failed else solved.residual, (state, solved.mean), *call[:7])
+        residual = None if failed else solved.residual
+        state = applied(_Equilibrium, way, report, residual, solved[:2], *call[:7])
     energy_function = partial(_energy_at, call) if energy is None else energy
     told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
     state, made = concluded(Outcome(state, solved.record), plan.solver, report, plan.remedies, way, **told)
@@ -960,7 +976,8 @@ class _Equilibrium(torch.autograd.Function):
         if plain and are_plain(state.dtype, cotangent, state, mean, call.query, call.keys):
             gradients = _native_gradients(call, ctx.way, ctx.report, ctx.residual, state, mean, cotangent)
         if gradients is None:
-            gradients = _by_implicit(call, ctx.way, ctx.report, state, cotangent, ctx.needs_input_grad[4:])
+            given = state, mean, cotangent, ctx.needs_input_grad[4:]
+            gradients = _by_implicit(call, ctx.way, ctx.report, *given)
         return (None, None, None, None, *gradients, None)
 
 
@@ -1000,11 +1017,17 @@ def _native_gradients(
 
 
 def _by_implicit(
-    call: Attention, way: Route, report: AdjointReport, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
+    call: Attention,
+    way: Route,
+    report: AdjointReport,
+    state: Tensor,
+    mean: Tensor,
+    cotangent: Tensor,
+    needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
     energy = energy_of(call)
-    request = Request(energy, state, way.solver, way.impl, False, report, route=way)
+    request = Request(energy, state, way.solver, way.impl, False, report, route=way, evaluation=(mean,))
     # Keys, beta, mask, bias, query, anchor: the order of `energy.tensors()`.
     order = [i for i in (1, 2, 4, 5, 0, 3) if isinstance(call[i], Tensor)]
     derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
@@ -1043,10 +1066,17 @@ def _read_energy(call: Attention, impl: Impl) -> AnchoredEnergy:
 
 
 def adjoint_solved(
-    call: Attention, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
+    call: Attention,
+    state: Tensor,
+    cotangent: Tensor,
+    rtol: float | None,
+    max_steps: int,
+    impl: Impl,
+    *,
+    evaluation: tuple[Tensor, ...],
 ) -> AdjointAnswer:
     """The adjoint solves by a kernel, and by the linear solvers where none answers or it gives a query up."""
-    found = adjoint_by_kernel(call, state, cotangent, rtol, max_steps, impl)
+    found = adjoint_by_kernel(call, state, cotangent, rtol, max_steps, impl, evaluation)
     kernel = None if found is None else found[0]
     if kernel is not None and not (may_look(state) and bool((kernel.status == Status.STALLED).any())):
         return kernel

@@ -63,16 +63,21 @@ class Request:
     measured: bool = True
     #: The `Route` that `solve` chose: the functions of kernels that may be used.
     route: Any = None
+    #: The `Outcome.evaluation` at the state at which the gradient is taken.
+    evaluation: tuple[Tensor, ...] = ()
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
         # One for each: modules would take equal ones for a parameter that they share.
         empty = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
-        return dataclasses.replace(self, problem=empty, initial=torch.empty(0))
+        return dataclasses.replace(self, problem=empty, initial=torch.empty(0), evaluation=())
 
-    def solved(self, problem: Problem, initial: Tensor) -> Outcome:
-        """The outcome for `problem` without a graph, by a kernel where `impl` has or wants one."""
-        found: Outcome | None = self.route.outcome(problem, initial)
+    def solved(self, problem: Problem, initial: Tensor, *, differentiated: bool = False) -> Outcome:
+        """The outcome for `problem` without a graph, by a kernel where `impl` has or wants one.
+
+        differentiated: whether its `evaluation` is wanted, for the backward solve.
+        """
+        found: Outcome | None = self.route.outcome(problem, initial, differentiated)
         return self.run(problem, initial) if found is None else found
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:

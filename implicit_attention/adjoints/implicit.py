@@ -32,6 +32,7 @@ from .._autograd import (
 from .._declared import first_of
 from .._reporting import stays_out
 from ..linear import LinearSolver
+from ..linear._vectors import along
 from ..problem import Linearization, Problem, isolated, pullback
 from ..solution import Record, Remedies, Trace
 from ..solvers._rows import agree
@@ -192,6 +193,8 @@ def gradients_at(
         left_out = lost & unread
         problem, z = isolated(problem.replace(*tensors), z, left_out)
         tensors = problem.tensors()
+        known = tuple(t.masked_fill(along(left_out, t), 0.0) for t in request.evaluation)
+        request = dataclasses.replace(request, evaluation=known)
     with exact_precision(z):
         if plain:
             problem = problem.replace(*(t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)))
@@ -212,14 +215,14 @@ def _lifted(
 
 
 class _FixedPoint(torch.autograd.Function):
-    """(request, initial, *tensors) -> (value, status, residual, tolerance, num_steps, num_evals, *trace)."""
+    """(request, initial, *tensors) -> (value, *record, *trace or *evaluation)."""
 
     @staticmethod
     def forward(request: Request, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
             # A copy: what modules keep here, without a graph, they must not read in the backward pass.
-            outcome = request.solved(request.problem.replace(*tensors), initial)
-        fields = (outcome.value, *outcome.record, *(outcome.trace or ()))
+            outcome = request.solved(request.problem.replace(*tensors), initial, differentiated=True)
+        fields = (outcome.value, *outcome.record, *(outcome.trace or ()), *outcome.evaluation)
         # Forward mode cannot attach tangents to outputs that are views.
         return tuple(t.clone() if t._is_view() else t for t in fields if t is not None)
 
@@ -228,16 +231,21 @@ class _FixedPoint(torch.autograd.Function):
         request, _, *tensors = inputs
         ctx.request = request.without_tensors()
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(output[0], *tensors)
+        # Kernels keep no trace.
+        evaluation = () if request.trace else output[6:]
+        ctx.num_outputs, ctx.num_kept = len(output), len(evaluation)
+        ctx.save_for_backward(output[0], *evaluation, *tensors)
         ctx.save_for_forward(output[0], *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        z, *tensors = ctx.saved_tensors
+        z, *saved = ctx.saved_tensors
+        evaluation, tensors = tuple(saved[: ctx.num_kept]), saved[ctx.num_kept :]
         if cotangents[0] is None:
             return (None,) * (2 + len(tensors))
-        gradients = gradients_at(ctx.request, z, tensors, cotangents[0], _needed(ctx, tensors))
+        request = dataclasses.replace(ctx.request, evaluation=evaluation)
+        gradients = gradients_at(request, z, tensors, cotangents[0], _needed(ctx, tensors))
         return (None, None, *gradients)
 
     @tangent_rule
@@ -247,7 +255,7 @@ class _FixedPoint(torch.autograd.Function):
         with exact_precision(z):
             forcing = _pushforward(request.problem, z, tensors, tangents[2:])
             dz = z * 0 if forcing is None else _apply(_AdjointSolve, request, False, z, forcing, *tensors)
-        return (dz, *(None,) * (5 + (3 + request.problem.has_energy if request.trace else 0)))
+        return (dz, *(None,) * (ctx.num_outputs - 1))
 
     @staticmethod
     def vmap(

@@ -84,7 +84,7 @@ def _gradients(
     default = request.linear_solver is None and isinstance(method, CG)
     known: Known | None = None
     if default:
-        known = request.route.gradients(problem, z, cotangent, method)
+        known = request.route.gradients(problem, z, cotangent, method, request.evaluation)
         if known is not None and not bool((known[1].status == Status.STALLED).any()):
             return *known, None
     if known is None:

@@ -33,7 +33,8 @@ class Outcome(NamedTuple):
     Not for users of `solve`, which returns a `Solution`.
 
     `trace` is the course of the solve, if it was asked for; `states` are the values after every step with their graph,
-    where both were asked for.
+    where both were asked for. `evaluation` is what a kernel found at the values and that of the backward solve
+    reads: the mean of the keys, for Triton their log-sum-exp, too.
 
     Examples:
         >>> import torch
@@ -48,6 +49,7 @@ class Outcome(NamedTuple):
     record: Record
     trace: Trace | None = None
     states: tuple[Tensor, ...] = ()
+    evaluation: tuple[Tensor, ...] = ()
 
 
 class Ended(NamedTuple):

@@ -183,6 +183,14 @@ def test_a_wrong_answer_that_calls_itself_converged_counts_as_a_failure(monkeypa
     assert target.judge([row])["verdict"] == "missed"
 
 
+def test_a_length_that_is_off_by_more_than_the_tolerance_counts_as_a_failure(monkeypatch):
+    def above(system, method):
+        return 1.01 * method.log_partition(system).report.tolerance
+
+    monkeypatch.setattr(spin_random, "lengths_off", above)
+    assert spin_random.measured(Many("SaddlePoint()", 1, per_group=4))["ratios"]["failures"] == 4.0
+
+
 @pytest.mark.slow
 def test_loops_by_hand_end_where_the_forward_does():
     system = spin_small.glass((3,), 7, 4, 1)

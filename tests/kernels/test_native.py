@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from hopfield_cases import counted, without_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import (
@@ -388,6 +390,8 @@ def ran(ask, backward=torch.Tensor.backward):
     assert ("evaluate" in native) == ("solve" in forward), last
     assert ("step" in native) == bool(forward), last
     assert ("product" in native) == ("adjoint" in product), last
+    # The backward pass reads the evaluation of the forward pass.
+    assert "solve" not in product or "solve" not in forward, last
     return told, last
 
 
@@ -410,6 +414,108 @@ def test_a_route_says_what_ran(case):
 def test_a_route_says_who_has_the_gradient_of_a_bias(shape, expected):
     bias = torch.zeros(2, *shape, requires_grad=True)
     assert ran(lambda: over_keys(bias=bias)) == (f"{expected}; float32",) * 2
+
+
+def by_function():
+    query, keys = (t.requires_grad_() for t in problem(2, n=3, m=5, dim=8)[:2])
+    return solved(query, keys, impl="auto").state
+
+
+def by_layer(compiled=False, checkpointed=False):
+    layer = ImplicitAttention(16, heads=2, on_failure="warn")
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x = random(1, 3, 16, dtype=torch.float32).requires_grad_()
+    return checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
+
+
+BACKWARD = {
+    "half precision": (lambda: over_keys(torch.bfloat16)[1], 0),
+    "bias per key": (lambda: over_keys(bias=torch.zeros(2, 1, 5, requires_grad=True))[1], 0),
+    "fallback": (lambda: over_keys(adjoint=Implicit(fallback=OneStep()))[1], 0),
+    "saddles": (lambda: at_saddles()[0], 0),
+    "deterministic": (lambda: over_keys()[1], 0),
+    "hopfield_solve": (by_function, 0),
+    "vmap": (lambda: torch.vmap(lambda keys: solved(keys[:3], keys).state)(random(2, 5, 8).requires_grad_()), 0),
+    "compiled": (lambda: by_layer(compiled=True), 0),
+    "checkpointed": (lambda: by_layer(checkpointed=True), 1),
+    "compiled and checkpointed": (lambda: by_layer(compiled=True, checkpointed=True), 1),
+    "solved by torch": (lambda: over_keys(solver=Broyden())[1], 1),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD)
+def test_a_backward_pass_repeats_no_evaluation(case, monkeypatch):
+    make, expected = BACKWARD[case]
+    make().sum().backward()  # Kernels earn trust by calls of their own, and compilers by theirs.
+    value = make()
+    if case == "deterministic":
+        monkeypatch.setattr(torch._C, "_get_deterministic_algorithms", lambda: True)
+    with counted() as calls:
+        value.sum().backward()
+    assert calls["adjoint"] > 0
+    assert calls["solve"] == expected
+
+
+def at_saddles():
+    """States half-way between two clusters of keys, and what they are made of."""
+    keys = torch.zeros(20, 6)
+    keys[:10, 0], keys[10:, 0] = 2.0, -2.0
+    query = random(2, 6, dtype=torch.float32)
+    query[:, 0] = 0.0
+    query.requires_grad_()
+    return solve(AnchoredEnergy(LogSumExp(keys, 0.4), query, 0.1), query, on_failure="ignore").value, query
+
+
+@pytest.mark.parametrize("max_steps", [200, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_are_those_of_an_evaluation_at_the_state(dtype, max_steps):
+    query, keys, cotangent = (t.to(dtype) for t in problem(2))
+    query[0, 1] = torch.nan
+    cotangent = cotangent.float() if dtype == torch.bfloat16 else cotangent
+    query, keys = query.requires_grad_(), keys.requires_grad_()
+    state = solved(query, keys, max_steps=max_steps, rtol=1e-3).state
+    for read in (False, True):
+        cotangent[0, 1] = float(read)
+        known = state.detach().nan_to_num(nan=torch.nan if read else 0.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = torch.autograd.grad(state, (query, keys), cotangent, retain_graph=True)
+        rtol = None if dtype == torch.bfloat16 else 1e-3
+        there = adjoint(query.detach(), keys.detach(), known, cotangent, rtol=rtol)
+        expected = (0.3 * there.value).to(dtype), there.by_keys.to(dtype)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
+        assert found[1].isfinite().all() != read
+
+
+@pytest.mark.filterwarnings("ignore:the adjoint solve of `hopfield_solve`")
+def test_a_query_that_diverged_is_evaluated_at_its_state():
+    # Scores overflow after a few steps, and the state before is returned.
+    torch.manual_seed(2)
+    keys, query = 7e19 * torch.randn(2, 2), (7e19 * torch.randn(64, 2)).requires_grad_()
+    found = solved(query, keys, beta=1e-38, plain_steps=2, rtol=1e-6)
+    back = (found.status == Status.DIVERGED) & found.state.isfinite().all(-1) & ~found.mean.isfinite().all(-1)
+    cotangent = back[:, None].float().expand(64, 2)
+    (gradient,) = torch.autograd.grad(found.state, query, cotangent)
+    there = adjoint(query.detach(), keys, found.state.detach(), cotangent, beta=1e-38)
+    assert gradient[back].isfinite().any()
+    assert torch.equal(gradient.nan_to_num(nan=7.0), (0.3 * there.value).nan_to_num(nan=7.0))
+
+
+def test_hooks_see_the_evaluation_that_a_graph_keeps():
+    query, keys = (t.requires_grad_() for t in problem(2, n=3, m=5, dim=8)[:2])
+    seen = []
+
+    def ask():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            energy = AnchoredEnergy(LogSumExp(keys, 0.3), query, 0.5)
+            return solve(energy, query, adjoint=Implicit(fallback=OneStep())).value
+
+    with torch.no_grad():
+        mean = (0.3 * ask() @ keys.mT).softmax(-1) @ keys
+    assert not seen
+    ask()
+    assert any(t.shape == mean.shape and torch.allclose(t, mean, atol=1e-2) for t in seen)
 
 
 def test_a_derivative_that_is_differentiated_again_is_that_of_torch():

@@ -49,11 +49,12 @@ def test_opcheck(operation, mask, first, impl):
     problem = query, keys, *(number[None, :, None, None] for number in numbers)
     problem = *problem, None if mask is None else mask[(None,) * (4 - mask.ndim)], first
     state, vector = random(*query.shape, seed=3), random(*query.shape, seed=4)
+    there = random(*query.shape, seed=5), random(*query.shape[:-1], seed=6)
     known = torch.ops.implicit_attention
     if operation == "solve":
         call = known.hopfield_solve.default, (*problem, state, 1e-6, 1e-8, 50, 3, impl, "warn")
     else:
-        call = known.hopfield_adjoint.default, (*problem, state, vector, 1e-6, 50, impl, "ignore")
+        call = known.hopfield_adjoint.default, (*problem, state, vector, 1e-6, 50, impl, "ignore", None, *there)
     # The last test compiles; one compiled call is tested below.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(*call, test_utils=tests)
