@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import _safeguard
+from ... import _rule
 from ..._fused_rule import FusedRule
 from ...status import Status
 from .. import trust
@@ -47,11 +47,11 @@ from .mask_tiles import MaskTiles
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
 NONFINITE = tl.constexpr(int(Status.NONFINITE))
-DESCENT = tl.constexpr(_safeguard.DESCENT)
-ENERGY_SLACK = tl.constexpr(_safeguard.ENERGY_SLACK)
-STRETCH = tl.constexpr(_safeguard.STRETCH)
-SLOPE = tl.constexpr(_safeguard.SLOPE)
-LONGEST = tl.constexpr(_safeguard.LONGEST)
+DESCENT = tl.constexpr(_rule.DESCENT)
+ENERGY_SLACK = tl.constexpr(_rule.ENERGY_SLACK)
+STRETCH = tl.constexpr(_rule.STRETCH)
+SLOPE = tl.constexpr(_rule.SLOPE)
+LONGEST = tl.constexpr(_rule.LONGEST)
 EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Squares of shorter vectors have lost digits to underflow; times POWER these are far from that.
