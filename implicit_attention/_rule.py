@@ -70,7 +70,7 @@ def decide(
     tiny: float,
     least: float,
 ) -> tuple[Truth, Truth, Tensor, Tensor]:
-    """What follows of an evaluation at z = z' + dz, where z' is the last accepted point, f(z) = z + r, df = dz + dr.
+    """Decide what follows an evaluation at z = z' + dz from the last accepted point z'; f(z) = z + r and df = dz + dr.
 
     square, residual: |r|^2, and |r|, which neither underflows nor overflows.
     energy, before: E at z and at z'.

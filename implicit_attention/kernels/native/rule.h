@@ -44,7 +44,7 @@ struct DecideResult {
   Vec<T> by_df;
 };
 
-// What follows of an evaluation at z = z' + dz, where z' is the last accepted point, f(z) = z + r, df = dz + dr.
+// Decide what follows an evaluation at z = z' + dz from the last accepted point z'; f(z) = z + r and df = dz + dr.
 template <typename T>
 IA_INLINE DecideResult<T> decide(Vec<T> square, Vec<T> residual, Vec<T> energy, Vec<T> trapezoid, Vec<T> across,
     Vec<T> turned, Vec<T> along, Vec<T> span, Vec<T> bent, Vec<T> before, Vec<T> residual_before, Mask<T> finite,
