@@ -2,7 +2,6 @@
 
 import hashlib
 import platform
-import runpy
 import sys
 from pathlib import Path
 
@@ -20,9 +19,6 @@ X86 = {
     "avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw -mprefer-vector-width=512 -Wno-uninitialized",
     "avx2": "-mavx2 -mfma",
 }
-# Numbers that the package's Python code has, too: names in capitals of a file that imports nothing.
-NUMBERS = str(FOLDER.parents[1] / "_safeguard.py")
-MACROS = [(name, repr(value)) for name, value in runpy.run_path(NUMBERS).items() if name.isupper()]
 # A library for each instruction set of the processor's family; which one answers is chosen when it is loaded.
 SETS = {"x86_64": X86, "aarch64": {"neon": ""}, "arm64": {"neon": ""}}
 
@@ -64,8 +60,7 @@ def library(isa, flags):
     return Extension(
         f"implicit_attention.kernels.native.{isa}",
         sources=[str(FOLDER / "kernels.cpp")],
-        depends=["setup.py", NUMBERS, *sorted(str(path) for path in FOLDER.glob("*.h"))],
-        define_macros=MACROS,
+        depends=["setup.py", *sorted(str(path) for path in FOLDER.glob("*.h"))],
         extra_compile_args=[*FLAGS.split(), *flags.split(), f'-DIA_ISA="{isa}"'],
         language="c++",
         # Without a compiler the package is installed all the same, and says so where it matters.

@@ -26,22 +26,29 @@ SLOPE = 0.5
 LONGEST = 30.0
 
 
+def rounding_of(energy: Tensor, before: Tensor, eps: float) -> Tensor:
+    """The rounding of a difference of two energies."""
+    here = lang.abs(energy)
+    there = lang.abs(before)
+    return eps * lang.where(here > there, here, there)
+
+
 def descends(energy: Tensor, before: Tensor, required: Tensor, trapezoid: Tensor, eps: float) -> Truth:
-    """Whether E fell by what is required, as E tells, or where rounding hides that its gradient by the trapezoid rule."""
-    rounding = eps * lang.where(lang.abs(energy) > lang.abs(before), lang.abs(energy), lang.abs(before))
+    """Whether E fell by what is required: E tells, or where rounding hides that, its gradient by the trapezoid rule."""
+    rounding = rounding_of(energy, before, eps)
     resolved = required > ENERGY_SLACK * rounding
     return (resolved & (before - energy >= required - rounding)) | (~resolved & (trapezoid >= required))
 
 
-def shortened(residual: Tensor, reach: Tensor) -> Tensor:
-    """The factor that makes a step of length `reach` no longer than LONGEST |r|; its gradient is never 0/0."""
-    longest = LONGEST * residual
+def shortened(residual: Tensor, reach: Tensor, most: float) -> Tensor:
+    """The factor that makes a step of length `reach` no longer than `most` |r|; its gradient is never 0/0."""
+    longest = most * residual
     return lang.where(reach > longest, longest / lang.where(reach > longest, reach, 1.0), 1.0)
 
 
-def promises(square: Tensor, slope: Tensor, reach: Tensor) -> Truth:
-    """Whether a step s, with slope <r, s> and length `reach`, may be tried from a point with |r|^2 `square`."""
-    return (reach < float("inf")) & (slope >= SLOPE * square)
+def promises(square: Tensor, slope: Tensor, reach: Tensor, part: float) -> Truth:
+    """Whether a step s of length `reach` may be tried: the slope <r, s> is at least `part` of the plain one, |r|^2."""
+    return (reach < float("inf")) & (slope >= part * square)
 
 
 def decide(
@@ -63,7 +70,7 @@ def decide(
     tiny: float,
     least: float,
 ) -> tuple[Truth, Truth, Tensor, Tensor]:
-    """What follows of an evaluation at z = z' + dz, where z' is the last accepted point, f(z) = z + r, df = dz + dr.
+    """Decide what follows an evaluation at z = z' + dz from the last accepted point z'; f(z) = z + r and df = dz + dr.
 
     square, residual: |r|^2, and |r|, which neither underflows nor overflows.
     energy, before: E at z and at z'.
@@ -83,10 +90,10 @@ def decide(
     slope = square - gamma * along
     reach_square = slope - gamma * along + gamma * gamma * span
     reach = lang.sqrt(lang.where(reach_square > 0.0, reach_square, 0.0))
-    cut = shortened(residual, reach)
+    cut = shortened(residual, reach, LONGEST)
     # Products that underflow do not measure the curvature.
     downward = (bent >= 0.0) & (residual_before >= least)
-    tries = accepted & may & (downward | promises(square, cut * slope, reach))
+    tries = accepted & may & (downward | promises(square, cut * slope, reach, SLOPE))
     by_r = lang.where(tries, lang.where(downward, STRETCH, cut), 1.0)
     by_df = lang.where(tries & ~downward, cut * gamma, 0.0)
     return accepted, tries, by_r, by_df

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _validate
-from .._safeguard import STRETCH
+from .. import _rule, _validate
 from ..linear import CG, GMRES
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
@@ -72,5 +71,5 @@ class NewtonKrylov(Safeguarded):
         inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)
         solution = inner.solve(matvec, rhs)
         moves = (solution.value != 0).any(-1)
-        s = rows_where(moves, solution.value, STRETCH * point.r)
+        s = rows_where(moves, solution.value, _rule.STRETCH * point.r)
         return Proposal(s, torch.isfinite(s).all(-1), solution.num_steps)

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import _validate
+from .. import _rule, _validate
 from .._autograd import host_may_look, is_exporting
 from .._norm import norm, resolves
-from .._safeguard import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH
 from ..problem import Problem
 from ._rows import rows_where, unflat
 from .iterate import Solver, Update
@@ -129,8 +128,8 @@ class Safeguarded(Solver):
     #: Whether a rejected accelerated step is shortened rather than replaced by the plain one.
     backtracks: ClassVar[bool] = False
     #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|.
-    slope: ClassVar[float] = SLOPE
-    longest: ClassVar[float] = LONGEST
+    slope: ClassVar[float] = _rule.SLOPE
+    longest: ClassVar[float] = _rule.LONGEST
     #: For maps that are no gradient: how much |r| may grow in one step.
     growth: ClassVar[float] = 20.0
 
@@ -170,41 +169,40 @@ class Safeguarded(Solver):
         before, now, accelerated = state.r, point.r, state.accelerated & (not self.backtracks)
         if state.force is None or state.promise is None:
             slope = (state.r * state.direction).sum(-1)
-            required = DESCENT * state.length * torch.where(accelerated, state.residual.square(), slope)
+            required = _rule.DESCENT * state.length * torch.where(accelerated, state.residual.square(), slope)
         else:
             assert point.force is not None
             before, now = state.force, point.force
             slope = (before * state.direction).sum(-1)
             # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
             plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
-            required = DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
-        rounding = torch.finfo(point.z.dtype).eps * torch.maximum(point.energy.abs(), state.energy.abs())
-        measured = state.energy - point.energy
+            required = _rule.DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
         # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
         trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
+        eps = torch.finfo(point.z.dtype).eps
         if problem.steps_rescaled:
             # The promise of r is in other units than E, so that only the sign of the change of E counts.
-            resolved = measured.abs() > ENERGY_SLACK * rounding
+            measured = state.energy - point.energy
+            resolved = measured.abs() > _rule.ENERGY_SLACK * _rule.rounding_of(point.energy, state.energy, eps)
             return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
-        resolved = required > ENERGY_SLACK * rounding
-        return _either(resolved, measured >= required - rounding, trapezoid >= required)
+        return _rule.descends(point.energy, state.energy, required, trapezoid, eps)
 
     def _tested(
         self, problem: Problem, proposal: Proposal, point: Iteration, force: Tensor | None, downward: Tensor
     ) -> Proposal:
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
-        if force is not None:
-            s = s * _cut(norm(s), self.longest * point.residual)[..., None]
-            usable = usable & ((force * s).sum(-1) >= self.slope * (force * point.r).sum(-1))
-        elif self._guard(problem) != "none" and problem.symmetric:
-            s = s * _cut(norm(s), self.longest * point.residual)[..., None]
-            usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
+        if force is not None or (self._guard(problem) != "none" and problem.symmetric):
+            reach = norm(s)
+            s = s * _rule.shortened(point.residual, reach, self.longest)[..., None]
+            plain = point.residual.square() if force is None else (force * point.r).sum(-1)
+            slope = ((point.r if force is None else force) * s).sum(-1)
+            usable = usable & _rule.promises(plain, slope, reach, self.slope)
         if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
             # The last evaluation is not staked on a step that may be rejected.
             usable = torch.zeros_like(usable)
         elif self._stretches(problem):
-            s = rows_where(downward, STRETCH * point.r, s)
+            s = rows_where(downward, _rule.STRETCH * point.r, s)
             usable = (usable | downward) if point.step > 1 else usable
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
 
@@ -283,12 +281,6 @@ def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
     if host_may_look(whole) and bool(whole.all()):
         return z + direction
     return z + length[..., None] * direction
-
-
-def _cut(norm: Tensor, longest: Tensor) -> Tensor:
-    """The factor that makes a step of this norm no longer than `longest`; without 0/0, whose gradient is NaN."""
-    too_long = norm > longest
-    return torch.where(too_long, longest / torch.where(too_long, norm, 1.0), 1.0)
 
 
 def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import ctypes
 import hashlib
 import math
 import os
@@ -36,7 +37,7 @@ from implicit_attention import (
     Status,
     Unrolled,
     UnsupportedImplementation,
-    _safeguard,
+    _rule,
     equilibrium_attention,
     solve,
 )
@@ -49,8 +50,8 @@ from implicit_attention.testing.potential import Allocations
 
 SETS = library.SETS.get(platform.machine(), ())
 SOURCE = Path(library.__file__).parent / "kernels.cpp"
-#: As setup.py defines them.
-MACROS = [f"-D{name}={value}" for name, value in vars(_safeguard).items() if name.isupper()]
+#: As setup.py gives them to the compiler.
+FLAGS = {"avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw", "avx2": "-mavx2 -mfma", "neon": ""}
 
 
 @pytest.fixture(autouse=True, params=SETS)
@@ -285,6 +286,16 @@ def test_small_weights_of_very_many_keys_are_not_lost_beside_a_large_one(count):
     exact = torch.tensor(17 + math.log1p(319_999 * math.exp(-17)))
     torch.testing.assert_close(found.logsumexp, exact.expand(count), rtol=0, atol=2e-4)
     torch.testing.assert_close(found.mean, (17 / 8 * (17 - exact).exp()).expand(count, 8), rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("budget", [5, 8, 16])
+def test_steps_are_cut_where_two_solutions_part(budget):
+    """At z = 0 of z = tanh z accelerated steps would be 1.5/z^2 times as long as r."""
+    keys = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    query = torch.linspace(0.1, 1.5, 8, dtype=torch.float64)[:, None]
+    options = {"beta": 1.0, "anchor": 0.0, "rtol": 0.0, "atol": 0.0, "max_steps": budget}
+    found, expected = (solved(query, keys, impl=impl, **options).state for impl in ("native", "reference"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("where", ["query", "keys", "mask", "beta", "anchor", "initial", "cotangent"])
@@ -672,17 +683,90 @@ print(peak() - before)
     assert int(found.stdout) < 64
 
 
+#: The rule of accelerated steps, for numbers (11, count), truths (3, count) and counts of whole vectors.
+RULE = r"""
+#include <limits>
+#include "rule.h"
+
+template <typename T>
+void all_of(const T *in, const T *truths, T *out, int64_t count) {
+  using Limits = std::numeric_limits<T>;
+  for (int64_t i = 0; i < count; i += LANES<T>) {
+    Vec<T> x[11];
+    Mask<T> t[3];
+    for (int k = 0; k < 11; ++k) x[k] = load(in + k * count + i);
+    for (int k = 0; k < 3; ++k) t[k] = load(truths + k * count + i) != T(0);
+    const auto [accepted, tries, by_r, by_df] =
+        decide<T>(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], t[0], t[1], t[2],
+                  Limits::epsilon(), Limits::min(), T(LEAST));
+    store(out + i, accepted ? all(T(1)) : all(T(0)));
+    store(out + count + i, tries ? all(T(1)) : all(T(0)));
+    store(out + 2 * count + i, by_r);
+    store(out + 3 * count + i, by_df);
+  }
+}
+extern "C" void decide_float32(const float *x, const float *t, float *out, int64_t n) { all_of(x, t, out, n); }
+extern "C" void decide_float64(const double *x, const double *t, double *out, int64_t n) { all_of(x, t, out, n); }
+"""
+LEAST = 2.0**-51
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ compiles the rule")
+def test_the_rule_of_steps_is_that_of_torch(instruction_set, tmp_path):
+    """Of random sums as evaluations have them, and of all kinds of numbers in all places."""
+    (tmp_path / "rule.cpp").write_text(RULE)
+    flags = (
+        f"-O3 -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=off {FLAGS[instruction_set]} -fPIC -shared"
+    )
+    given = [f"-DLEAST={LEAST}", f"-I{SOURCE.parent}", str(tmp_path / "rule.cpp"), "-o", str(tmp_path / "rule.so")]
+    subprocess.run(["g++", *flags.split(), *given], check=True)
+    compiled = ctypes.CDLL(str(tmp_path / "rule.so"))
+    draw, count = torch.Generator().manual_seed(0), 1 << 14
+    for dtype in (torch.float32, torch.float64):
+        info = torch.finfo(dtype)
+        ordinal = torch.arange(count)
+        before, r, dz = torch.randn(3, count, 4, dtype=dtype, generator=draw)
+        dz = dz * 2.0 ** torch.randn(count, 1, dtype=dtype, generator=draw)
+        # Half of them as of a potential that is nearly quadratic, curved by 1/256 to 1.
+        curvature = 2.0 ** (-8 * torch.rand(count, 1, dtype=dtype, generator=draw))
+        r = torch.where(ordinal[:, None] % 2 == 0, r, before + curvature * (0.1 * r - dz))
+        dr = r - before
+        pairs = ((r, r), (r + before, dz / 2), (dr, r), (dr, dr), (r, dr + dz), (dr + dz, dr + dz), (dz, dr))
+        square, trapezoid, *sums = ((one * other).sum(-1) for one, other in pairs)
+        length, (energy, fall) = before.norm(dim=-1), torch.randn(2, count, dtype=dtype, generator=draw)
+        # A third of the energies fall by nearly what is required, which their rounding nearly hides.
+        near = _rule.DESCENT * length.square() * (1 + 0.1 * fall)
+        third = ordinal % 3 == 0
+        energy, fall = torch.where(third, near / (8 * info.eps), energy), torch.where(third, near, fall)
+        likely = (square, square.sqrt(), energy, trapezoid, *sums, energy + fall, length)
+        odd = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, info.tiny, info.tiny / 8, info.max, info.eps]
+        among = torch.tensor(odd, dtype=dtype)[torch.randint(len(odd), (11, count), generator=draw)]
+        numbers = torch.where(torch.rand(11, count, generator=draw) < ordinal / count, among, torch.stack(likely))
+        lengths = [0, 1, 5, 10]
+        numbers[lengths] = numbers[lengths].abs()
+        truths = torch.rand(3, count, generator=draw) < 0.8
+        expected = _rule.decide(*numbers, *truths, eps=info.eps, tiny=info.tiny, least=LEAST)
+        found, asked = torch.empty(4, count, dtype=dtype), truths.to(dtype)
+        function = getattr(compiled, f"decide_{str(dtype).removeprefix('torch.')}")
+        function(*(ctypes.c_void_p(t.data_ptr()) for t in (numbers, asked, found)), ctypes.c_int64(count))
+        for one, other in zip(found, expected, strict=True):
+            # Roots of torch may differ in the last bit. None is NaN.
+            torch.testing.assert_close(one, other.to(dtype), rtol=4 * info.eps if other.dtype == dtype else 0, atol=0)
+        accepted, tries, by_r, by_df = expected
+        for each in (accepted, tries, by_r == 1, by_r == _rule.STRETCH, by_r < 1, by_df == 0):
+            assert 100 < each.sum() < count - 100
+
+
 @pytest.mark.slow
 @pytest.mark.by_name(nightly=r"\[avx512")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ compiles the kernels with sanitizers")
 def test_sanitizers_find_nothing(instruction_set, tmp_path):
-    flags = {"avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw", "avx2": "-mavx2 -mfma", "neon": ""}
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    command = f"g++ -O1 -g -std=c++17 -ffp-contract=off -fPIC -shared {flags[instruction_set]} {sanitizers}".split()
+    command = f"g++ -O1 -g -std=c++17 -ffp-contract=off -fPIC -shared {FLAGS[instruction_set]} {sanitizers}".split()
     package = tmp_path / "implicit_attention"
     shutil.copytree(SOURCE.parents[2], package, ignore=shutil.ignore_patterns("*.library", "__pycache__"))
     target = package / "kernels" / "native" / f"{instruction_set}.library"
-    subprocess.run([*command, f'-DIA_ISA="{instruction_set}"', *MACROS, str(SOURCE), "-o", str(target)], check=True)
+    subprocess.run([*command, f'-DIA_ISA="{instruction_set}"', str(SOURCE), "-o", str(target)], check=True)
     made = target.read_bytes()
     # As setup.py writes it.
     target.write_bytes(made + hashlib.sha256(made).digest())

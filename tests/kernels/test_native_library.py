@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import native_rule
 import pytest
 import torch
 
@@ -241,6 +242,63 @@ def test_without_torchs_loop_one_thread_works(monkeypatch, tmp_path):
     assert torch.equal(hopfield_solve(query, keys, beta=0.2, anchor=0.5).state, found.state)
 
 
+# The rule of accelerated steps, which C++ has of Python.
+
+
+def test_the_header_of_the_rule_is_written_from_it():
+    assert native_rule.HEADER.read_text() == native_rule.header(native_rule.SOURCE.read_text())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("lang.sqrt", "lang.exp"),
+        ("lang.abs(energy)", "energy.abs()"),
+        ("tries & ~downward", "tries and not downward"),
+        ("tries & ~downward", "tries & cut"),
+        ("gamma * gamma * span", "gamma**2 * span"),
+        ("square - gamma", "-square - gamma"),
+        ("trapezoid >= required", "required <= trapezoid < 1.0"),
+        ("DESCENT *", "0.25j *"),
+        ("DESCENT *", "UNKNOWN *"),
+        ("DESCENT = 0.25", "DESCENT = 1 / 4"),
+        ("eps: float", "eps: int"),
+        ("part: float", "part: float = 0.5"),
+        ("    slope = square", "    if True:\n        gamma = square\n    slope = square"),
+        ("    slope = square", "    gamma = square"),
+        ("    slope = square", "    slope += square"),
+        ("shortened(residual, reach, LONGEST)", "shortened(residual, reach)"),
+        ("shortened(residual, reach, LONGEST)", "shortened(residual, reach, most=LONGEST)"),
+        ("return accepted, tries, by_r, by_df", "return accepted, tries, by_r"),
+        ("return accepted, tries, by_r, by_df", "return accepted, tries, tries, by_df"),
+        ("def descends", "@lang.no_grad\ndef descends"),
+        ("def descends", "class Rule: ...\n\n\ndef descends"),
+    ],
+)
+def test_a_rule_that_is_not_of_what_c_plus_plus_is_made_of_is_refused(old, new):
+    source = native_rule.SOURCE.read_text()
+    assert old in source
+    with pytest.raises(SyntaxError, match=r"line \d+ of the rule is not of what C\+\+ is made of: "):
+        native_rule.header(source.replace(old, new))
+
+
+def having(pattern):
+    """Files of the package that have this."""
+    package = native_rule.PACKAGE
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".h", ".cpp")]
+    return {path.relative_to(package).as_posix() for path in files if re.search(pattern, path.read_text())}
+
+
+#: Torch's loop (Newton's method has one number of it), C++, and Triton.
+USERS = {"solvers/safeguard.py", "solvers/newton.py", "kernels/native/solve.h", "kernels/triton/solve.py"}
+
+
+def test_the_rule_is_written_once_and_has_three_users():
+    written = {"_rule.py", "kernels/native/rule.h"}
+    assert having(r"import .*\b_rule\b|\b_rule import\b|\bdecide<T>\(") == USERS
+    assert having(r"(?<!_rule\.)\b(DESCENT|ENERGY_SLACK|STRETCH|SLOPE)\b") == written
+
+
 # The install.
 
 
@@ -252,7 +310,6 @@ def built(folder, **variables):
         shutil.copy(path, package)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copy(ROOT / "implicit_attention" / "_safeguard.py", folder / "implicit_attention")
     (folder / "implicit_attention" / "__init__.py").touch()
     for isa in library.SETS.get(platform.machine(), ()):
         (package / f"{isa}.library").write_bytes(b"compiled of other sources")

@@ -111,11 +111,6 @@ IA_INLINE V larger(V a, V b) {
 }
 
 template <typename V>
-IA_INLINE V smaller(V a, V b) {
-  return a < b ? a : b;
-}
-
-template <typename V>
 IA_INLINE V absolute(V a) {
   return a < 0 ? -a : a;
 }

@@ -1,6 +1,8 @@
-// The equilibrium of every query, by the rule of `kernels/rule.py` and the steps of `solvers/safeguard.py`. Every lane of a
-// tile has a query of its own at a step of its own; a lane that is done takes the next query.
+// The equilibrium of every query, by the tolerances of `_fused_rule.py` and the steps of `_rule.py`. Every lane of a tile
+// has a query of its own at a step of its own; a lane that is done takes the next query.
 #pragma once
+
+#include <limits>
 
 #include "evaluate.h"
 #include "rule.h"
@@ -12,9 +14,11 @@ struct SolveRule {
   int8_t exhausted() const { return max_steps == 0 ? EXPLICIT : fixed() ? BUDGET : MAX_STEPS; }
 };
 
-// Smaller squares have lost digits to underflow; times POWER the numbers are far from that, divided by it from overflow.
+// Squares of smaller numbers have lost digits; times POWER they are far from underflow, divided by it from overflow.
 template <typename T>
-constexpr T LEAST_SQUARE = sizeof(T) == 4 ? T(0x1p-103) : T(0x1p-970);
+constexpr T LEAST_LENGTH = sizeof(T) == 4 ? T(0x1p-51) : T(0x1p-485);
+template <typename T>
+constexpr T LEAST_SQUARE = LEAST_LENGTH<T> * LEAST_LENGTH<T>;
 template <typename T>
 constexpr T POWER = sizeof(T) == 4 ? T(0x1p80) : T(0x1p640);
 
@@ -38,7 +42,7 @@ struct SolveTile {
   T *z, *x, *sum, *r, *dz;
   // Per lane.
   T *beta, *anchor, *total, *top, *index, *length, *square, *energy, *tried_square, *tried_slope;
-  Mask<T> has_base[2], plain[2];
+  Mask<T> tried[2];
   Pairs pairs[W];
   int64_t out[W];
   int lanes = 0;
@@ -63,7 +67,7 @@ struct SolveTile {
       *t = arena.take<T>(W);
       for (int q = 0; q < W; ++q) (*t)[q] = 1;
     }
-    for (int v = 0; v < 2; ++v) has_base[v] = plain[v] = Mask<T>{};
+    for (int v = 0; v < 2; ++v) tried[v] = Mask<T>{};
   }
 
   // Rows begin .. end of a set, through the lanes.
@@ -104,10 +108,10 @@ struct SolveTile {
       x[d * W + q] = read ? from[d * p.field.step[own + 1]] : T(0);
       z[d * W + q] = start[d * initial.step[own + 1]];
     }
-    // What r and dz hold is not used before the lane has a base.
+    // What r, dz and the numbers of the last accepted point hold is not used before the lane has one.
     pairs[q] = pairs_of<T>(p, set, share, query);
     index[q] = 0;
-    has_base[q / L][q % L] = plain[q / L][q % L] = 0;
+    tried[q / L][q % L] = 0;
     out[q] = p.axes.offset(p.out, set, share) + query;
   }
 
@@ -115,8 +119,7 @@ struct SolveTile {
     for (T *t : {z, x, r, dz})
       for (int64_t d = 0; d < p.dim; ++d) t[d * W + to] = t[d * W + from];
     for (T *t : {beta, anchor, index, length, square, energy, tried_square, tried_slope}) t[to] = t[from];
-    has_base[to / L][to % L] = has_base[from / L][from % L];
-    plain[to / L][to % L] = plain[from / L][from % L];
+    tried[to / L][to % L] = tried[from / L][from % L];
     pairs[to] = pairs[from];
     out[to] = out[from];
   }
@@ -181,17 +184,16 @@ struct SolveTile {
     const Mask<T> finite = residual + tolerance < T(__builtin_inf());
     const Mask<T> unsolved = rule.fixed() ? finite : finite & (residual > tolerance);
     const Vec<T> value = zz / 2 - share * zx + (share - T(1)) / load(beta + at) * logsumexp;
-    const Mask<T> learns = rule.plain_steps < rule.max_steps ? steps + T(1) >= T(rule.plain_steps) : Mask<T>{};
-    const Mask<T> based = has_base[v] & learns;
-    const Vec<T> base_length = load(length + at), base_square = load(square + at);
-    const Vec<T> base_energy = load(energy + at), slope_there = load(tried_slope + at);
-    const Vec<T> length_there = load(tried_square + at);
-    // Whether E falls by DESCENT |r|^2 along the step; by the trapezoid rule where E cannot resolve that.
-    const Vec<T> required = T(DESCENT) * base_square;
-    constexpr T eps = sizeof(T) == 4 ? T(1.1920928955078125e-07) : T(2.220446049250313e-16);
-    const Vec<T> rounding = eps * larger(absolute(value), absolute(base_energy));
-    const Vec<T> fall = required > T(ENERGY_SLACK) * rounding ? base_energy - value + rounding : (slope_there + rdz) / 2;
-    const Mask<T> accepted = ~based | ((fall >= required) & finite) | plain[v];
+    // The last accepted point is known from step `plain_steps` on, which is at least 2.
+    const Mask<T> based = rule.plain_steps < rule.max_steps ? steps >= T(rule.plain_steps) : Mask<T>{};
+    const Vec<T> base_length = load(length + at), base_square = load(square + at), base_energy = load(energy + at);
+    const Vec<T> slope_there = load(tried_slope + at), across = (rr + drdr - base_square) / 2, along = rdz + across;
+    const Vec<T> bent = rdz - slope_there, span = load(tried_square + at) + 2 * bent + drdr;
+    const Mask<T> may = based & (steps + T(1) < T(rule.max_steps));
+    using Limits = std::numeric_limits<T>;
+    const auto [accepted, tries, by_r, by_df] = decide<T>(
+        rr, residual, value, (slope_there + rdz) / 2, across, drdr, along, span, bent, base_energy, base_length, finite,
+        tried[v], may, Limits::epsilon(), Limits::min(), LEAST_LENGTH<T>);
     const Mask<T> last = steps == T(rule.max_steps);
     const Mask<T> done = last | (accepted & ~unsolved);
     const Mask<T> back = based & ~finite;
@@ -200,24 +202,8 @@ struct SolveTile {
       if (done[q - at])
         write(q, finite[q - at], back[q - at], residual[q - at], tolerance[q - at], logsumexp[q - at]);
 
-    // The next step: r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, where that promises descent, STRETCH r where E curves
-    // downwards, of which products that underflow tell nothing, else r.
-    const Vec<T> there = accepted ? rr : base_square, length_here = accepted ? residual : base_length;
-    const Vec<T> dr_r = (there + drdr - base_square) / 2, dz_dr = rdz - slope_there;
-    constexpr T tiny = sizeof(T) == 4 ? T(1.1754943508222875e-38) : T(2.2250738585072014e-308);
-    const Vec<T> gamma = dr_r / larger(drdr, all(tiny));
-    const Vec<T> saved = gamma * (rdz + dr_r);
-    Vec<T> slope = there - saved;
-    const Vec<T> long_square = (slope - saved) + gamma * gamma * (length_there + 2 * dz_dr + drdr);
-    const Vec<T> cut = root(smaller(T(LONGEST * LONGEST) * there / long_square, all(T(1))));
-    slope = cut * slope;
-    const Mask<T> may = based & accepted & (steps + T(1) < T(rule.max_steps));
-    const Mask<T> downward = (dz_dr >= T(0)) & (base_square >= LEAST_SQUARE<T>);
-    const Mask<T> accelerated = may & ~downward & (slope >= T(SLOPE) * there), stretched = may & downward;
-    const Mask<T> simple = ~(accelerated | stretched);
-    const Vec<T> by_r = accelerated ? cut : stretched ? all(T(STRETCH)) : all(T(1));
-    const Vec<T> by_change = accelerated ? -cut * gamma : zero;
-    const Mask<T> to_f = simple & accepted;
+    const Vec<T> there = accepted ? rr : base_square;
+    const Mask<T> to_f = accepted & ~tries;
     Vec<T> reached = zero;
     for (int64_t d = 0; d < p.dim; ++d) {
       const int64_t i = d * W + at;
@@ -226,20 +212,19 @@ struct SolveTile {
       const Vec<T> now = accepted ? f - state : old;
       state = accepted ? state : state - step;
       Vec<T> direction = by_r * now;
-      direction = accelerated ? fma(by_change, step + (now - old), direction) : direction;
+      direction = tries ? fma(-by_df, step + (now - old), direction) : direction;
       store(z + i, to_f ? f : state + direction);
       store(r + i, now);
       store(dz + i, direction);
       reached = fma(direction, direction, reached);
     }
-    store(length + at, length_here);
+    store(length + at, accepted ? residual : base_length);
     store(square + at, there);
     store(energy + at, accepted ? value : base_energy);
     store(tried_square + at, reached);
-    store(tried_slope + at, accelerated ? slope : by_r * there);
+    store(tried_slope + at, tries ? by_r * rr - by_df * along : there);
     store(index + at, steps + T(1));
-    has_base[v] = learns;
-    plain[v] = simple;
+    tried[v] = tries;
     return done;
   }
 

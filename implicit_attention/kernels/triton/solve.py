@@ -40,7 +40,7 @@ def _compiled(*functions: Any) -> Any:
     return names[functions[-1].__name__]
 
 
-decide = _compiled(_rule.descends, _rule.shortened, _rule.promises, _rule.decide)
+decide = _compiled(_rule.rounding_of, _rule.descends, _rule.shortened, _rule.promises, _rule.decide)
 
 
 def solve(problem: Attention, initial: Tensor, stop: FusedRule) -> Solved:
