@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import trust
-from ..problem import Attention
-from .attend import (
+from .layout import Placed, tiles
+from .mask_tiles import MaskTiles
+from .tile import (
     HEADROOM,
     LOG2E,
     NO_MASK,
     added,
-    batch_offset,
     exponents,
     kernel,
     key_tile,
@@ -29,8 +28,6 @@ from .attend import (
     product,
     scores_of,
 )
-from .layout import KernelLayout, launch, offset_of, placed, tiles
-from .mask_tiles import MaskTiles
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
 PROGRAMS = 264
@@ -56,48 +53,34 @@ class KernelOperands(NamedTuple):
         return cls(state, scale, shift, value, value_scale, centre)
 
 
-def gradient_of_keys(problem: Attention, layout: KernelLayout, operands: KernelOperands, out: Tensor) -> None:
+def gradient_of_keys(placed: Placed, operands: KernelOperands, out: Tensor) -> None:
     """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
-    *lead, count, _ = problem.keys.shape
-    rows = problem.query.shape[-2]
-    chosen = tiles("keys", problem)
-    own = tuple(size if step else 1 for size, step in zip(layout.sizes, layout.by_keys, strict=True))
-    readers = tuple(1 if step else size for size, step in zip(layout.sizes, layout.by_keys, strict=True))
-    key_tiles = torch.Size(lead).numel() * triton.cdiv(count, chosen.keys)
-    work = torch.Size(readers).numel() * triton.cdiv(rows, chosen.rows)
+    chosen, (rows, count, offset) = tiles("keys", placed.problem), placed.sizes
+    # The sets that read each matrix of keys.
+    readers = placed.keys.numbers.argsort(stable=True).view(placed.keys.starts.numel(), -1).to(torch.int32)
+    matrices, sets = readers.shape
+    key_tiles, work = matrices * triton.cdiv(count, chosen.keys), sets * triton.cdiv(rows, chosen.rows)
     splits = max(min(PROGRAMS // key_tiles, work // 2, MOST_SPLITS), 1)
     parts = out if splits == 1 else trust.empty((splits, *out.shape), dtype=out.dtype, device=out.device)
-    launch(
-        _keys_kernel,
-        key_tiles * splits,
-        chosen,
-        problem,
-        *(*placed(problem, layout), *operands),
-        *(parts, *layout.by_keys, *MaskTiles.of(problem, layout, chosen, by_keys=True).placed(), *layout.sizes[1:]),
-        *(*own[1:], math.prod(readers), *readers[1:], rows, count, offset_of(problem), out.numel(), splits),
-    )
+    given = *placed.rows, operands, parts, readers, MaskTiles.of(placed, chosen, by_keys=True)
+    sizes = rows, count, offset, sets, out.numel(), splits
+    placed.launch(_keys_kernel, key_tiles * splits, chosen, *given, *sizes)
     if splits > 1:
         torch.sum(parts, 0, out=out)
 
 
 @triton.jit
-def _digits(number, middle, inner):
-    outer = number // inner
-    return outer // middle, outer % middle, number % inner
-
-
-@triton.jit
-def _visited_tiles(entry, number, offset, listed, sizes, N, M, P: tl.constexpr):
+def _visited_tiles(mask_number, number, listed, offset, N, M, P: tl.constexpr):
     """The tiles of queries that a tile of keys visits: their numbers, how many have no masked pair, how many there are.
 
     Without a mask the first tile of either kind stands for their numbers.
     """
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
-    visited, counts, strides = listed
     if P.mask != NO_MASK:
-        tile = batch_offset(entry, sizes, strides) * tl.cdiv(M, KEYS) + number
-        return (visited + tile * tl.cdiv(N, ROWS), 0), tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+        tile = mask_number.to(tl.int64) * tl.cdiv(M, KEYS) + number
+        visited = listed.visited + tile * tl.cdiv(N, ROWS)
+        return (visited, 0), tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
     else:
         row_tiles = tl.cdiv(N, ROWS)
         some, whole = 0, 0
@@ -128,33 +111,31 @@ def _next_of(split, splits, before, number):
 
 
 @triton.jit
-def _keys_tile(
-    gradient, k, key_rows, first, start, cols, entry, b, given, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr
-):
+def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     """The gradient with the part of the tile of queries from row `start` on."""
     ROWS: tl.constexpr = P.rows
     KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
-    state, state_scale, shift, value, value_scale, centre = given
+    k, key_rows, first, cols, entry, b, operands, pairs, N, M = given
     local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     gradient = gradient * one(M)
     real = start + local < N
     inside = real[:, None] & (dims < D)[None, :]
     at = entry * N + start + local
     begin, places = (entry * N + start) * D, local[:, None] * D + dims[None, :]
-    z = tl.load(state + begin + places, mask=inside, other=0.0)
-    u = tl.load(value + begin + places, mask=inside, other=0.0)
+    z = tl.load(operands.state + begin + places, mask=inside, other=0.0)
+    u = tl.load(operands.value + begin + places, mask=inside, other=0.0)
     # Rows beyond the last have z = u = 0 and add nothing.
-    level = tl.load(shift + at, mask=real, other=0.0)
-    middle = tl.load(centre + at, mask=real, other=0.0)
+    level = tl.load(operands.shift + at, mask=real, other=0.0)
+    middle = tl.load(operands.centre + at, mask=real, other=0.0)
     by = tl.zeros([ROWS], tl.float32) + b * LOG2E
     if P.dtype == "fp16":
-        z_scale = tl.load(state_scale + at, mask=real, other=0.0)
-        u_scale = tl.load(value_scale + at, mask=real, other=0.0)
+        z_scale = tl.load(operands.state_scale + at, mask=real, other=0.0)
+        u_scale = tl.load(operands.value_scale + at, mask=real, other=0.0)
         by = by * z_scale
     bias = added((start + local)[None, :], cols[:, None], pairs, N, M, P) if TAIL else 0.0
-    z_rows, u_rows = (z, state + begin, local * D, real), (u, value + begin, local * D, real)
+    z_rows, u_rows = (z, operands.state + begin, local * D, real), (u, operands.value + begin, local * D, real)
     scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
     p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
     weights = p * ((scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]) * b)
@@ -176,51 +157,23 @@ def _keys_tile(
 @kernel
 def _keys_kernel(
     keys,
-    keys_0: tl.int64,
-    keys_1: tl.int64,
-    keys_2: tl.int64,
-    keys_row: tl.int64,
-    keys_column: tl.int64,
-    beta,
-    beta_0: tl.int64,
-    beta_1: tl.int64,
-    beta_2: tl.int64,
+    key_row: tl.int64,
     mask,
-    mask_0: tl.int64,
-    mask_1: tl.int64,
-    mask_2: tl.int64,
     mask_row: tl.int64,
-    mask_column: tl.int64,
-    state,
-    state_scale,
-    shift,
-    value,
-    value_scale,
-    centre,
+    beta,
+    operands,
     out,
-    out_0: tl.int64,
-    out_1: tl.int64,
-    out_2: tl.int64,
+    readers,
     listed,
-    listed_counts,
-    listed_0: tl.int64,
-    listed_1: tl.int64,
-    listed_2: tl.int64,
-    middle: tl.int32,
-    inner: tl.int32,
-    own_middle: tl.int32,
-    own_inner: tl.int32,
-    readers: tl.int32,
-    reader_middle: tl.int32,
-    reader_inner: tl.int32,
     N: tl.int32,
     M: tl.int32,
     offset: tl.int32,
+    count: tl.int32,
     total: tl.int64,
     splits: tl.int32,
     P: tl.constexpr,
 ):
-    """`own` sizes are those of the axes of the keys; so many `readers`, sets of queries, read the same keys."""
+    """`readers` are the `count` sets of queries that read each matrix of keys."""
     KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
@@ -229,32 +182,25 @@ def _keys_kernel(
     per_batch = tl.cdiv(M, KEYS)
     batch = (number // per_batch).to(tl.int64)
     first = (number % per_batch) * KEYS
-    own_1, own_2, own_3 = _digits(batch, own_middle, own_inner)
-    sizes = (middle, inner)
-    entry = (own_1 * middle + own_2) * inner + own_3
-    key_rows = matrix(keys, entry, sizes, (keys_0, keys_1, keys_2, keys_row, keys_column), P, False)
-    tiles = (listed, listed_counts, (listed_0, listed_1, listed_2))
+    key_rows = matrix(keys, key_row, batch)
     k = key_tile(key_rows, first, 0, M, P, P.dims, True)
 
     cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
-    given = (state, state_scale, shift, value, value_scale, centre)
     gradient = tl.zeros([KEYS, DIMS], tl.float32)
     before = 0
-    for reader in range(readers):
-        reader_1, reader_2, reader_3 = _digits(reader, reader_middle, reader_inner)
-        entry = ((own_1 + reader_1) * middle + own_2 + reader_2) * inner + own_3 + reader_3
-        b = tl.load(beta + batch_offset(entry, sizes, (beta_0, beta_1, beta_2)))
-        strides = (mask_0, mask_1, mask_2, mask_row, mask_column)
-        pairs = (matrix(mask, entry, sizes, strides, P, True), offset)
-        visited, whole, end = _visited_tiles(entry, number % per_batch, offset, tiles, sizes, N, M, P)
+    for reader in range(count):
+        entry = tl.load(readers + batch * count + reader).to(tl.int64)
+        b, of_mask = tl.load(beta + entry), tl.load(mask.numbers + entry)
+        pairs = (matrix(mask, mask_row, of_mask), offset)
+        visited, whole, end = _visited_tiles(of_mask, number % per_batch, listed, offset, N, M, P)
+        given = (k, key_rows, first, cols, entry, b, operands, pairs, N, M)
         for place in range(_next_of(split, splits, before, 0), whole, splits):
             start = _row_start(place, whole, visited, P, False)
-            gradient = _keys_tile(gradient, k, key_rows, first, start, cols, entry, b, given, pairs, N, M, P, False)
+            gradient = _keys_tile(gradient, start, given, P, False)
         for place in range(_next_of(split, splits, before, whole), end, splits):
             start = _row_start(place, whole, visited, P, True)
-            gradient = _keys_tile(gradient, k, key_rows, first, start, cols, entry, b, given, pairs, N, M, P, True)
+            gradient = _keys_tile(gradient, start, given, P, True)
         before += end
-    out += split.to(tl.int64) * total + own_1 * out_0 + own_2 * out_1 + own_3 * out_2
-    out += first.to(tl.int64) * D
+    out += split.to(tl.int64) * total + (batch * M + first) * D
     where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
     tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])

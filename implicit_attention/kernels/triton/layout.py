@@ -1,10 +1,9 @@
-"""The layout of a problem for the Triton kernels: addresses and strides of its tensors, and the tiles."""
+"""The layout of a problem for the Triton kernels: where its tensors are, the tiles, and the queries that are left."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,13 +13,10 @@ from torch import Tensor
 
 from ..problem import Attention
 
-# Most leading axes of different strides in a kernel.
-AXES = 3
-
 NO_MASK, BOOLEAN, ADDED = 0, 1, 2
 #: Bytes that a thread reads at once, where they begin at a multiple of them.
 ALIGNMENT = 16
-#: Strides below this have offsets of 32 bits within a tile, of at most 256 rows or columns.
+#: Rows at less than this from one another have offsets of 32 bits within a tile, of at most 256.
 FAR = 2**23
 
 
@@ -77,75 +73,10 @@ class KernelPlan:
     causal: bool
     mask: int
     mask_rows: bool  # whether the mask differs from query to query
-    key_order: str  # as `order_of` tells it
-    mask_order: str
     dtype: str  # of the operands of products, as Triton calls it
     precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
     picked: bool  # whether a tile's queries are listed, instead of standing side by side
     centred: bool  # whether vectors are multiplied by the covariance of the keys, instead of states evaluated
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelLayout:
-    """Sizes and strides of the leading axes, merged where all tensors allow it, into exactly `AXES` of them.
-
-    The strides of keys and mask end with those of their last two axes; tensors of the queries' shape are contiguous.
-    `by_keys` are those of a contiguous gradient of the keys' shape: 0 along axes that the keys do not have.
-    """
-
-    sizes: tuple[int, ...]
-    keys: tuple[int, ...]
-    beta: tuple[int, ...]
-    anchor: tuple[int, ...]
-    mask: tuple[int, ...]
-    by_keys: tuple[int, ...]
-
-    @property
-    def masks(self) -> tuple[int, ...]:
-        """Sizes of the axes along which masks differ; 1 for the others."""
-        return tuple(size if step else 1 for size, step in zip(self.sizes, self.mask[:AXES], strict=True))
-
-    @classmethod
-    def of(cls, problem: Attention) -> KernelLayout | None:
-        """The layout; None if more axes are left than a kernel takes."""
-        *lead, rows, dim = problem.query.shape
-        count = problem.keys.shape[-2]
-        pairs = None if problem.pairs is None else problem.pairs.expand(*lead, rows, count)
-        by_keys = torch.empty(problem.keys.shape, device="meta").expand(*lead, count, dim)
-        numbers = (t.expand(lead) if isinstance(t, Tensor) else None for t in (problem.beta, problem.anchor))
-        tensors = (problem.keys.expand(*lead, count, dim), *numbers, pairs, by_keys)
-        strides = [(0,) * (len(lead) + 2) if t is None else t.stride() for t in tensors]
-        sizes, merged = _merged(lead, [s[: len(lead)] for s in strides])
-        if len(sizes) > AXES:
-            return None
-        missing = AXES - len(sizes)
-        keys, beta_, anchor_, mask_, by = ((*(0,) * missing, *m) for m in merged)
-        return cls(
-            sizes=(*(1,) * missing, *sizes),
-            keys=(*keys, *strides[0][-2:]),
-            beta=beta_,
-            anchor=anchor_,
-            mask=(*mask_, *strides[3][-2:]),
-            by_keys=by,
-        )
-
-
-def contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of these sizes; 0 along axes of size 1, which others may be broadcast along."""
-    return tuple(math.prod(sizes[axis + 1 :]) if size > 1 else 0 for axis, size in enumerate(sizes))
-
-
-def _merged(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Neighbouring axes as one wherever every tensor steps through both evenly; axes of size 1 are dropped."""
-    axes: list[tuple[int, tuple[int, ...]]] = []
-    for size, steps in zip(sizes, zip(*strides, strict=True), strict=True):
-        if size == 1:
-            continue
-        if axes and all(outer == inner * size for outer, inner in zip(axes[-1][1], steps, strict=True)):
-            axes[-1] = (axes[-1][0] * size, steps)
-        else:
-            axes.append((size, steps))
-    return [size for size, _ in axes], [tuple(steps[i] for _, steps in axes) for i in range(len(strides))]
 
 
 def largest_dim(dtype: torch.dtype) -> int:
@@ -195,7 +126,7 @@ def alike(problem: Attention) -> bool:
     return problem.first is None and (problem.pairs is None or problem.pairs.shape[-2] == 1)
 
 
-def plan(problem: Attention, chosen: Tiles, picked: bool, kind: str) -> KernelPlan:
+def plan(problem: Attention, chosen: Tiles, picked: bool = False, centred: bool = False) -> KernelPlan:
     mask, dim, dtype = problem.pairs, problem.query.shape[-1], problem.keys.dtype
     widen = interpreted() and dtype == torch.bfloat16
     dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
@@ -208,57 +139,90 @@ def plan(problem: Attention, chosen: Tiles, picked: bool, kind: str) -> KernelPl
         causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,
-        key_order=order_of(problem.keys),
-        mask_order="none" if mask is None else order_of(mask),
         dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
         # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
         precision="widen" if widen else "tf32x3" if dtype == torch.float32 else "ieee",
         picked=picked,
-        centred=kind == "product",
+        centred=centred,
     )
 
 
-def order_of(tensor: Tensor) -> str:
-    """Return how the matrices of a tensor stand in memory, for those who read them in parts of 16 bytes.
+class Matrices(NamedTuple):
+    """Matrices in rows, of which each set of queries reads one: the number of that (sets,), and where each begins."""
 
-    "rows", "columns": neighbours in these stand side by side, and each begins at a multiple of 16 bytes. "strided": the
-    tensor does. "unaligned": not even that.
-    """
+    memory: Tensor
+    starts: Tensor
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, lead: Sequence[int]) -> Matrices:
+        """The matrices of a tensor (*#lead, rows, columns)."""
+        device = tensor.device
+        starts = torch.zeros((), dtype=torch.int64, device=device)
+        for size, step in zip(tensor.shape[:-2], tensor.stride(), strict=False):
+            starts = starts[..., None] + step * torch.arange(size, device=device)
+        numbers = torch.arange(starts.numel(), dtype=torch.int32, device=device).view(tensor.shape[:-2])
+        memory = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return cls(memory, starts.flatten(), numbers.expand(lead).flatten().contiguous())
+
+
+class Placed(NamedTuple):
+    """A problem as kernels read it: beta and anchor in float32 for each set; keys in the place of no mask."""
+
+    problem: Attention
+    keys: Matrices
+    mask: Matrices
+    beta: Tensor
+    anchor: Tensor
+
+    @classmethod
+    def of(cls, problem: Attention) -> Placed:
+        *lead, _, _ = problem.query.shape
+        keys, mask = Matrices.of(in_rows(problem.keys), lead), problem.pairs
+        # Sets that share a mask are told of its tiles once.
+        own = None if mask is None else mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-2])]
+        empty = torch.empty(2, *lead, dtype=torch.float32, device=problem.query.device)
+        numbers = (out.copy_(torch.as_tensor(n)).flatten() for out, n in zip(empty, problem[2:4], strict=True))
+        return cls(problem, keys, keys if own is None else Matrices.of(in_rows(own), lead), *numbers)
+
+    @property
+    def rows(self) -> tuple[object, ...]:
+        """Keys and mask with the steps of their rows, as kernels take them, and beta."""
+        return self.keys, self.keys.memory.stride(-2), self.mask, self.mask.memory.stride(-2), self.beta
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of queries and of keys, and the index of the first query among these, as 32 bits hold it."""
+        rows, count, first = self.problem.query.shape[-2], self.problem.keys.shape[-2], self.problem.first
+        return rows, count, 0 if first is None else min(first, count)
+
+    def launch(self, kernel: Any, programs: int, chosen: Tiles, *arguments: object, **options: Any) -> None:
+        """Run a kernel with the tiles `chosen` in so many programs; the options are those of `plan`."""
+        # Kernels are launched on the current CUDA device, which need not be that of the tensors.
+        device = self.beta.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[(programs,)](
+                *arguments,
+                plan(self.problem, chosen, **options),
+                num_warps=chosen.warps,
+                num_stages=chosen.stages,
+                maxnreg=chosen.registers,
+                enable_fp_fusion=True,
+            )
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """The same numbers in rows which begin at multiples of 16 bytes, so that threads read as much at once."""
+    tensor = tensor.resolve_neg()
     *lead, row, column = tensor.stride()
     unit = ALIGNMENT // tensor.itemsize
-    if tensor.data_ptr() % ALIGNMENT:
-        return "unaligned"
-    if any(step % unit for size, step in zip(tensor.shape, lead, strict=False) if size > 1):
-        return "strided"
-    if column == 1 < tensor.shape[-1] and row % unit == 0 and row < FAR:
-        return "rows"
-    return "columns" if row == 1 < tensor.shape[-2] and column % unit == 0 and column < FAR else "strided"
-
-
-def in_memory(problem: Attention) -> Attention:
-    """The problem with its signs in memory, where kernels read: torch may keep the sign of a view aside.
-
-    Betas and anchors are float32 tensors, so that kernels need not be compiled for each of their dtypes.
-    """
-    (query, keys, beta, anchor), pairs = problem[:4], problem.pairs
-    beta, anchor = (
-        n.resolve_neg().float() if isinstance(n, Tensor) else query.new_full((), n, dtype=torch.float32)
-        for n in (beta, anchor)
-    )
-    pairs = None if pairs is None else pairs.resolve_neg()
-    return Attention.of(query.resolve_neg(), keys.resolve_neg(), beta, anchor, pairs, problem.first)
-
-
-def placed(problem: Attention, layout: KernelLayout) -> tuple[object, ...]:
-    """Keys, betas and mask with their strides, as kernels take them."""
-    tensors = (problem.keys, problem.beta, readable_mask(problem))
-    strides = (layout.keys, layout.beta, layout.mask)
-    return tuple(part for tensor, steps in zip(tensors, strides, strict=True) for part in (tensor, *steps))
-
-
-def offset_of(problem: Attention) -> int:
-    """The index of the first query among the keys, where that matters, as 32 bits hold it."""
-    return 0 if problem.first is None else min(problem.first, problem.keys.shape[-2])
+    steps = [step for size, step in zip(tensor.shape, (*lead, row), strict=False) if size > 1]
+    near = column == 1 or tensor.shape[-1] == 1, row < FAR or tensor.shape[-2] == 1
+    if tensor.data_ptr() % ALIGNMENT == 0 and all(step % unit == 0 for step in steps) and all(near):
+        return tensor
+    own = tensor[tuple(slice(1 if step == 0 else None) for step in lead)]
+    memory = own.new_empty(*own.shape[:-1], -(-own.shape[-1] // unit) * unit)
+    return memory[..., : own.shape[-1]].copy_(own).expand(tensor.shape)
 
 
 def counted(steps: int) -> int:
@@ -272,11 +236,14 @@ def in_order(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def readable_mask(problem: Attention) -> Tensor:
-    """The mask as a kernel reads it; any tensor where there is none."""
-    if problem.pairs is None:
-        return problem.keys
-    return problem.pairs.view(torch.uint8) if problem.pairs.dtype == torch.bool else problem.pairs
+class Noted(NamedTuple):
+    """The status of queries; a list of those left and their number in each set; and both for the next step."""
+
+    status: Tensor
+    order: Tensor
+    counts: Tensor
+    next_order: Tensor
+    next_counts: Tensor
 
 
 class Left:
@@ -299,9 +266,9 @@ class Left:
         self.host: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
 
-    def placed(self) -> tuple[Tensor, ...]:
-        """Return the status, the list and how many it has of each set, and where the next ones are to be noted."""
-        return self.status, *self.notes[0], *self.notes[1]
+    @property
+    def noted(self) -> Noted:
+        return Noted(self.status, *self.notes[0], *self.notes[1])
 
     def next(self) -> bool:
         """Whether there may be some after a step; the host does not wait for the device to know."""
@@ -321,29 +288,6 @@ class Left:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record()
         return True
-
-
-def launch(
-    kernel: Any,
-    programs: int,
-    chosen: Tiles,
-    problem: Attention,
-    *arguments: object,
-    picked: bool = False,
-    kind: str = "evaluate",
-) -> None:
-    """Run a kernel with the tiles `chosen` in so many programs, for all queries or for those that are `picked`."""
-    # Kernels are launched on the current CUDA device, which need not be that of the tensors.
-    device = problem.keys.device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](
-            *arguments,
-            plan(problem, chosen, picked, kind),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-            maxnreg=chosen.registers,
-            enable_fp_fusion=True,
-        )
 
 
 def interpreted() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,9 @@ from ..._fused_rule import FusedRule
 from ...status import Status
 from .. import trust
 from ..problem import Attention, Solved
-from .attend import SMALLEST_NORMAL, UNFINISHED, OverKeys, any_of, batch_offset, kernel, power_of_two, query_tile
-from .layout import KernelLayout, Left, counted, in_memory, in_order, launch, step_tiles
+from .attend import OverKeys
+from .layout import Left, Placed, counted, in_order, step_tiles
+from .tile import SMALLEST_NORMAL, UNFINISHED, any_of, kernel, power_of_two, query_tile
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -43,32 +44,38 @@ def _compiled(*functions: Any) -> Any:
 decide = _compiled(_rule.rounding_of, _rule.descends, _rule.shortened, _rule.promises, _rule.decide)
 
 
+class Course(NamedTuple):
+    """Where f is evaluated next and what is found there; and of the last accepted point, beside what is returned."""
+
+    field: Tensor
+    point: Tensor
+    mean: Tensor
+    logsumexp: Tensor
+    energy: Tensor
+    tried: Tensor  # whether the step from there is accelerated
+
+
 def solve(problem: Attention, initial: Tensor, stop: FusedRule) -> Solved:
     """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32."""
-    problem = in_memory(problem)
     stop = stop._replace(max_steps=counted(stop.max_steps), plain_steps=counted(stop.plain_steps))
     field, rows = problem.query, problem.query.shape[-2]
-    empty = partial(trust.empty, device=field.device)
-    answer = Solved.allocated(empty, field.shape, torch.float32)
+    empty = partial(trust.empty, device=field.device, dtype=torch.float32)
+    answer = Solved.allocated(partial(trust.empty, device=field.device), field.shape, torch.float32)
     if field.numel() == 0:
         return answer
-    layout = KernelLayout.of(problem)
-    assert layout is not None
-    evaluate, chosen = OverKeys(problem, layout, "evaluate"), step_tiles(problem)
+    placed = Placed.of(problem)
+    evaluate, chosen = OverKeys(placed, "evaluate"), step_tiles(problem)
     left = Left(problem, answer.status, evaluate.chosen)
-    # Where f is evaluated next, and what is found there.
     point = initial.resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    mean = empty(field.shape, dtype=torch.float32)
-    logsumexp = empty(field.shape[:-1], dtype=torch.float32).fill_(torch.nan)
-    carried = (empty(field.shape[:-1], dtype=kind) for kind in (torch.float32, torch.int8))
-    given = in_order(field).float(), point, mean, logsumexp, problem.beta, *layout.beta, problem.anchor, *layout.anchor
-    given += *answer[:3], *answer[4:], *carried
+    logsumexp, energy = empty(field.shape[:-1]).fill_(torch.nan), empty(field.shape[:-1])
+    tried = trust.empty(field.shape[:-1], device=field.device, dtype=torch.int8)
+    course = Course(in_order(field).float(), point, empty(field.shape), logsumexp, energy, tried)
     programs = answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
     earliest = stop.max_steps + 1 if stop.fixed_budget else 0
     for step in range(stop.max_steps + 1):
-        evaluate(left, point, mean, logsumexp)
-        numbers = *layout.sizes[1:], rows, *stop, step, int(stop.exhausted), earliest
-        launch(_step_kernel, programs, chosen, problem, *given, *left.placed(), *numbers, picked=left.listed)
+        evaluate(left, *course[1:4])
+        given = course, answer, left.noted, placed.beta, placed.anchor, rows, *stop, step, int(stop.exhausted), earliest
+        placed.launch(_step_kernel, programs, chosen, *given, picked=left.listed)
         if not left.next():
             break
     return answer
@@ -83,44 +90,21 @@ def length(x):
 
 
 @triton.jit
-def note(left, local, batch, N, next_order, next_counts, P: tl.constexpr):
-    """Note the queries of the tile that are left, for the next step."""
-    number = left.to(tl.int32)
-    place = tl.atomic_add(next_counts + batch, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0) - 1
+def note(still, local, batch, N, left, P: tl.constexpr):
+    """Note the queries of the tile that are left for the next step."""
+    number = still.to(tl.int32)
+    place = tl.atomic_add(left.next_counts + batch, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0) - 1
     if P.picked:
-        tl.store(next_order + batch * N + place, local, mask=left)
+        tl.store(left.next_order + batch * N + place, local, mask=still)
 
 
 @kernel
 def _step_kernel(
-    field,
-    point,
-    mean,
-    logsumexp,
+    course,
+    answer,
+    left,
     beta,
-    beta_0: tl.int64,
-    beta_1: tl.int64,
-    beta_2: tl.int64,
     anchor,
-    anchor_0: tl.int64,
-    anchor_1: tl.int64,
-    anchor_2: tl.int64,
-    state_out,
-    mean_out,
-    logsumexp_out,
-    residual_out,
-    tolerance_out,
-    num_steps_out,
-    num_evals_out,
-    energy_out,
-    tried_out,
-    status,
-    order,
-    counts,
-    next_order,
-    next_counts,
-    middle: tl.int32,
-    inner: tl.int32,
     N: tl.int32,
     rtol: tl.float32,
     atol: tl.float32,
@@ -131,74 +115,58 @@ def _step_kernel(
     earliest: tl.int32,
     P: tl.constexpr,
 ):
-    """From the evaluation at `point` to the next point; the outputs hold the last accepted one and its evaluation."""
-    ROWS: tl.constexpr = P.rows
-    batch, _, first, local, dims, real, inside = query_tile(N, status, order, counts, P)
+    """From the evaluation at a point to the next point; the answer holds the last accepted one and its evaluation."""
+    D: tl.constexpr = P.dim
+    batch, _, first, local, dims, real, inside = query_tile(N, left, P)
     if not any_of(real):
         return
-    at, start = batch * N + first + local, (batch * N + first) * P.dim
-    whole = start + local[:, None] * P.dim + dims[None, :]
-    b = tl.load(beta + batch_offset(batch, (middle, inner), (beta_0, beta_1, beta_2)))
-    a = tl.load(anchor + batch_offset(batch, (middle, inner), (anchor_0, anchor_1, anchor_2)))
+    at, whole = batch * N + first + local, (batch * N + first) * D + local[:, None] * D + dims[None, :]
+    b, a = tl.load(beta + batch), tl.load(anchor + batch)
     # Before there is an accepted point, and without an anchor, nothing is read, so that NaN there does not matter.
-    index = tl.zeros([ROWS], tl.int32) + step
-    known = real & (index >= plain_steps)
+    index = local * 0 + step
+    known, anchored = real & (index >= plain_steps), inside & (local * 0.0 + a != 0.0)[:, None]
     based = inside & known[:, None]
-    z = tl.load(point + whole, mask=inside, other=0.0)
-    m = tl.load(mean + whole, mask=inside, other=0.0)
-    ax = a * tl.load(field + whole, mask=inside & (tl.zeros([ROWS], tl.float32) + a != 0.0)[:, None], other=0.0)
-    base_m = tl.load(mean_out + whole, mask=based, other=0.0)
-    dz = z - tl.load(state_out + whole, mask=based, other=0.0)
-    level = tl.load(logsumexp + at, mask=real, other=0.0)
-    before = tl.load(energy_out + at, mask=known, other=0.0)
-    residual_before = tl.load(residual_out + at, mask=known, other=0.0)
-    tried = tl.load(tried_out + at, mask=known, other=0) != 0
+    z = tl.load(course.point + whole, mask=inside, other=0.0)
+    m = tl.load(course.mean + whole, mask=inside, other=0.0)
+    ax = a * tl.load(course.field + whole, mask=anchored, other=0.0)
+    base_m = tl.load(answer.mean + whole, mask=based, other=0.0)
+    dz = z - tl.load(answer.state + whole, mask=based, other=0.0)
+    level = tl.load(course.logsumexp + at, mask=real, other=0.0)
+    before = tl.load(course.energy + at, mask=known, other=0.0)
+    residual_before = tl.load(answer.residual + at, mask=known, other=0.0)
+    tried = tl.load(course.tried + at, mask=known, other=0) != 0
     tl.debug_barrier()  # every thread has read what another may write
 
     f = ax + (1.0 - a) * m
-    r = f - z
-    df = (1.0 - a) * (m - base_m)
+    r, df = f - z, (1.0 - a) * (m - base_m)
     dr = df - dz
     residual, tolerance = length(r), atol + rtol * length(f)
     finite = (residual < float("inf")) & (tolerance < float("inf"))
     energy = tl.sum(z * (0.5 * z - ax), 1) - (1.0 - a) / b * level
-    accepted, tries, by_r, by_df = decide(
-        tl.sum(r * r, 1),
-        residual,
-        energy,
-        tl.sum((r - 0.5 * dr) * dz, 1),  # of -grad E = r
-        tl.sum(dr * r, 1),
-        tl.sum(dr * dr, 1),
-        tl.sum(r * df, 1),
-        tl.sum(df * df, 1),
-        tl.sum(dz * dr, 1),
-        before,
-        residual_before,
-        finite,
-        tried,
-        known & (index + 1 < max_steps),  # the last step of a budget is plain: it is never rejected
-        EPS,
-        SMALLEST_NORMAL,
-        LEAST,
-    )
+    # -grad E = r.
+    trapezoid, across, turned = tl.sum((r - 0.5 * dr) * dz, 1), tl.sum(dr * r, 1), tl.sum(dr * dr, 1)
+    sums = trapezoid, across, turned, tl.sum(r * df, 1), tl.sum(df * df, 1), tl.sum(dz * dr, 1)
+    # The last step of a budget is plain: it is never rejected.
+    truths = finite, tried, known & (index + 1 < max_steps)
+    square, past, numbers = tl.sum(r * r, 1), (before, residual_before), (EPS, SMALLEST_NORMAL, LEAST)
+    accepted, tries, by_r, by_df = decide(square, residual, energy, *sums, *past, *truths, *numbers)
 
     solved = accepted & finite & (residual <= tolerance) & (index >= earliest)
     broken = accepted & ~finite
-    left = real & ~solved & ~broken & (index < max_steps)
-    end = tl.where(left, UNFINISHED, exhausted)
-    end = tl.where(broken, tl.where(index > 0, DIVERGED, NONFINITE), end)
-    tl.store(status + at, tl.where(solved, CONVERGED, end).to(tl.int8), mask=real)
-    tl.store(num_evals_out + at, index + 1, mask=real)
+    still = real & ~solved & ~broken & (index < max_steps)
+    end = tl.where(broken, tl.where(index > 0, DIVERGED, NONFINITE), tl.where(still, UNFINISHED, exhausted))
+    tl.store(left.status + at, tl.where(solved, CONVERGED, end).to(tl.int8), mask=real)
+    tl.store(answer.num_evals + at, index + 1, mask=real)
     write = real & accepted & (finite | (index == 0))
-    tl.store(state_out + whole, tl.where(finite[:, None], z, float("nan")), mask=inside & write[:, None])
-    tl.store(mean_out + whole, m, mask=inside & write[:, None])
-    tl.store(logsumexp_out + at, level, mask=write)
-    tl.store(residual_out + at, residual, mask=write)
-    tl.store(tolerance_out + at, tolerance, mask=write)
-    tl.store(num_steps_out + at, index, mask=write)
-    tl.store(energy_out + at, energy, mask=write)
-    tl.store(tried_out + at, tries.to(tl.int8), mask=real)
+    tl.store(answer.state + whole, tl.where(finite[:, None], z, float("nan")), mask=inside & write[:, None])
+    tl.store(answer.mean + whole, m, mask=inside & write[:, None])
+    tl.store(answer.logsumexp + at, level, mask=write)
+    tl.store(answer.residual + at, residual, mask=write)
+    tl.store(answer.tolerance + at, tolerance, mask=write)
+    tl.store(answer.num_steps + at, index, mask=write)
+    tl.store(course.energy + at, energy, mask=write)
+    tl.store(course.tried + at, tries.to(tl.int8), mask=real)
     plain = ax + (1.0 - a) * tl.where(accepted[:, None], m, base_m)
     fast = z + by_r[:, None] * r - by_df[:, None] * df
-    tl.store(point + whole, tl.where(tries[:, None], fast, plain), mask=inside & left[:, None])
-    note(left, local + first, batch, N, next_order, next_counts, P)
+    tl.store(course.point + whole, tl.where(tries[:, None], fast, plain), mask=inside & still[:, None])
+    note(still, local + first, batch, N, left, P)

@@ -15,16 +15,11 @@ from ..._fused_rule import FusedRule
 from ..problem import AdjointAnswer, AdjointRule, Attention, Solved
 from ..trust import Errors, adjoint_errors, mask_kind, small_problem, solve_errors
 from .layout import (
-    ALIGNMENT,
-    AXES,
     TILES,
-    KernelLayout,
     fitting,
-    in_memory,
     interpreted,
     largest_dim,
     lists,
-    order_of,
     step_tiles,
     tiles,
     whole_tiles,
@@ -58,11 +53,6 @@ def unsupported(record: Attention) -> str | None:
         return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='auto'"
     if query.shape[-2] * dim >= 2**31:
         return "Triton kernels take less than 2^31 numbers of queries of one set; split them, or use impl='auto'"
-    if KernelLayout.of(record) is None:
-        return (
-            f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
-            "make the tensors contiguous, or use impl='auto'"
-        )
     return None
 
 
@@ -90,9 +80,7 @@ class TritonVariant(NamedTuple):
     head_dim: int
     mask: str
     causal: bool
-    #: How keys and mask stand in memory, and the dtype of what a mask adds.
-    key_order: str
-    mask_order: str
+    #: The dtype of what a mask adds.
     added: torch.dtype | None
     #: The `Tiles` of every kernel involved, and of steps.
     tiles: tuple[tuple[int | None, ...], ...]
@@ -101,7 +89,6 @@ class TritonVariant(NamedTuple):
 
 
 def variant(record: Attention, kernels: tuple[str, ...]) -> TritonVariant:
-    record = in_memory(record)
     keys, mask = record.keys, record.pairs
     chosen = [tiles(kernel, record) for kernel in kernels]
     return TritonVariant(
@@ -109,8 +96,6 @@ def variant(record: Attention, kernels: tuple[str, ...]) -> TritonVariant:
         head_dim=keys.shape[-1],
         mask=mask_kind(mask),
         causal=record.first is not None,
-        key_order=order_of(keys),
-        mask_order="none" if mask is None else order_of(mask),
         added=mask.dtype if mask is not None and mask.is_floating_point() else None,
         tiles=(*map(tuple, chosen), tuple(step_tiles(record))),
         listed=tuple(lists(record, each) for each in chosen),
@@ -142,7 +127,6 @@ def _small(record: Attention, chosen: TritonVariant, *kernels: str) -> Attention
 
     All problems of these tiles trust what it shows, so that its number of keys is theirs only where one tile has them.
     """
-    record = in_memory(record)
     most = max(max(sizes.rows, sizes.keys) for table in TILES.values() for sizes in table.values())
     rows, count = min(record.query.shape[-2], most + 5), record.keys.shape[-2]
     many = all(tiles(kernel, record).keys == whole_tiles(kernel, record).keys for kernel in kernels)
@@ -156,21 +140,10 @@ def _small(record: Attention, chosen: TritonVariant, *kernels: str) -> Attention
             small.pairs[:, :, 2 * most : 3 * most] = low
         else:
             small.pairs[1] = high
-        small = small.paired(laid_out(small.pairs.to(chosen.added or torch.bool), chosen.mask_order))
+        small = small.paired(small.pairs.to(chosen.added or torch.bool))
     if small.first is not None and many:
         small = small._replace(first=3 * most)
-    return small._replace(keys=laid_out(small.keys, chosen.key_order))
-
-
-def laid_out(tensor: Tensor, order: str) -> Tensor:
-    """The same numbers in memory of an order (`order_of`)."""
-    if order == "columns":
-        return laid_out(tensor.mT, "rows").mT
-    # Numbers from one of the tensor to the next, and how far behind a multiple of 16 bytes the first is.
-    step, late = 1 if order == "rows" else 2, int(order == "unaligned")
-    *lead, columns = tensor.shape
-    memory = tensor.new_empty(*lead, -(-(columns * step + late) // ALIGNMENT) * ALIGNMENT)
-    return memory[..., late : late + columns * step : step].copy_(tensor)
+    return small
 
 
 def _solved(small: Attention, initial: Tensor, stop: FusedRule) -> Solved:

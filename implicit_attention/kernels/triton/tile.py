@@ -1,0 +1,237 @@
+"""The common parts of the Triton kernels: a tile of queries, in registers, and a tile of keys.
+
+Scores are in units of log 2, as exp2 is what the hardware has. Operands of products have the dtype of the keys, sums
+are float32. A state z is rounded to that dtype, z ~ half * scale; what that changes in the log-sum-exp is made good to
+first order by beta <mean, z - half * scale>.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .layout import ADDED as _ADDED
+from .layout import ALIGNMENT as _ALIGNMENT
+from .layout import BOOLEAN as _BOOLEAN
+from .layout import NO_MASK as _NO_MASK
+from .layout import UNFINISHED as _UNFINISHED
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NO_MASK = tl.constexpr(_NO_MASK)
+BOOLEAN = tl.constexpr(_BOOLEAN)
+ADDED = tl.constexpr(_ADDED)
+ALIGNMENT = tl.constexpr(_ALIGNMENT)
+UNFINISHED = tl.constexpr(_UNFINISHED)
+# Biases below this, but for -inf, would become -inf in units of log 2.
+LOWEST_BIAS = tl.constexpr(-2.0e38)
+EXPONENT_BITS = tl.constexpr(0x7F800000)
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+# A float16 product of a vector with entries up to 2 and a key overflows only beyond 65504 times this.
+HEADROOM = tl.constexpr(16.0)
+
+
+def kernel(function: Any) -> Any:
+    """Return the kernel; its machine code depends on constants and dtypes alone, so that one check is for all of it.
+
+    Numbers have annotations: Triton would compile anew for those that are 1, multiples of 16 or large, and in tuples
+    nothing keeps it from that. Betas and anchors begin anywhere, keys and masks as their orders in `KernelPlan` say,
+    all other tensors at multiples of 16 bytes.
+    """
+    numbers = [name for name, kind in function.__annotations__.items() if kind != "tl.constexpr"]
+    return triton.jit(function, do_not_specialize=[*numbers, "beta", "anchor"])
+
+
+# Addresses.
+
+
+@triton.jit
+def matrix(given, row, number):
+    """The matrix of this number: a pointer, and the step from row to row, with what the compiler is to know of both."""
+    # It sees that products have this factor; `tl.multiple_of` does not outlast the inlining of functions.
+    UNIT: tl.constexpr = ALIGNMENT * 8 // given.memory.dtype.element_ty.primitive_bitwidth
+    return given.memory + tl.load(given.starts + number) // UNIT * UNIT, row.to(tl.int32) // UNIT * UNIT
+
+
+@triton.jit
+def query_tile(N, left, P: tl.constexpr):
+    """The tile of queries of this program: entry of the batch (int64), number, first row, indices, which are left.
+
+    They are listed, or stand side by side, and a status says which are left.
+    """
+    ROWS: tl.constexpr = P.rows
+    DIMS: tl.constexpr = P.dims
+    per_batch = tl.cdiv(N, ROWS)
+    batch = (tl.program_id(0) // per_batch).to(tl.int64)
+    tile = tl.program_id(0) % per_batch
+    if P.causal:
+        tile = per_batch - 1 - tile  # those with the most keys first
+    first = tile * ROWS
+    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    if P.picked:
+        real = first + local < tl.load(left.counts + batch)
+        local = tl.load(left.order + batch * N + first + local, mask=real, other=0)
+        first = 0
+    else:
+        real = first + local < N
+        real = real & (tl.load(left.status + batch * N + first + local, mask=real, other=0) == UNFINISHED)
+    return batch, tile, first, local, dims, real, real[:, None] & (dims < P.dim)[None, :]
+
+
+@triton.jit
+def any_of(truth):
+    """Whether one of them is true."""
+    return tl.max(truth.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def key_tile(keys, start, begin, M, P: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
+    """Rows from `start` on and columns from `begin` on of the `matrix` of keys, zeros beyond the ends."""
+    pointer, row = keys
+    KEYS: tl.constexpr = P.keys
+    local, dims = tl.arange(0, KEYS), begin + tl.arange(0, WIDTH)
+    at = pointer + tl.cast(start, tl.int64) * row + local[:, None] * row + dims[None, :]
+    if TAIL:
+        return tl.load(at, mask=(start + local < M)[:, None] & (dims < P.dim)[None, :], other=0.0)
+    elif P.dim < P.dims:
+        return tl.load(at, mask=(dims < P.dim)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+# Numbers.
+
+
+@triton.jit
+def power_of_two(x):
+    """The largest power of two up to x > 0; 1 where there is none."""
+    below = (x.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    return tl.where(x >= SMALLEST_NORMAL, below, 1.0)
+
+
+@triton.jit
+def narrow(x, P: tl.constexpr):
+    """x in the dtype of products."""
+    if P.precision == "widen":
+        # The interpreter multiplies bfloat16 as if its bits were integers, and cuts instead of rounding.
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)
+    elif P.dtype == "bf16":
+        return x.to(tl.bfloat16)
+    elif P.dtype == "fp16":
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def rounded(x, P: tl.constexpr):
+    """(half, scale) with x ~ half * scale, half in the dtype of products, scale per row."""
+    ROWS: tl.constexpr = P.rows
+    if P.dtype == "fp16":
+        scale = power_of_two(tl.max(tl.abs(x), 1))
+        return narrow(x * (1.0 / scale)[:, None], P), scale
+    else:
+        return narrow(x, P), tl.full([ROWS], 1.0, tl.float32)
+
+
+@triton.jit
+def scaled_back(x, scale, P: tl.constexpr):
+    """The numbers that `rounded` makes of x, which may be some of its columns, as float32."""
+    return narrow(x * (1.0 / scale)[:, None], P).to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def lost(mean, z, scale, b, P: tl.constexpr):
+    """By how much the rounding of z lowers the log-sum-exp, to first order."""
+    if P.dtype == "fp32":
+        return 0.0
+    else:
+        return b * tl.sum(mean * (z - scaled_back(z, scale, P)), 1)
+
+
+@triton.jit
+def product(left, right, total, P: tl.constexpr):
+    """The sum total + left @ right, in float32."""
+    if P.precision == "widen":
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(left, right, total, input_precision=P.precision)
+
+
+@triton.jit
+def meets(left, right, P: tl.constexpr):
+    """The product left @ right.T."""
+    if P.precision == "widen":
+        return tl.dot(left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
+    else:
+        return tl.dot(left, tl.trans(right), input_precision=P.precision)
+
+
+@triton.jit
+def scores_of(rows, k, keys, start, M, P: tl.constexpr, TAIL: tl.constexpr, TURNED: tl.constexpr):
+    """The products rows @ k.T of rows with a tile k of keys, which begins at `start`; k @ rows.T if TURNED.
+
+    rows: in the dtype of products; and in memory, as pointer, offsets, and which there are.
+    """
+    whole, pointer, offsets, real = rows
+    if P.part == P.dims:
+        return meets(k, whole, P) if TURNED else meets(whole, k, P)
+    else:
+        # Registers have no room for whole rows as the three parts of products: they are read again.
+        scores = tl.zeros([k.shape[0], whole.shape[0]] if TURNED else [whole.shape[0], k.shape[0]], tl.float32)
+        for begin in range(0, P.dims, P.part):
+            dims = begin + tl.arange(0, P.part)
+            inside = real[:, None] & (dims < P.dim)[None, :]
+            some = tl.load(pointer + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
+            others = key_tile(keys, start, begin, M, P, P.part, TAIL)
+            left, right = (others, some) if TURNED else (some, others)
+            scores = product(left, tl.trans(right), scores, P)
+        return scores
+
+
+@triton.jit
+def added(rows, cols, pairs, N, M, P: tl.constexpr):
+    """The bias of pairs of rows and columns that broadcast, -inf where the row does not attend to the key.
+
+    pairs: the `matrix` of the mask, the number of the first row among the columns.
+    """
+    of_mask, offset = pairs
+    mask, row = of_mask
+    inside = cols < M
+    allowed = inside
+    if P.causal:
+        allowed = allowed & (cols <= rows + offset)
+    bias = 0.0
+    if P.mask != NO_MASK:
+        offsets = cols
+        if P.mask_rows:
+            offsets = cols + rows.to(tl.int64) * row
+            inside = inside & (rows < N)
+        if P.mask == BOOLEAN:
+            allowed = allowed & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+        else:
+            given = tl.load(mask + offsets, mask=inside, other=0.0).to(tl.float32)
+            bias = tl.where(given < LOWEST_BIAS, LOWEST_BIAS, given) * LOG2E
+            allowed = allowed & (given != float("-inf"))
+    return tl.where(allowed, bias, float("-inf"))
+
+
+@triton.jit
+def exponents(scores, by, bias, shift):
+    """by * scores + bias - shift, -inf where the bias is, whatever the score."""
+    return tl.where(bias == float("-inf"), bias, tl.fma(scores, by, bias - shift))
+
+
+@triton.jit
+def one(M):
+    """1.0, in a way that the compiler cannot fold.
+
+    A sum that a loop only adds to stays under way in the tensor cores from one turn to the next, and the assembler then
+    runs all products of the loop one after the other. Scaling the sum makes it arrive before they begin.
+    """
+    return tl.where(M > 0, 1.0, 0.0)
