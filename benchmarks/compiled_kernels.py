@@ -247,22 +247,23 @@ def _tool(option: str, code: bytes) -> str:
 
 
 def loop_of(text: str) -> dict[str, int]:
-    """Count the instructions of the first innermost loop that multiplies matrices, and the spills of all of them.
+    """Count the instructions of the first innermost loop that multiplies matrices, and the most spills of one of them.
 
-    The first is the one over whole tiles of keys. Without such a loop there is nothing to count.
+    The first is one over whole tiles of keys. Without such a loop there is nothing to count.
     """
     listed = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
-    loops = []
+    loops: dict[tuple[int, int], list[str]] = {}
     for at, code in listed:
         jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", code)
-        if jump is not None and int(jump[1], 16) <= at:
-            loops.append((int(jump[1], 16), at))
-    bodies = [
-        [code for at, code in listed if first <= at <= last] for first, last in sorted(loops, key=lambda loop: loop[1])
-    ]
-    bodies = [body for body in bodies if _count(body, COUNTED["tensor"])]
-    if not bodies:
+        if jump is not None and (first := int(jump[1], 16)) <= at:
+            body = [code for place, code in listed if first <= place <= at]
+            # Inner loops end first.
+            within = any(first <= begin and end <= at for begin, end in loops)
+            if _count(body, COUNTED["tensor"]) and not within:
+                loops[first, at] = body
+    if not loops:
         return {}
+    bodies = list(loops.values())
     counted = {name: _count(bodies[0], begins) for name, begins in COUNTED.items()}
     spills = max(_count(body, COUNTED["spills"]) for body in bodies)
     return {"instructions": len(bodies[0]), **counted, "spills": spills}

@@ -74,6 +74,9 @@ def test_the_committed_loops_for_an_h100_stay_in_registers():
     # Products of float32 in three parts take more registers than there are.
     assert all("float32-128" in name for name in spilled), spilled
     assert all(row["loop"]["spills"] < 0.05 * row["loop"]["instructions"] for row in loops if row["dim"] <= 64)
+    # Where the assembler runs the products of a loop one after the other, each has a barrier.
+    serialized = {row["name"] for row in loops if row["loop"]["barriers"] >= row["loop"]["tensor"]}
+    assert serialized == set()
     # The numbers of a step are in registers.
     assert {row["kernel"] for row in steps} == set(compiled_kernels.STEPS)
     assert all(row["stack"] == 0 and not row["loop"] for row in steps)
