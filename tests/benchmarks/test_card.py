@@ -77,7 +77,7 @@ def dry(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for shown in ("1 of 1 right", "2 passed; failed: none", "ours / SDPA", "EVALUATION", "evaluate, D 64"):
+    for shown in ("1 of 1 right", "2 passed; failed: none", "ours / SDPA", "torch / ours", "evaluate, D 64"):
         assert shown in done.stdout[-12_000:], shown
     assert [file.name for file in out.iterdir()] == ["rows.jsonl"]
     return out / "rows.jsonl"
