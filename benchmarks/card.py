@@ -49,7 +49,16 @@ from .problems import ATOL, Data, Setting, Shape, draw, evidence, exact_adjoint,
 from .targets import Row
 
 #: The parts in their order, and the second of the call after which no row of each is begun.
-PARTS = {"ceilings": 25, "smoke": 45, "tests": 130, "attention": 285, "targets": 345, "block": 385, "tiles": 395}
+PARTS = {
+    "ceilings": 25,
+    "smoke": 45,
+    "tests": 130,
+    "attention": 270,
+    "evaluation": 285,
+    "targets": 345,
+    "block": 385,
+    "tiles": 395,
+}
 #: The second from which on nothing is begun: problems of the main table that were late have until then.
 END = 390
 #: Seconds after which a row is broken off; a rival that is expected to take more than RIVAL is not called.
@@ -58,6 +67,17 @@ LONGEST, RIVAL = 15.0, 1.5
 NO_KERNEL, AGAIN = 3, 75
 #: Each contender is timed in so many turns; seconds of all its turns together, and of one.
 ROUNDS, SECONDS, TURN = 3, 0.4, 0.02
+#: Precisions of keys, those first that matter most.
+DTYPES = ("bfloat16", "float32", "float16")
+#: By device torch's operations that give the log-sum-exp beside the mean, and what they take behind the values.
+TORCHS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cuda": {
+        "flash": ("_scaled_dot_product_flash_attention",),
+        "efficient": ("_scaled_dot_product_efficient_attention", None, True),
+        "cudnn": ("_scaled_dot_product_cudnn_attention", None, True),
+    },
+    "cpu": {"flash": ("_scaled_dot_product_flash_attention_for_cpu",)},
+}
 #: Queries times sets of the main table; the longest where rivals run beside us; evaluations at which they give up.
 QUERIES, RIVALS_TO, CAP = 2**18, 2**14, 100
 #: Of longer problems the gradient is checked for so many queries, and not for keys.
@@ -66,7 +86,7 @@ CHECKED = 2048
 BUDGET, PRODUCTS, PLAIN_STEPS = 8, (2, 10), 3
 #: Lengths that G5 tries until one does not fit, and the one from where on memory is fitted.
 LENGTHS, FIT_LENGTH = tuple(2**power for power in range(14, 19)), 2**15
-#: Tiles of the solve to try beside those in use, by head dimension, for keys in half precision.
+#: Tiles of evaluations to try beside those in use, by head dimension, for keys in half precision.
 CANDIDATES = {
     64: (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3)),
     128: (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
@@ -84,7 +104,11 @@ OTHER_TESTS = (
 
 
 class Smoke(NamedTuple):
-    """Queries, keys, head dimension, precision, and how queries choose keys."""
+    """Queries, keys, head dimension, precision, and how queries choose keys.
+
+    "masked": by one mask for all queries; "pairs": by one for each. But for these, queries that fill more than a tile
+    are listed when others have ended.
+    """
 
     rows: int
     count: int
@@ -102,15 +126,15 @@ SMOKE = (
     Smoke(300, 300, 64, "bfloat16", "plain"),
     Smoke(37, 300, 128, "bfloat16", "causal"),
     Smoke(300, 37, 256, "bfloat16", "masked"),
-    Smoke(300, 300, 64, "bfloat16", "gathered"),
+    Smoke(300, 300, 64, "bfloat16", "pairs"),
     Smoke(1, 16, 17, "float16", "plain"),
     Smoke(16, 5, 80, "float16", "causal"),
     Smoke(300, 300, 160, "float16", "masked"),
-    Smoke(5, 1, 64, "float16", "gathered"),
+    Smoke(5, 1, 64, "float16", "plain"),
     Smoke(16, 16, 256, "float16", "plain"),
     Smoke(300, 16, 17, "float32", "causal"),
     Smoke(37, 300, 128, "float32", "masked"),
-    Smoke(300, 300, 80, "float32", "gathered"),
+    Smoke(300, 300, 80, "float32", "plain"),
 )
 
 
@@ -135,11 +159,26 @@ class Scale:
         lengths = (1024, 4096, 16384, 65536)
         return tuple(
             self.setting(dim, length, QUERIES // length, dtype, causal=causal)
-            for dtype in ("bfloat16", "float32", "float16")
+            for dtype in DTYPES
             for causal in (False, True)
             for dim in (64, 128)
             for length in (lengths[:3] if dtype == "float32" else lengths)
         )
+
+    def short(self) -> tuple[Setting, ...]:
+        """Problems of which launches are the larger part: few queries over few keys, and one over more."""
+        if self.dry:
+            return (self.setting(16, 1, 2, "float32", num_keys=20),)
+        sizes = ((64, 64), (1, 512))
+        return tuple(
+            self.setting(64, length, 8, dtype, num_keys=count) for dtype in DTYPES[:2] for length, count in sizes
+        )
+
+    def evaluations(self) -> tuple[Setting, ...]:
+        """The problems of one evaluation."""
+        if self.dry:
+            return tuple(self.setting(16, 20, 2, dtype) for dtype in ("bfloat16", "float32"))
+        return tuple(self.setting(dim, 4096, 64, dtype) for dtype in DTYPES for dim in (64, 128))
 
     def setting(
         self, dim: int, length: int, heads: int, dtype: str, *, anchor: float = 0.5, sharpness: float = 2.0, **more: Any
@@ -147,7 +186,7 @@ class Scale:
         """A problem on the device, to the tolerance that people ask of its precision."""
         finest = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3}[dtype]
         rtol = 1e-2 if self.dry and dtype != "float32" else finest
-        shape = Shape(more.pop("batch", 1), heads, length, dim)
+        shape = Shape(more.pop("batch", 1), heads, length, dim, more.pop("num_keys", None))
         return Setting("gaussian", sharpness, anchor, shape, dtype=dtype, device=self.device, rtol=rtol, **more)
 
     def target(self, dim: int, **options: Any) -> Setting:
@@ -207,7 +246,8 @@ class Rows:
                 late.append(name)
                 continue
             self.begun.write_text(json.dumps({"part": part, "name": name}))
-            row = filled(job)
+            # The interpreter takes its time.
+            row = filled(job, LONGEST * (20 if self.scale.dry else 1))
             self.add({"part": part, "name": name, **row})
             self.begun.unlink()
             print(f"[{time.time() - self.began:3.0f} s] {part}: {name}: {told(row)}", flush=True)
@@ -223,11 +263,11 @@ class Rows:
             print(f"{part}: skipped, as its time was over: {', '.join(late)}", flush=True)
 
 
-def filled(job: Callable[[Row], None]) -> Row:
-    """The row of a job, up to where it failed or took too long."""
+def filled(job: Callable[[Row], None], longest: float) -> Row:
+    """The row of a job, up to where it failed or took more than so many seconds."""
     begin, row = time.perf_counter(), Row()
     try:
-        with alarm(LONGEST):
+        with alarm(longest):
             job(row)
     except Exception as error:
         row["error"] = short(error)
@@ -376,16 +416,15 @@ def smoked(case: Smoke, device: str) -> Row:
     def empty(size: int) -> Tensor:
         return torch.empty(2, size, case.dim, dtype=getattr(torch, case.dtype), device=device)
 
-    mask = torch.ones(2, 1, case.count, dtype=torch.bool, device=device) if case.kind == "masked" else None
+    each = {"masked": 1, "pairs": case.rows}.get(case.kind)
+    mask = None if each is None else torch.ones(2, each, case.count, dtype=torch.bool, device=device)
     kind = Attention.of(empty(case.rows), empty(case.count), 1.0, 1.0, mask, 0 if case.kind == "causal" else None)
     small = trust.small_problem(kind, case.rows, case.count)
-    ends = (1, 2, 3, 5) if case.kind == "gathered" else ()
 
     def adjoint(problem: Attention, state: Tensor, g: Tensor, there: Any, rule: AdjointRule) -> Any:
         return solve_adjoint(problem, state, g, there.mean, there.logsumexp, rule)
 
-    solved = functools.partial(solve, ends=ends)
-    errors = {**trust.solve_errors(small, solved), **trust.adjoint_errors(small, solve, adjoint)}
+    errors = {**trust.solve_errors(small, solve), **trust.adjoint_errors(small, solve, adjoint)}
     wrong = [name for name, (error, allowed) in errors.items() if not error <= allowed]
     return {"errors": errors, **({"error": f"wrong: {', '.join(wrong)}"} if wrong else {})}
 
@@ -399,11 +438,9 @@ def one_smoke(file: Path, scale: Scale, index: int) -> None:
     part = file.with_suffix(".part")
     part.write_text(json.dumps(row))
     part.rename(file)
-    kinds = list(dict.fromkeys((s.shape.dim, s.dtype, s.causal) for s in scale.attention()))[index :: len(scale.smoke)]
-    # Longer ones have the kernels of 4096, which gather queries.
-    for setting in (s for s in scale.attention() if s.shape.length <= 4096):
-        if (setting.shape.dim, setting.dtype, setting.causal) not in kinds:
-            continue
+    # Longer ones have the kernels of the shortest.
+    kinds = {(s.shape.dim, s.dtype, s.causal): s for s in reversed(scale.attention())}
+    for setting in [*kinds.values(), *scale.short()][index :: len(scale.smoke)]:
         with contextlib.suppress(Exception):
             data = draw(setting, on=scale.device)
             training_step(data, functools.partial(by_kernel, data))()
@@ -674,6 +711,52 @@ def fastest(times: dict[str, Timing], ours: str) -> float | None:
     return min(rivals) / times[ours].median if rivals and ours in times else None
 
 
+# One evaluation.
+
+
+def evaluations(scale: Scale) -> Iterator[tuple[str, Callable[[Row], None]]]:
+    for setting in scale.evaluations():
+        yield title(setting), functools.partial(beside_torch, setting)
+
+
+def beside_torch(setting: Setting, row: Row) -> None:
+    """Mean and log-sum-exp of all queries, by our kernel and by torch's operations: seconds, and errors of both."""
+    begun(row, "torch / ours", setting)
+    # States are float32, as a solve has them; torch's operations take them in the precision of the keys.
+    data = draw(dataclasses.replace(setting, dtype="float32"), on=setting.device)
+    data = data._replace(setting=setting, keys=data.keys.to(getattr(torch, setting.dtype)))
+    functions: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"ours": evaluation(data, data.queries)}
+    for name, (operation, *more) in TORCHS[torch.device(setting.device).type].items():
+        functions[name] = functools.partial(by_operation, operation, more, data)
+    first = {}
+    for name, function in list(functions.items()):
+        try:
+            _, first[name] = once(function, setting.device)
+        except (RuntimeError, AttributeError) as error:
+            row["evidence"][name] = {"error": short(error)}
+            del functions[name]
+    times = in_turns(functions, first, setting.device)
+    row["seconds"] = {name: dataclasses.asdict(timing) for name, timing in times.items()}
+    z, keys = (t[-1, -1].double() for t in (data.queries, data.keys))
+    scores = setting.beta * z @ keys.mT
+    mean, logsumexp = scores.softmax(-1) @ keys, scores.logsumexp(-1)
+    for name, function in functions.items():
+        found, level = (t[-1, -1].double() for t in function())
+        row["evidence"][name] = {
+            "mean_error": float(((found - mean).norm(dim=-1) / mean.norm(dim=-1)).max()),
+            # Some of torch's are padded.
+            "logsumexp_error": float((level.flatten()[: len(logsumexp)] - logsumexp).abs().max()),
+        }
+    row["ratios"]["torch / ours"] = fastest(times, "ours")
+
+
+def by_operation(operation: str, more: list[object], data: Data) -> tuple[Tensor, Tensor]:
+    """The same by an operation of torch, which takes `more` behind the values."""
+    z, keys = data.queries.to(data.keys.dtype), data.keys
+    mean, logsumexp, *_ = getattr(torch.ops.aten, operation)(z, keys, keys, *more, scale=data.setting.beta)
+    return mean, logsumexp
+
+
 # The targets of a card.
 
 
@@ -698,6 +781,31 @@ def as_problem(data: Data) -> Attention:
     return Attention(data.queries, data.keys, s.beta, s.anchor, first=0 if s.causal else None)
 
 
+def over_keys(data: Data, kind: str, state: Tensor, *given: Tensor) -> Callable[[], None]:
+    """One launch of a kernel over the keys for all queries: "evaluate" or "product", of what `OverKeys` takes."""
+    from implicit_attention.kernels.triton.attend import OverKeys
+    from implicit_attention.kernels.triton.layout import KernelLayout, Left, in_memory
+
+    problem = in_memory(as_problem(data))
+    found = KernelLayout.of(problem)
+    assert found is not None
+    kernel = OverKeys(problem, found, kind)
+    left = Left(problem, torch.empty(state.shape[:-1], dtype=torch.int8, device=state.device), kernel.chosen)
+    return functools.partial(kernel, left, state, *given)
+
+
+def evaluation(data: Data, state: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The means and log-sum-exps of the states by our kernel, the latter from the second call on by those before."""
+    mean, logsumexp = torch.empty_like(state), state.new_full(state.shape[:-1], torch.nan)
+    launched = over_keys(data, "evaluate", state, mean, logsumexp)
+
+    def called() -> tuple[Tensor, Tensor]:
+        launched()
+        return mean, logsumexp
+
+    return called
+
+
 def solved_by_triton(data: Data, initial: Tensor, rule: FusedRule) -> Any:
     return solve_by_kernel(as_problem(data), initial, rule, "triton", mean=True)
 
@@ -706,13 +814,6 @@ def fused(data: Data, rtol: float, max_steps: int) -> Any:
     """A solve as the kernel alone makes it; with rtol 0 exactly `max_steps` steps."""
     rule = FusedRule(rtol, 0.0, max_steps, PLAIN_STEPS)
     return solved_by_triton(data, data.queries.float(), rule)
-
-
-def not_gathered(data: Data) -> Any:
-    """The same where tiles wait for their slowest query: what launches cost beside that."""
-    from implicit_attention.kernels.triton.solve import solve
-
-    return solve(as_problem(data), data.queries.float(), FusedRule(data.setting.rtol, 0.0, 100, PLAIN_STEPS), ())
 
 
 def rotation(setting: Setting) -> list[Data]:
@@ -753,15 +854,18 @@ def begun(row: Row, ratio: str, setting: Any) -> None:
 
 
 def per_evaluation(setting: Setting, row: Row) -> None:
-    """G1: one evaluation of the kernel, from a fixed budget, in forwards of SDPA."""
+    """G1: one evaluation and the step behind it, from a fixed budget, in forwards of SDPA; the evaluation alone."""
     begun(row, "G1", setting)
     copies = rotation(setting)
     found = fused(copies[0], 0.0, BUDGET)
-    times = against_sdpa(copies, {"fused": lambda data: fused(data, 0.0, BUDGET)}, row)
+    launches = {id(data): evaluation(data, data.queries.float()) for data in copies}
+    functions = {"fused": lambda data: fused(data, 0.0, BUDGET), "evaluate": lambda data: launches[id(data)]()}
+    times = against_sdpa(copies, functions, row)
     evaluations = float(found.num_evals.double().mean())
     row["evidence"]["fused"] = evidence(last_head(copies[0]), found.state[-1:, -1:])
     row["evidence"]["fused"]["evaluations_mean"] = evaluations
     row["ratios"]["G1"] = times["fused"].median / evaluations / times["sdpa"].median
+    row["ratios"]["G1 alone"] = quotient(times, "evaluate", "sdpa")
 
 
 def solved(setting: Setting, row: Row) -> None:
@@ -769,8 +873,7 @@ def solved(setting: Setting, row: Row) -> None:
     begun(row, "G2", setting)
     copies = rotation(setting)
     found = fused(copies[0], setting.rtol, 100)
-    functions = {"fused": lambda data: fused(data, setting.rtol, 100), "not gathered": not_gathered}
-    times = against_sdpa(copies, functions, row)
+    times = against_sdpa(copies, {"fused": lambda data: fused(data, setting.rtol, 100)}, row)
     checked = evidence(last_head(copies[0]), found.state[-1:, -1:])
     row["evidence"]["fused"] = {**checked, "evaluations_mean": float(found.num_evals.double().mean())}
     if checked["converged"] >= CONVERGED:
@@ -778,7 +881,7 @@ def solved(setting: Setting, row: Row) -> None:
 
 
 def per_product(setting: Setting, row: Row) -> None:
-    """G3: one product of the adjoint solve in forwards of SDPA, from what more of them take."""
+    """G3: one product and the step behind it in forwards of SDPA, from what more of them take; the product alone."""
     from implicit_attention.kernels.triton.adjoint import solve_adjoint
 
     begun(row, "G3", setting)
@@ -792,7 +895,12 @@ def per_product(setting: Setting, row: Row) -> None:
 
     few, many = (functools.partial(products, most=most) for most in PRODUCTS)
     made = [float(function(copies[0]).num_steps.double().mean()) for function in (few, many)]
-    times = against_sdpa(copies, {"few": few, "many": many}, row)
+    launches = {}
+    for data in copies:
+        at, g = there[id(data)], data.cotangent.float()
+        given = states[id(data)], at.mean, at.logsumexp, g, torch.empty_like(g)
+        launches[id(data)] = over_keys(data, "product", *given)
+    times = against_sdpa(copies, {"few": few, "many": many, "product": lambda data: launches[id(data)]()}, row)
     head = (-1, -1)
     z, keys, g = (t[head].double() for t in (states[id(copies[0])], copies[0].keys, copies[0].cotangent))
     exact, _ = exact_adjoint(setting, z, keys, g)
@@ -801,7 +909,7 @@ def per_product(setting: Setting, row: Row) -> None:
     row["evidence"]["fused"] = {"products": made, "gradient_error": error}
     if error <= GRADIENT_ERROR[setting.dtype]:
         seconds = (times["many"].median - times["few"].median) / (made[1] - made[0])
-        row["ratios"]["G3"] = seconds / times["sdpa"].median
+        row["ratios"] |= {"G3": seconds / times["sdpa"].median, "G3 alone": quotient(times, "product", "sdpa")}
 
 
 def step(setting: Setting, row: Row) -> None:
@@ -947,11 +1055,11 @@ def looked_at(data: block_equilibrium.Data, forward: Callable[[torch.nn.Module],
 
 def tiles(scale: Scale) -> Iterator[tuple[str, Callable[[Row], None]]]:
     for dim, candidates in list(CANDIDATES.items())[: 1 if scale.dry else None]:
-        yield f"solve, D {dim}", functools.partial(try_tiles, dim, candidates[: 1 if scale.dry else None], scale)
+        yield f"evaluate, D {dim}", functools.partial(try_tiles, dim, candidates[: 1 if scale.dry else None], scale)
 
 
 def try_tiles(dim: int, candidates: tuple[Tiles, ...], scale: Scale, row: Row) -> None:
-    """The tiles in use of the solve and others: seconds by each, which is checked before it is timed."""
+    """Evaluations by the tiles in use and by others: seconds of a budget, which is checked before it is timed."""
     sizes = {"length": 20, "sets": 1} if scale.dry else {"length": 4096, "sets": 64}
     row |= {"dim": dim, "tiles": tile_rows(dim, candidates, scale.device, **sizes)}
 
@@ -961,7 +1069,7 @@ def tile_rows(dim: int, candidates: Iterable[Tiles], device: str, *, length: int
     data = draw(Setting("gaussian", 2.0, 0.5, Shape(1, sets, length, dim), dtype="bfloat16", device=device), on=device)
     functions: dict[str, Callable[[], Any]] = {}
     first, refused = {}, {}
-    for tile in dict.fromkeys((layout.TILES["solve", True][dim], *candidates)):
+    for tile in dict.fromkeys((layout.TILES["evaluate", True][dim], *candidates)):
         name = ", ".join(map(str, tile))
         function = functools.partial(with_tiles, dim, tile, functools.partial(fused, data, 0.0, BUDGET))
         try:
@@ -977,8 +1085,8 @@ def tile_rows(dim: int, candidates: Iterable[Tiles], device: str, *, length: int
 
 
 def with_tiles(dim: int, tile: Tiles, run: Callable[[], Any]) -> Any:
-    """What a call gives while the solve has these tiles for heads of this dimension."""
-    table = layout.TILES["solve", True]
+    """What a call gives while evaluations have these tiles for heads of this dimension."""
+    table = layout.TILES["evaluate", True]
     before, table[dim] = table[dim], tile
     try:
         return run()
@@ -1000,17 +1108,20 @@ def run(out: Path, scale: Scale) -> None:
         smoke.collect("tests")
         smoke.end()
     main_table = [
-        (title(s), functools.partial(attention, s, rivals=math.inf if scale.dry else RIVAL)) for s in scale.attention()
+        (title(s), functools.partial(attention, s, rivals=math.inf if scale.dry else RIVAL))
+        for s in (*scale.short(), *scale.attention())
     ]
     rows.measure("attention", main_table)
-    for part, jobs in (("targets", targets(scale)), ("block", blocks(scale)), ("tiles", tiles(scale))):
-        rows.skip(part, rows.measure(part, jobs))
+    parts = {"evaluation": evaluations, "targets": targets, "block": blocks, "tiles": tiles}
+    for part, jobs in parts.items():
+        rows.skip(part, rows.measure(part, jobs(scale)))
     rows.skip("attention", rows.measure("attention", main_table, until=END))
 
 
 def title(setting: Setting) -> str:
     shape, causal = setting.shape, ", causal" if setting.causal else ""
-    return f"N {shape.length}, D {shape.dim}, {setting.dtype}{causal}"
+    keys = "" if shape.num_keys is None else f", M {shape.num_keys}"
+    return f"N {shape.length}{keys}, D {shape.dim}, {setting.dtype}{causal}"
 
 
 def main(

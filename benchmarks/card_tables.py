@@ -17,12 +17,16 @@ NOTES = (
     "1e-3, float32: 1e-4), by `hopfield_solve` in the precision of the keys, over one explicit step by torch's fastest "
     "kernel; in float32: by `equilibrium_attention`, which computes so whatever its inputs are. torchdeq (the faster "
     "of its two solvers) and unrolled steps solve the same beside us up to 16k keys, where that is expected to take "
-    "less than 1.5 s, with states in float32 and the explicit steps of that fastest kernel.",
+    "less than 1.5 s, with states in float32 and the explicit steps of that fastest kernel. Short ones have 8 sets: "
+    "launches are the larger part.",
     "One head of every answer is checked in float64: largest relative residual, and the error of the gradient (beyond "
     "16k keys of 2,048 queries). A wrong answer of ours has no ratio.",
+    "Evaluation: mean and log-sum-exp of float32 states, 64 sets of 4096 queries and keys; torch's operations take the "
+    "states in the precision of the keys. Errors: the largest against float64, of means relative to their length. In "
+    "float32 ours shifts scores by the log-sum-exp before, as from the second evaluation of a solve on.",
     "G rows: B 4, H 16, N = M = 4096, bfloat16; of G1 to G3 inputs are rotated past the cache of the card. G1: an "
-    "evaluation of 8 steps; G2: anchor 0, mean evaluations; G3: what more products of the adjoint solve take; G4: "
-    "anchor .5.",
+    "evaluation of 8 steps; G2: anchor 0, mean evaluations; G3: what more products of the adjoint solve take; both "
+    "with the step behind them, and `alone` without it; G4: anchor .5.",
     "Medians of events of the device, in turns. * : a case of the kernel fails in the tests of the same call.",
 )
 
@@ -74,7 +78,14 @@ def marks(run: Document) -> dict[str, str]:
 def tables(run: Document) -> list[Table]:
     """One table for every part that has rows."""
     made = [_checks(run)]
-    for part, table in (("attention", _attention), ("targets", _targets), ("block", _blocks), ("tiles", _tiles)):
+    parts = {
+        "attention": _attention,
+        "evaluation": _evaluations,
+        "targets": _targets,
+        "block": _blocks,
+        "tiles": _tiles,
+    }
+    for part, table in parts.items():
         if rows := of_part(run, part):
             made.append(table(run, rows))
     return made
@@ -133,6 +144,26 @@ def _attention(run: Document, rows: list[Row]) -> Table:
             ]
         )
     return Table("attention", "ATTENTION: fixed points beside one explicit step:", header, lines)
+
+
+def _evaluations(run: Document, rows: list[Row]) -> Table:
+    header = ["problem", "by", "ms", "torch / ours", "error of the mean", "of the log-sum-exp"]
+    lines = []
+    for row in rows:
+        seconds, ratio = row.get("seconds", {}), row.get("ratios", {}).get("torch / ours")
+        found = row.get("evidence") or {"ours": {"error": row.get("error", "-")}}
+        for name, each in found.items():
+            lines.append(
+                [
+                    row["name"] + (f" ({each['error']})" if "error" in each else ""),
+                    name,
+                    number(1000 * seconds[name]["median"] if name in seconds else None),
+                    number(ratio if name == "ours" else None),
+                    *(f"{each[key]:.0e}" if key in each else "-" for key in ("mean_error", "logsumexp_error")),
+                ]
+            )
+    intro = "EVALUATION: mean and log-sum-exp of all queries, by our kernel and torch's operations:"
+    return Table("evaluation", intro, header, lines)
 
 
 def _targets(run: Document, rows: list[Row]) -> Table:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ ARCHES = {
 }
 #: The compilers whose runs the tables show: that of constraints.txt, and that of torch 2.11, which cards run.
 TRITONS = ("3.9.0", "3.6.0")
+#: Kernels with a loop over the keys, and the steps between two of those loops.
 KERNELS = {"evaluate": "_attend_kernel", "product": "_attend_kernel", "keys": "_keys_kernel"}
+STEPS = {"step": "_step_kernel", "conjugate": "_conjugate_kernel"}
 DIMS = {"bfloat16": (32, 64, 128, 256), "float16": (32, 64, 128, 256), "float32": (32, 64, 128)}
 #: Of queries: all keys, those up to its own place, those that a mask allows.
 KINDS = ("plain", "causal", "masked")
@@ -47,8 +50,8 @@ COUNTED = {
 }
 NOTES = (
     "A kernel in the tiles of a large problem, as the compiler of that Triton makes it; no GPU took part. `stack`: "
-    "bytes per thread in local memory, and `spills`, how often the loop over the keys goes there: once per tile. "
-    "Programs: of one multiprocessor, by registers, warps and shared memory.",
+    "bytes per thread in local memory, and `spills`, how often a loop over the keys goes there: once per tile. "
+    "Programs: of one multiprocessor, by registers, warps and shared memory. A step has queries and no loop.",
 )
 
 
@@ -71,27 +74,36 @@ class Case:
         return cls(kernel, dtype, int(dim), kind)
 
 
-CASES = tuple(
-    Case(kernel, dtype, dim, kind)
-    for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
-    for dim, kind in itertools.product(dims, KINDS)
+CASES = (
+    *(
+        Case(kernel, dtype, dim, kind)
+        for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
+        for dim, kind in itertools.product(dims, KINDS)
+    ),
+    # Steps are in float32 for all keys, and see neither keys nor masks.
+    *(Case(step, "bfloat16", dim, "plain") for step, dim in itertools.product(STEPS, DIMS["bfloat16"])),
 )
-#: GPUs for which only the plain cases are compiled.
-PLAIN = ("sm_100a",)
 
 
 def rows_for(arch: str, cases: Iterable[Case], progress: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """The row of every case, compiled by kernel and precision in a fresh process each."""
-    rows: list[Row] = []
-    for _, group in itertools.groupby(cases, lambda case: (case.kernel, case.dtype)):
-        names = [case.name for case in group]
-        found = apart("benchmarks.compiled_kernels", arch, *names, variables={"TRITON_INTERPRET": "0"})
-        if "error" in found:
-            raise RuntimeError(f"the kernels could not be compiled for {arch}: {found['error']}")
-        for name in names:
-            rows.append({"name": name, "metric": "COMPILED", **dataclasses.asdict(Case.of(name)), **found[name]})
-            progress(rows[-1])
-    return rows
+    """The row of every case, compiled by precision and head dimension in a fresh process each, two at once."""
+    cases = list(cases)
+    groups: dict[tuple[str, int], list[str]] = {}
+    for case in cases:
+        groups.setdefault((case.dtype, case.dim), []).append(case.name)
+
+    def compiling(names: list[str]) -> dict[str, Any]:
+        return apart("benchmarks.compiled_kernels", arch, *names, variables={"TRITON_INTERPRET": "0"})
+
+    rows: dict[str, Row] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for names, found in zip(groups.values(), pool.map(compiling, groups.values()), strict=True):
+            if "error" in found:
+                raise RuntimeError(f"the kernels could not be compiled for {arch}: {found['error']}")
+            for name in names:
+                rows[name] = {"name": name, "metric": "COMPILED", **dataclasses.asdict(Case.of(name)), **found[name]}
+                progress(rows[name])
+    return [rows[case.name] for case in cases]
 
 
 def told(row: Row) -> str:
@@ -103,7 +115,7 @@ def run(arch: str, out: Path, progress: Callable[[Row], None]) -> tuple[dict[str
     """Compile every case for `arch` and write the rows into the folder."""
     from .environment import environment
 
-    rows = rows_for(arch, (case for case in CASES if case.kind == "plain" or arch not in PLAIN), progress)
+    rows = rows_for(arch, CASES, progress)
     where = {**environment(), "arch": arch}
     options = {"metrics": ["COMPILED"], "repeats": 1, "settings": len(rows)}
     made = document(f"kernels_{arch}", rows, (), complete=True, quick=False, options=options, where=where)
@@ -127,16 +139,16 @@ def tables(run: dict[str, Any]) -> list[Table]:
     lines = [
         [
             row["kernel"],
-            row["dtype"],
+            row["dtype"] if row["loop"] else "-",
             str(row["dim"]),
-            row["kind"],
-            f"{row['rows']} x {row['keys']}",
+            row["kind"] if row["loop"] else "-",
+            f"{row['rows']} x {row['keys']}" if row["loop"] else str(row["rows"]),
             f"{row['warps']}, {row['stages']}",
             str(row["registers"]),
             str(row["stack"]),
             f"{row['shared'] / 1024:.0f}",
             str(row["programs"]),
-            *(str(row["loop"][name]) for name in ("instructions", *COUNTED)),
+            *(str(row["loop"].get(name, "-")) for name in ("instructions", *COUNTED)),
         ]
         for row in run["rows"]
     ]
@@ -173,6 +185,8 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from implicit_attention.kernels.triton.layout import Left
+
     driver.set_active(Card(ARCHES[arch][0]))
     launch, made = JITFunction.run, {}
 
@@ -180,11 +194,13 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
         made[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
     JITFunction.run = only_compile
-    found = {}
+    # Nothing runs that could end.
+    Left.next = lambda left: True  # type: ignore[method-assign, assignment]
+    names, found = KERNELS | STEPS, {}
     for case in cases:
         made.clear()
         chosen = _call(case)
-        found[case.name] = chosen._asdict() | _measured(made[KERNELS[case.kernel]], chosen.warps, arch)
+        found[case.name] = chosen._asdict() | _measured(made[names[case.kernel]], chosen.warps, arch)
     return found
 
 
@@ -193,18 +209,18 @@ def _call(case: Case) -> Any:
     from implicit_attention._fused_rule import FusedRule
     from implicit_attention.kernels.problem import AdjointRule, Attention
     from implicit_attention.kernels.triton.adjoint import solve_adjoint
-    from implicit_attention.kernels.triton.layout import tiles
+    from implicit_attention.kernels.triton.layout import step_tiles, tiles
     from implicit_attention.kernels.triton.solve import solve
 
     x = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype))
     mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None
     problem = Attention.of(x, x, 1.0, 0.5, mask, first=0 if case.kind == "causal" else None)
-    if case.kernel == "evaluate":
-        solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
+    if case.kernel in ("evaluate", "step"):
+        solve(problem, x, FusedRule(1e-3, 0.0, 1, 1))
     else:
         z = x.float()
-        solve_adjoint(problem, z, z, z, z[..., 0].contiguous(), AdjointRule(1e-2, 10))
-    return tiles(case.kernel, problem)
+        solve_adjoint(problem, z, z, z, z[..., 0].contiguous(), AdjointRule(1e-2, 1))
+    return step_tiles(problem) if case.kernel in STEPS else tiles(case.kernel, problem)
 
 
 def _measured(kernel: Any, warps: int, arch: str) -> Row:
@@ -231,22 +247,26 @@ def _tool(option: str, code: bytes) -> str:
 
 
 def loop_of(text: str) -> dict[str, int]:
-    """Count the instructions of the first innermost loop that multiplies matrices, and the spills of all of them.
+    """Count the instructions of the first innermost loop that multiplies matrices, and the most spills of one of them.
 
-    The first is the one over whole tiles of keys.
+    The first is one over whole tiles of keys. Without such a loop there is nothing to count.
     """
     listed = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
-    loops = []
+    loops: dict[tuple[int, int], list[str]] = {}
     for at, code in listed:
         jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", code)
-        if jump is not None and int(jump[1], 16) <= at:
-            loops.append((int(jump[1], 16), at))
-    bodies = [
-        [code for at, code in listed if first <= at <= last] for first, last in sorted(loops, key=lambda loop: loop[1])
-    ]
-    bodies = [body for body in bodies if _count(body, COUNTED["tensor"])]
+        if jump is not None and (first := int(jump[1], 16)) <= at:
+            body = [code for place, code in listed if first <= place <= at]
+            # Inner loops end first.
+            within = any(first <= begin and end <= at for begin, end in loops)
+            if _count(body, COUNTED["tensor"]) and not within:
+                loops[first, at] = body
+    if not loops:
+        return {}
+    bodies = list(loops.values())
     counted = {name: _count(bodies[0], begins) for name, begins in COUNTED.items()}
-    return {"instructions": len(bodies[0]), **counted, "spills": max(_count(body, COUNTED["spills"]) for body in bodies)}
+    spills = max(_count(body, COUNTED["spills"]) for body in bodies)
+    return {"instructions": len(bodies[0]), **counted, "spills": spills}
 
 
 def _count(body: list[str], begins: tuple[str, ...]) -> int:

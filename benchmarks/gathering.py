@@ -1,12 +1,13 @@
 """GATHERING: the evaluations that tiles of the Triton kernels make for queries that have ended, without a GPU.
 
-A tile makes evaluations until its slowest query has ended. Numbers of evaluations are recorded in solves on this
-machine; how many tiles make how many of them follows by the rule of the kernels.
+A tile whose queries stand side by side makes evaluations until its slowest one has ended. Numbers of evaluations are
+recorded in solves on this machine; how many tiles make how many of them follows by the rule of the kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,23 @@ from .targets import Row
 SHAPE, RTOL, MAX_STEPS = Shape(1, 4, 4096, 64), 1e-3, 100
 NOTES = (
     f"{SHAPE.heads} sets of {SHAPE.length} queries and keys, D {SHAPE.dim}, solved to {RTOL:g} on a CPU. `wasted`: "
-    "of the evaluations that tiles make for their rows, the part for queries that have ended or do not exist, as a "
-    "tile waits for its slowest query, and where the others are gathered after some evaluations. `launches`: of the "
-    "kernel until the last query has ended.",
+    "of the evaluations that tiles make for their rows, the part for queries that have ended or do not exist, where a "
+    "tile waits for its slowest query, and where those that are left are listed after every evaluation.",
 )
 
 
-def tile_evaluations(evaluations: Tensor, rows: int, ends: tuple[int, ...]) -> tuple[int, int]:
-    """Evaluations that tiles of so many rows make, and launches, where queries (sets, N) are gathered after `ends`."""
-    most = int(evaluations.max())
-    made, launches, begin = 0, 0, 0
-    for end in (*(end for end in ends if end < most), most):
-        launches += 1
-        for going in (each[each > begin] for each in evaluations):
-            made += sum(min(int(tile.max()), end) - begin for tile in going.split(rows) if tile.numel())
-        begin = end
-    return made, launches
+def waiting(evaluations: Tensor, rows: int) -> int:
+    """Evaluations that tiles of so many rows make where queries (sets, N) stand side by side."""
+    return sum(int(tile.max()) for each in evaluations for tile in each.split(rows))
 
 
-def measured(setting: Any, rows: int, ends: tuple[int, ...]) -> Row:
+def listed(evaluations: Tensor, rows: int) -> int:
+    """The same where the queries that are left after every evaluation fill the tiles of the next one."""
+    left = (evaluations > step for step in range(int(evaluations.max())))
+    return sum(math.ceil(int(count) / rows) for each in left for count in each.sum(-1))
+
+
+def measured(setting: Any, rows: int) -> Row:
     from implicit_attention.kernels import hopfield_solve
 
     data = draw(setting)
@@ -46,9 +45,7 @@ def measured(setting: Any, rows: int, ends: tuple[int, ...]) -> Row:
         data.queries, data.keys, beta=setting.beta, anchor=setting.anchor, rtol=RTOL, max_steps=MAX_STEPS
     )
     evaluations = found.num_evals.flatten(0, -2)
-    waiting, _ = tile_evaluations(evaluations, rows, ())
-    gathered, launches = tile_evaluations(evaluations, rows, ends)
-    useful = int(evaluations.sum())
+    useful, made = int(evaluations.sum()), {"waiting": waiting(evaluations, rows), "listed": listed(evaluations, rows)}
     return {
         "name": setting.name,
         "metric": "GATHERING",
@@ -56,27 +53,26 @@ def measured(setting: Any, rows: int, ends: tuple[int, ...]) -> Row:
         "rows": rows,
         "evaluations": {"mean": float(evaluations.double().mean()), "most": int(evaluations.max())},
         "converged": float((found.status == 0).double().mean()),
-        "wasted": {"waiting": 1 - useful / (rows * waiting), "gathered": 1 - useful / (rows * gathered)},
-        "launches": launches,
+        "wasted": {name: 1 - useful / (rows * count) for name, count in made.items()},
     }
 
 
 def told(row: Row) -> str:
     """The row in a few words."""
-    waiting, gathered = (f"{row['wasted'][name]:.1%}" for name in ("waiting", "gathered"))
-    return f"{waiting} of the evaluations are for queries that have ended, {gathered} where the others are gathered"
+    side_by_side, in_lists = (f"{row['wasted'][name]:.1%}" for name in ("waiting", "listed"))
+    return f"{side_by_side} of the evaluations are for queries that have ended, {in_lists} where the others are listed"
 
 
 def run(out: Path, progress: Callable[[Row], None]) -> tuple[dict[str, Any], Path]:
     """Measure every setting and write the rows into the folder."""
-    from implicit_attention.kernels.triton.layout import TILES, growing
+    from implicit_attention.kernels.triton.layout import TILES
 
     from .environment import environment
 
     rows = []
     for setting in FULL:
         given = dataclasses.replace(setting, shape=SHAPE, rtol=RTOL)
-        rows.append(measured(given, TILES["solve", True][64].rows, growing(MAX_STEPS)))
+        rows.append(measured(given, TILES["evaluate", True][64].rows))
         progress(rows[-1])
     options = {"metrics": ["GATHERING"], "repeats": 1, "settings": len(rows)}
     made = document("gathering", rows, (), complete=True, quick=False, options=options, where=environment())
@@ -84,13 +80,12 @@ def run(out: Path, progress: Callable[[Row], None]) -> tuple[dict[str, Any], Pat
 
 
 def tables(run: dict[str, Any]) -> list[Table]:
-    header = ["problem", "evaluations mean/max", "wasted, %", "gathered: wasted, %", "launches"]
+    header = ["problem", "evaluations mean/max", "wasted, %", "listed: wasted, %"]
     lines = [
         [
             row["name"],
             f"{row['evaluations']['mean']:.1f}/{row['evaluations']['most']}",
-            *(number(100 * row["wasted"][name]) for name in ("waiting", "gathered")),
-            str(row["launches"]),
+            *(number(100 * row["wasted"][name]) for name in ("waiting", "listed")),
         ]
         for row in run["rows"]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -140,23 +141,26 @@ def on_a_card(folder: Path = report.RESULTS) -> list[str]:
 
 
 def kernels(folder: Path = report.RESULTS) -> dict[str, list[str]]:
-    """Of the kernels for an H100 without masks, what the compiler made and what bounds them; of tiles, what they waste.
+    """Of the kernels without masks, what the compiler made and, on an H100, bounds them; of tiles, what they waste.
 
     As paragraphs by part; none before they were compiled or counted.
     """
     made = {}
-    runs = [report.newest("kernels_sm_90a", folder, triton=version) for version in compiled_kernels.TRITONS]
-    if found := [run for run in runs if run is not None]:
+    runs = {
+        arch: [run for version in compiled_kernels.TRITONS if (run := report.newest(arch, folder, triton=version))]
+        for arch in ("kernels_sm_90a", "kernels_sm_80")
+    }
+    if found := list(itertools.chain.from_iterable(runs.values())):
         plain = [
             {**run, "rows": [row for row in run["rows"] if row["kind"] == "plain" and row["dtype"] != "float16"]}
             for _, run in found
         ]
         source = (
-            f"From {' and '.join(f'`{path.name}`' for path, _ in found)} in `benchmarks/results/`, which have float16, "
-            "causal, masked and gathered queries, too; others there are for sm_80 and, plain, for sm_100a."
+            f"From {', '.join(f'`{path.name}`' for path, _ in found)} in `benchmarks/results/`, which have float16, "
+            "causal and masked queries, too."
         )
         made["kernels"] = [*_whole(compiled_kernels, *plain), source]
-        made["roofline"] = _whole(roofline, *(run for _, run in found))
+        made["roofline"] = _whole(roofline, *(run for _, run in runs["kernels_sm_90a"]))
     if found := report.newest("gathering", folder):
         made["gathering"] = [*_whole(gathering, found[1]), f"From `{found[0].name}` in `benchmarks/results/`."]
     return made

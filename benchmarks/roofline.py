@@ -13,9 +13,10 @@ TENSOR, FLOAT32, BYTES, MULTIPROCESSORS = 989.4e12, 66.9e12, 3.35e12, 132
 CYCLES = FLOAT32 / (MULTIPROCESSORS * 128 * 2)
 #: Exponentials and instructions of warps that a multiprocessor begins in a cycle.
 EXP2, ISSUES = 16, 4
-#: Products of a queries' and a keys' tile; arrays (N, D) of float32 that an evaluation reads or writes beside the keys.
-PRODUCTS = {"solve": 2, "adjoint": 3, "keys": 4}
-PASSES = {"solve": 14, "adjoint": 17, "keys": 2}
+#: Products of a queries' and a keys' tile; arrays (N, D) of float32 that a kernel, and the step behind it, reads or
+#: writes beside the keys.
+PRODUCTS = {"evaluate": 2, "product": 3, "keys": 4}
+PASSES = {"evaluate": 11, "product": 12, "keys": 2}
 #: The problem of G1 and G2, and what is published of the fastest attention there, in operations a second.
 SETS, LENGTH = 64, 4096
 SDPA = {64: 476e12, 128: 638e12}
@@ -23,9 +24,9 @@ NOTES = (
     "Calculated; nothing was measured. B 4, H 16, N = M = 4096, bfloat16. Tensor cores: operations of the "
     "products at the rate of the data sheet. exp2: 16 in a cycle of a multiprocessor. Issue: instructions of the "
     "compiled loop over whole tiles, four of a warp in a cycle. Memory: keys once, and arrays of the queries' "
-    "shape that an evaluation reads and writes, if none of them stayed in a cache, so that it bounds nothing. "
-    "`bound / SDPA`: the largest of the first three in forwards of FlashAttention-3 at its published 476 and 638 "
-    "TFLOP/s: the least that G1 could be; G2 is as many times that as tiles make evaluations.",
+    "shape that a kernel and the step behind it read and write, if none of them stayed in a cache, so that it bounds "
+    "nothing. `bound / SDPA`: the largest of the first three in forwards of FlashAttention-3 at its published 476 and "
+    "638 TFLOP/s: the least that G1 could be; G2 is as many times that as tiles make evaluations.",
 )
 
 
@@ -58,7 +59,8 @@ def tables(run: dict[str, Any]) -> list[Table]:
     header.append("bound / SDPA")
     lines = []
     for row in run["rows"]:
-        if row["kind"] == "plain" and row["dtype"] == "bfloat16" and row["dim"] in SDPA:
+        whole = row["kernel"] in PRODUCTS and row["kind"] == "plain"
+        if whole and row["dtype"] == "bfloat16" and row["dim"] in SDPA:
             found = bounds(row)
             largest = max(("tensor cores", "exp2", "issue"), key=lambda part: found[part])
             forward = 4 * row["dim"] * SETS * LENGTH**2 / SDPA[row["dim"]]
@@ -69,7 +71,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
                     str(PRODUCTS[row["kernel"]] * 2 * row["dim"]),
                     *(number(1000 * seconds) for seconds in found.values()),
                     largest,
-                    number(found[largest] / forward) if row["kernel"] == "solve" else "-",
+                    number(found[largest] / forward) if row["kernel"] == "evaluate" else "-",
                 ]
             )
     by = f"by Triton {run['environment']['libraries']['triton']}"

@@ -24,7 +24,7 @@ from benchmarks.targets import CARD
 
 TINY = Setting("gaussian", 2.0, 0.5, Shape(1, 2, 20, 9), rtol=1e-4)
 #: Seconds of the contenders, by name.
-CLOCK = {"fused": 36.0, "few": 4.0, "many": 12.0, "ours": 6.0, "sdpa_math": 5.0, "sdpa_flash": 3.0}
+CLOCK = {"fused": 36.0, "evaluate": 4.5, "ours": 6.0, "sdpa_math": 5.0, "sdpa_flash": 3.0}
 CLOCK |= {"sdpa_training_math": 9.0, "sdpa_training_flash": 7.0, "ours_training": 28.0, "ours_door": 9.0}
 
 
@@ -51,7 +51,7 @@ def known(monkeypatch):
         return baselines.Run(z, torch.tensor(60))
 
     monkeypatch.setattr(card, "fused", solved)
-    monkeypatch.setattr(card, "not_gathered", lambda data: solved(data, data.setting.rtol, 100))
+    monkeypatch.setattr(card, "over_keys", lambda *given: lambda: None)
     monkeypatch.setattr(card, "in_turns", clock)
     monkeypatch.setattr(card, "by_kernel", by_kernel)
     return TINY
@@ -77,7 +77,7 @@ def dry(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for shown in ("1 of 1 right", "2 passed; failed: none", "ours / SDPA", "solve, D 64"):
+    for shown in ("1 of 1 right", "2 passed; failed: none", "ours / SDPA", "torch / ours", "evaluate, D 64"):
         assert shown in done.stdout[-12_000:], shown
     assert [file.name for file in out.iterdir()] == ["rows.jsonl"]
     return out / "rows.jsonl"
@@ -92,8 +92,14 @@ def test_a_dry_call_has_rows_of_all_parts_and_no_error(dry):
         for name, found in row.get("evidence", {}).items():
             # Not every kernel of torch runs on a CPU.
             assert "error" not in found or name.startswith("sdpa_"), (row["name"], name, found)
-    (main,) = (row for row in rows if row["part"] == "attention")
-    assert main["evidence"]["ours"]["converged"] == 1
+    short, main = (row for row in rows if row["part"] == "attention")
+    assert short["name"] == "N 1, M 20, D 16, float32"
+    assert short["evidence"]["ours"]["converged"] == main["evidence"]["ours"]["converged"] == 1
+    for row in (row for row in rows if row["part"] == "evaluation"):
+        most = 1e-5 if row["dtype"] == "float32" else 3e-2
+        assert all(0 < error < most for found in row["evidence"].values() for error in found.values()), row
+        assert set(row["seconds"]) == {"ours", "flash"}
+        assert row["ratios"]["torch / ours"] > 0
     assert 0 < main["evidence"]["ours_training"]["gradient_error"] < 5e-2
     wanted = {"forward", "training", "equilibrium_attention", "torchdeq", "torchdeq training", "unrolled"}
     assert wanted <= {name for name, value in main["ratios"].items() if value}
@@ -160,17 +166,16 @@ def test_what_comes_after_its_time_is_skipped_and_said(tmp_path, monkeypatch, ca
     assert card_tables.read(rows.path)["complete"] is False
 
 
-def test_an_alarm_ends_a_row_and_keeps_what_was_measured(monkeypatch):
+def test_an_alarm_ends_a_row_and_keeps_what_was_measured():
     def slow(row):
         row["seconds"] = {"first": 1.0}
         time.sleep(5)
 
-    monkeypatch.setattr(card, "LONGEST", 0.05)
-    row = card.filled(slow)
+    row = card.filled(slow, 0.05)
     assert row["seconds"] == {"first": 1.0}
     assert row["error"] == "TimeoutError: the row took more than 0.05 s"
     assert row["wall_seconds"] < 2
-    assert "error" not in card.filled(lambda row: None)
+    assert "error" not in card.filled(lambda row: None, 5.0)
 
 
 def test_a_broken_context_ends_the_process_and_not_the_call(tmp_path, monkeypatch):
@@ -259,8 +264,28 @@ def test_g1_is_the_time_of_one_evaluation(known):
     card.per_evaluation(known, row)
     # 8 evaluations; one of 20 queries needs 4 more.
     assert row["ratios"]["G1"] == pytest.approx(36 / 8.2 / 3)
+    assert row["ratios"]["G1 alone"] == pytest.approx(4.5 / 3)
     assert row["best_sdpa"] == "sdpa_flash"
     assert row["evidence"]["fused"]["residual_max"] < 0.1
+
+
+def test_torch_stands_beside_an_evaluation_with_its_errors(known, monkeypatch):
+    def ours(data, kind, state, mean, logsumexp):
+        # A quarter off, and a log-sum-exp that is one too large.
+        scores = data.setting.beta * state @ data.keys.mT
+        return lambda: (mean.copy_(1.25 * scores.softmax(-1) @ data.keys), logsumexp.copy_(scores.logsumexp(-1) + 1))
+
+    monkeypatch.setattr(card, "over_keys", ours)
+    monkeypatch.setitem(CLOCK, "flash", 3.0)
+    monkeypatch.setitem(card.TORCHS["cpu"], "gone", ("_no_such_attention",))
+    row = {}
+    card.beside_torch(known, row)
+    assert row["ratios"]["torch / ours"] == pytest.approx(3 / 6)
+    found = row["evidence"]
+    assert found["ours"] == pytest.approx({"mean_error": 0.25, "logsumexp_error": 1.0}, abs=1e-5)
+    assert max(found["flash"].values()) < 1e-5
+    assert "_no_such_attention" in found["gone"]["error"]
+    assert set(row["seconds"]) == {"ours", "flash"}
 
 
 def test_g2_is_the_plain_ratio_of_a_right_answer(known):
