@@ -185,7 +185,7 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from implicit_attention.kernels.triton.layout import Left
+    from implicit_attention.kernels.triton import layout
 
     driver.set_active(Card(ARCHES[arch][0]))
     launch, made = JITFunction.run, {}
@@ -194,8 +194,9 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
         made[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
     JITFunction.run = only_compile
-    # Nothing runs that could end.
-    Left.next = lambda left: True  # type: ignore[method-assign, assignment]
+    # Nothing runs that could end, and no device is there to ask.
+    layout.Left.next = lambda left: True  # type: ignore[method-assign, assignment]
+    layout.is_earlier = lambda device: ARCHES[arch][0] < 90
     names, found = KERNELS | STEPS, {}
     for case in cases:
         made.clear()
@@ -247,9 +248,10 @@ def _tool(option: str, code: bytes) -> str:
 
 
 def loop_of(text: str) -> dict[str, int]:
-    """Count the instructions of the first innermost loop that multiplies matrices, and the most spills of one of them.
+    """Count the instructions of the first innermost loop with weights, and the most spills of one of them.
 
-    The first is one over whole tiles of keys. Without such a loop there is nothing to count.
+    Weights are exponentials between products of matrices. The first is a loop over whole tiles of keys. Without such a
+    loop there is nothing to count.
     """
     listed = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
     loops: dict[tuple[int, int], list[str]] = {}
@@ -259,7 +261,7 @@ def loop_of(text: str) -> dict[str, int]:
             body = [code for place, code in listed if first <= place <= at]
             # Inner loops end first.
             within = any(first <= begin and end <= at for begin, end in loops)
-            if _count(body, COUNTED["tensor"]) and not within:
+            if all(_count(body, COUNTED[part]) for part in ("tensor", "exp2")) and not within:
                 loops[first, at] = body
     if not loops:
         return {}

@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 # By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes. A warp
 # has 16 rows or more: of eight warps on 64 rows and few keys, Triton 3.6 reads past the end of shared memory.
 TILES = {
-    ("evaluate", True): {64: Tiles(64, 64, 4, 3, 128), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    ("evaluate", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
     ("evaluate", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
     ("product", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 16, 4, 3)},
     ("product", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
@@ -48,7 +48,6 @@ TILES = {
 }
 # Others before compute capability 9.0, where products take their operands from registers.
 EARLIER = {
-    ("evaluate", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
     ("evaluate", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
     ("product", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(64, 16, 4, 3)},
     ("product", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
@@ -181,9 +180,11 @@ class Placed(NamedTuple):
         keys, mask = Matrices.of(in_rows(problem.keys), lead), problem.pairs
         # Sets that share a mask are told of its tiles once.
         own = None if mask is None else mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-2])]
-        empty = torch.empty(2, *lead, dtype=torch.float32, device=problem.query.device)
-        numbers = (out.copy_(torch.as_tensor(n)).flatten() for out, n in zip(empty, problem[2:4], strict=True))
-        return cls(problem, keys, keys if own is None else Matrices.of(in_rows(own), lead), *numbers)
+        numbers = torch.empty(2, *lead, dtype=torch.float32, device=problem.query.device)
+        for out, given in zip(numbers, problem[2:4], strict=True):
+            # The host would wait for a copy of its number.
+            out.copy_(given) if isinstance(given, Tensor) else out.fill_(given)
+        return cls(problem, keys, keys if own is None else Matrices.of(in_rows(own), lead), *numbers.view(2, -1))
 
     @property
     def rows(self) -> tuple[object, ...]:
@@ -286,7 +287,7 @@ class Left:
         if self.copied is None:
             self.host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.copied.record()
+            self.copied.record(torch.cuda.current_stream(counts.device))
         return True
 
 
