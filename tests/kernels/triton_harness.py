@@ -198,3 +198,11 @@ def shrink_tiles():
         small = {kernel: {max(SHIPPED[kernel]): layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
         small |= {("keys", bits): {max(SHIPPED["keys", bits]): layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
         layout.TILES.update(small)
+
+
+def tile_of(kernel, dtype):
+    """The tiles of a kernel for a problem of a small head dimension that fills them."""
+    from implicit_attention.kernels.triton import layout
+
+    table = layout.TILES[kernel, dtype.itemsize == 2]
+    return table[min(table)]
