@@ -7,7 +7,6 @@ import ast
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ if str(ROOT) not in sys.path:
 from benchmarks import compiled_kernels  # noqa: E402
 from implicit_attention import UnsupportedImplementation  # noqa: E402
 from implicit_attention.kernels import hopfield_solve  # noqa: E402
+from implicit_attention.kernels.triton.layout import Left  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)
@@ -123,24 +123,79 @@ def test_instructions_are_counted_in_the_innermost_loop_that_multiplies():
     assert found == {"instructions": 4, "tensor": 1, "exp2": 0, "loads": 1, "barriers": 0, "spills": 1}
 
 
-@pytest.mark.parametrize("file", ["solve", "adjoint"])
-def test_sweeps_that_read_and_write_one_place_have_a_barrier_between(file):
+KERNELS = {"solve": ("_step_kernel",), "adjoint": ("_begin_kernel", "_conjugate_kernel", "_end_kernel")}
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in KERNELS.items() for name in names])
+def test_kernels_that_read_and_write_one_place_have_a_barrier_between(file, name):
     text = (ROOT / "implicit_attention" / "kernels" / "triton" / f"{file}.py").read_text()
-    # The innermost loops: those over columns.
-    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
-    both = 0
-    for loop in loops:
-        body = [ast.unparse(line) for line in loop.body]
-        read, written = (
-            {at: name for at, line in enumerate(body) for name in re.findall(rf"tl.{verb}\((\w+) \+ place", line)}
-            for verb in ("load", "store")
-        )
-        for name in set(read.values()) & set(written.values()):
-            both += 1
-            last = max(at for at, other in read.items() if other == name)
-            first = min(at for at, other in written.items() if other == name)
-            assert "tl.debug_barrier()" in body[last + 1 : first], f"{name}, line {loop.lineno}"
-    assert both == {"solve": 1, "adjoint": 4}[file]
+    defined = {each.name: each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)}
+    kernels = {each for each, node in defined.items() if "kernel" in map(ast.unparse, node.decorator_list)}
+    assert kernels == set(KERNELS[file])
+    calls = [node for node in ast.walk(defined[name]) if isinstance(node, ast.Call)]
+    lines = {"read": {}, "written": {}}
+    for call in calls:
+        called, given = ast.unparse(call.func), [ast.unparse(each).split(" + ")[0] for each in call.args]
+        if called in ("tl.load", "query_tile"):
+            for pointer in given[:1] if called == "tl.load" else ("status",):
+                lines["read"].setdefault(pointer, []).append(call.lineno)
+        elif called == "tl.store":
+            lines["written"].setdefault(given[0], []).append(call.lineno)
+    barriers = [call.lineno for call in calls if ast.unparse(call.func) == "tl.debug_barrier"]
+    both = lines["read"].keys() & lines["written"].keys()
+    assert "status" in both
+    for pointer in both:
+        last, first = max(lines["read"][pointer]), min(lines["written"][pointer])
+        assert any(last < barrier < first for barrier in barriers), pointer
+
+
+def test_the_host_never_waits_to_know_whether_queries_are_left(monkeypatch):
+    class Counts:
+        """On a device: nothing but a copy, which is made later, tells what they hold."""
+
+        device, shape, dtype = torch.device("cuda"), (2,), torch.int32
+
+    class Pinned:
+        """On the host: what has arrived."""
+
+        def copy_(self, counts, *, non_blocking):
+            assert isinstance(counts, Counts)
+            assert non_blocking
+            copies.append(self)
+            return self
+
+        def any(self):
+            assert self.arrived, "read before it is there"
+            return self.arrived > 0
+
+        arrived = 0
+
+    class Event:
+        """One that can be asked, and not be waited for."""
+
+        def record(self):
+            self.of = copies[-1]
+
+        def query(self):
+            return self.of.arrived != 0
+
+    def pinned(*shape, dtype, pin_memory):
+        assert pin_memory
+        return Pinned()
+
+    copies = []
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    left = object.__new__(Left)
+    left.notes, left.host, left.copied = [(None, Counts()), (None, Counts())], None, None
+    assert all(left.next() for _ in range(3))
+    assert len(copies) == 1, "another copy while one is under way"
+    copies[0].arrived = 5
+    assert all(left.next() for _ in range(3))
+    assert len(copies) == 2
+    copies[1].arrived = -1
+    assert not left.next()
 
 
 def refused(*, dim=16, lead=(2,), keys_lead=None, dtype=torch.float32, **options):
