@@ -23,7 +23,6 @@ if str(ROOT) not in sys.path:
 from benchmarks import compiled_kernels  # noqa: E402
 from implicit_attention import UnsupportedImplementation  # noqa: E402
 from implicit_attention.kernels import hopfield_solve  # noqa: E402
-from implicit_attention.kernels.triton.layout import Left  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)
@@ -156,55 +155,6 @@ def test_kernels_that_read_and_write_one_place_have_a_barrier_between(file, name
     for pointer in both:
         last, first = max(lines["read"][pointer]), min(lines["written"][pointer])
         assert any(last < barrier < first for barrier in barriers), pointer
-
-
-def test_the_host_never_waits_to_know_whether_queries_are_left(monkeypatch):
-    class Counts:
-        """On a device: nothing but a copy, which is made later, tells what they hold."""
-
-        device, shape, dtype = torch.device("cuda"), (2,), torch.int32
-
-    class Pinned:
-        """On the host: what has arrived."""
-
-        def copy_(self, counts, *, non_blocking):
-            assert isinstance(counts, Counts)
-            assert non_blocking
-            copies.append(self)
-            return self
-
-        def any(self):
-            assert self.arrived, "read before it is there"
-            return self.arrived > 0
-
-        arrived = 0
-
-    class Event:
-        """One that can be asked, and not be waited for."""
-
-        def record(self):
-            self.of = copies[-1]
-
-        def query(self):
-            return self.of.arrived != 0
-
-    def pinned(*shape, dtype, pin_memory):
-        assert pin_memory
-        return Pinned()
-
-    copies = []
-    monkeypatch.setattr(torch, "empty", pinned)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    left = object.__new__(Left)
-    left.notes, left.host, left.copied = [(None, Counts()), (None, Counts())], None, None
-    assert all(left.next() for _ in range(3))
-    assert len(copies) == 1, "another copy while one is under way"
-    copies[0].arrived = 5
-    assert all(left.next() for _ in range(3))
-    assert len(copies) == 2
-    copies[1].arrived = -1
-    assert not left.next()
 
 
 def refused(*, dim=16, lead=(2,), keys_lead=None, dtype=torch.float32, **options):

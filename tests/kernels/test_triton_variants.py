@@ -170,6 +170,55 @@ def test_numbers_are_laid_out_in_any_order(order, shape, dtype):
         assert layout.order_of(found) == order
 
 
+def test_the_host_never_waits_to_know_whether_queries_are_left(monkeypatch):
+    class Counts:
+        """On a device: nothing but a copy, which is made later, tells what they hold."""
+
+        device, shape, dtype = torch.device("cuda"), (2,), torch.int32
+
+    class Pinned:
+        """On the host: what has arrived."""
+
+        def copy_(self, counts, *, non_blocking):
+            assert isinstance(counts, Counts)
+            assert non_blocking
+            copies.append(self)
+            return self
+
+        def any(self):
+            assert self.arrived, "read before it is there"
+            return self.arrived > 0
+
+        arrived = 0
+
+    class Event:
+        """One that can be asked, and not be waited for."""
+
+        def record(self):
+            self.of = copies[-1]
+
+        def query(self):
+            return self.of.arrived != 0
+
+    def pinned(*shape, dtype, pin_memory):
+        assert pin_memory
+        return Pinned()
+
+    copies = []
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    left = object.__new__(layout.Left)
+    left.notes, left.host, left.copied = [(None, Counts()), (None, Counts())], None, None
+    assert all(left.next() for _ in range(3))
+    assert len(copies) == 1, "another copy while one is under way"
+    copies[0].arrived = 5
+    assert all(left.next() for _ in range(3))
+    assert len(copies) == 2
+    copies[1].arrived = -1
+    assert not left.next()
+
+
 def test_no_tile_gives_a_warp_fewer_rows_than_the_tensor_cores_take():
     for (kernel, _), table in layout.TILES.items():
         for tile in table.values():

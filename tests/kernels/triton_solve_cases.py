@@ -170,7 +170,7 @@ LISTED = {
     "bf16": dict(dtype=BF16),
     "fp16": dict(dtype=FP16),
     "at_the_edge": dict(beta=3.0, seed=2),
-    "budget": dict(max_steps=5),
+    "budget": dict(max_steps=8),
     "fixed_budget": dict(max_steps=3, rtol=0.0),
     "mask_of_keys": dict(mask=lambda n, m: torch.rand(2, 1, m) < 0.6),
     "bias_of_keys": dict(mask=lambda n, m: torch.randn(1, 1, m)),
