@@ -31,8 +31,7 @@ LONGEST = 600
 FULL_OF_REGISTERS = ("float32", 128)
 
 
-def is_case(item):
-    return item.nodeid.partition("[")[0].endswith(("::test_kernel_in_the_interpreter", "::test_kernel_compiled"))
+CASES = {"cpu": "::test_kernel_in_the_interpreter", "cuda": "::test_kernel_compiled"}
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +51,8 @@ def outcome(request, tmp_path_factory, worker_id):
         else:
             unfinished = results.with_suffix(".part")
             environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
-            asked = dict.fromkeys(item.callspec.params["case"] for item in request.session.items if is_case(item))
+            items = (item for item in request.session.items if item.nodeid.partition("[")[0].endswith(CASES[device]))
+            asked = dict.fromkeys(item.callspec.params["case"] for item in items)
             names = [name for name in asked if triton_cases.part_of(name) == part]
             command = [sys.executable, str(SCRIPT), str(unfinished), device, *names]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST)

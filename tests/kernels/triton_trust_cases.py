@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
 BOTH = SOLVE, ADJOINT
 BROKEN = {
     "evaluate": Kernel("attend", "_attend_kernel", "mean", centred=False, refused=BOTH),
-    "step": Kernel("solve", "_step_kernel", "residual_out", refused=BOTH),
+    "step": Kernel("solve", "_step_kernel", "logsumexp_out", refused=BOTH),
     "product": Kernel("attend", "_attend_kernel", "out", centred=True),
     "begin": Kernel("adjoint", "_begin_kernel", "value_out"),
     # Without a step u stays 0.
