@@ -17,10 +17,11 @@ from triton_harness import (
     large,
     masked_problem,
     problem_of,
+    shape_problem,
     sign_aside,
     tiled_problem,
 )
-from triton_oracle import Dense, adjoint
+from triton_oracle import EPS, Dense, adjoint
 from triton_solve_cases import STOP, check_solved, solve
 
 from implicit_attention import Status, _solve
@@ -73,33 +74,64 @@ def check_adjoint(problem, factor=1.0):
     assert bool((answer.status == Status.CONVERGED).all()), answer.status.unique()
     exact, gradients = adjoint(dense, problem, z.double(), cotangent.double())
     hessian = dense.hessian(z.double())
-    # An error of the product by `noise` leaves that in the residual, and |A^-1| times that in u.
+    # An error of the product by `noise` leaves that in the residual.
     rough = hessian_in(dtype, dense, z, (exact / factor).float()).double() - cotangent.double() / factor
     noise = factor * rough.norm(dim=-1) / cotangent.double().norm(dim=-1)
     allowed = (rtol_of(dtype) + 2 * noise) * cotangent.double().norm(dim=-1)
     residual = (cotangent.double() - (hessian @ answer.value.double()[..., None])[..., 0]).norm(dim=-1)
-    smallest = torch.linalg.eigvalsh(hessian)[..., 0]
-    worst = ((answer.value - exact).norm(dim=-1) * smallest / allowed).max().item()
-    assert worst <= 2, f"u is wrong by {worst:.1f} times what is allowed"
-    assert (residual / allowed).max().item() <= 2
+    worst = (residual / allowed).max().item()
+    assert worst <= 2, f"A u is wrong by {worst:.1f} times what is allowed"
     assert bool((answer.tolerance / cotangent.double().norm(dim=-1) / rtol_of(dtype) - 1).abs().max() < 1e-5)
     by_keys, by_beta = gradients(answer.value.double())
     # Operands of this dtype are known to half a unit each; the products of three of them are summed.
+    # Where all keys are one, rounding leaves something of their covariance.
+    one = bool((problem.keys == problem.keys[..., :1, :]).all())
+    left = 1e-5 + (EPS * problem.keys.shape[-1] ** 1.5 if one else 0.0)
     unit = {FP32: 2e-6, FP16: 2e-3, BF16: 1.6e-2}[dtype]
     for what, value, right in (("by_keys", answer.by_keys, by_keys), ("by_beta", answer.by_beta, by_beta)):
         wrong, size = error(value, right) / factor, right.square().mean().sqrt().item() / factor
-        assert wrong <= unit * size + 1e-5, f"{what} of size {size:.1e} is wrong by {wrong:.1e}"
+        assert wrong <= unit * size + left, f"{what} of size {size:.1e} is wrong by {wrong:.1e}"
     return answer
 
 
 @cases(**SHAPES)
 def adjoint_shape(**shape):
-    check_adjoint(problem_of(**shape))
+    check_adjoint(shape_problem(**shape))
 
 
 @cases(**{name: dict(name=name) for name in MASKS})
 def adjoint_mask(name):
     check_adjoint(masked_problem(name))
+
+
+@case
+def adjoint_keys_of_every_other_axis():
+    options = dict(
+        lead=(2, 3, 2, 2), keys_lead=(2, 1, 2, 1), n=5, m=7, dim=16, beta=[[[0.3], [0.4]]], anchor=[0.5, 0.6]
+    )
+    problem = problem_of(**options)
+    problem = problem.paired((torch.rand(3, 1, 2, *problem.query.shape[-2:-1], 1) < 2).to(harness.DEVICE))
+    check_solved(problem, solve(problem, problem.query))
+    check_adjoint(problem)
+
+
+@case
+def adjoint_scores_in_parts():
+    """The tiles of earlier cards, whose scores are products of some dimensions at once."""
+    from implicit_attention.kernels.triton import layout
+
+    if harness.DEVICE == "cuda":
+        return
+    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
+    parts = {kernel: {size: tile._replace(part=16) for size, tile in table.items()} for kernel, table in tables.items()}
+    try:
+        layout.TILES.update(parts)
+        for options in ({"dim": 40}, {"dim": 64, "first": 3}):
+            problem = problem_of(lead=(2,), **options)
+            check_solved(problem, solve(problem, problem.query))
+            check_adjoint(problem)
+    finally:
+        layout.TILES.update(tables)
 
 
 @case

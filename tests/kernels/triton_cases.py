@@ -22,7 +22,7 @@ import triton_trust_cases  # noqa: F401
 CASES = harness.CASES
 # Each takes a process; the name of a case begins with that of its part.
 PARTS = (
-    *("solve_shape", "solve_mask", "solve_gathers", "solve"),
+    *("solve_shape", "solve_mask", "solve_listed", "solve"),
     *("adjoint_shape", "adjoint"),
     *("trust_that", "trust_broken", "trust"),
 )

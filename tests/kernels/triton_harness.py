@@ -1,5 +1,8 @@
 """What the cases for the Triton kernels share: their registry, tensors that give misuse away, problems, errors."""
 
+import itertools
+import random
+
 import torch
 
 from implicit_attention.kernels.problem import Attention
@@ -111,41 +114,135 @@ def error(value, exact):
     return (value.double() - exact.double()).square().mean().sqrt().item()
 
 
-def check_error(what, value, rough, exact, slack=0.0):
-    """At most twice the error of the plain computation in the same precision."""
+def check_error(what, value, rough, exact, slack=0.0, terms=0.0):
+    """At most twice the error of the plain computation in the same precision; terms of that size cancel."""
     ours, theirs, size = error(value, exact), error(rough, exact), exact.double().square().mean().sqrt().item()
-    floor = slack * size + 2 * torch.finfo(FP32).eps * (size + 1)
+    floor = slack * size + 2 * torch.finfo(FP32).eps * (size + 1 + terms)
     assert ours <= 2 * theirs + floor, f"{what}: error {ours:.2e}, of the plain computation {theirs:.2e}"
 
 
-SHAPES = {
-    "one_query": dict(lead=(1,), n=1, m=37, dim=16, exact=True),
-    "one_key": dict(lead=(1,), n=5, m=1, dim=32, exact=True),
-    "one_pair": dict(lead=(2,), n=1, m=1, dim=16, dtype=BF16, exact=True),
-    "few": dict(lead=(2,), n=5, m=5, dim=64, exact=True),
-    "bf16_few": dict(lead=(2,), n=16, m=5, dim=64, dtype=BF16, first=0, exact=True),
-    "one_small_tile": dict(lead=(2,), n=16, m=16, dim=128, exact=True),
-    "ragged": dict(lead=(2,), n=37, m=50, dim=40, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
-    "whole_tiles": dict(lead=(1,), n=32, m=64, dim=32),
-    "dim_96": dict(lead=(1,), n=37, m=37, dim=96),
-    "dim_128": dict(lead=(1,), n=16, m=33, dim=128),
-    "dim_5": dict(lead=(1,), n=16, m=33, dim=5),
-    "no_batch": dict(lead=(), n=16, m=33, dim=16),
-    "grouped": dict(lead=(2, 2, 2), keys_lead=(2, 2, 1), n=5, m=33, dim=16, beta=[[0.6], [0.8]]),
-    "shared_keys": dict(lead=(2, 3), keys_lead=(1, 1), n=16, m=33, dim=16, anchor=[0.4, 0.5, 0.6]),
-    "per_head_keys": dict(lead=(3, 2), keys_lead=(1, 2), n=16, m=33, dim=16),
-    "causal": dict(lead=(2,), n=50, m=37, dim=16, first=0),
-    "causal_wide": dict(lead=(2,), n=37, m=50, dim=16, first=0),
-    "causal_from": dict(lead=(2,), n=37, m=80, dim=16, first=21),
-    "causal_beyond": dict(lead=(2,), n=37, m=50, dim=16, first=40),
-    "causal_far_beyond": dict(lead=(2,), n=37, m=50, dim=16, first=2**31 - 1),
-    "fp16": dict(lead=(2,), n=37, m=50, dim=40, dtype=FP16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
-    "bf16": dict(lead=(2,), n=37, m=50, dim=40, dtype=BF16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
-    "bf16_causal": dict(lead=(1, 2), keys_lead=(1, 1), n=37, m=50, dim=64, dtype=BF16, first=0),
-    "bf16_dim_192": dict(lead=(1,), n=33, m=37, dim=192, dtype=BF16),
-    "fp16_dim_256": dict(lead=(1,), n=16, m=40, dim=256, dtype=FP16, first=30),
-    "fp16_one_query": dict(lead=(2,), n=1, m=16, dim=64, dtype=FP16, exact=True),
+# Every value of every axis, and every pair of values of two axes that is possible.
+
+AXES = {
+    "dtype": {"fp32": FP32, "fp16": FP16, "bf16": BF16},
+    "mask": ("all", "keys", "pairs", "bias_of_keys", "bias_of_pairs"),
+    "first": {"of_all": None, "causal": 0, "later": 9, "beyond": 2**31 - 1},
+    # Leading axes of queries and keys, betas, anchors.
+    "heads": {
+        "one": ((), (), 0.4, 0.5),
+        "two": ((2,), (2,), [0.2, 0.3], [0.3, 0.0]),
+        "grouped": ((2, 2, 2), (2, 2, 1), [[0.4], [0.6]], 0.5),
+        "shared": ((1, 3), (1, 1), 0.4, [0.4, 0.5, 0.6]),
+        "per_head": ((3, 2), (1, 2), 0.4, 0.5),
+    },
+    "dim": (1, 5, 16, 33, 64, 128, 192, 256),
+    "n": (1, 5, 15, 16, 17, 300),
+    "m": (1, 5, 15, 16, 17, 300),
+    # How keys stand in memory: in rows, transposed, behind an odd address, or with a stride of 0.
+    "layout": ("rows", "columns", "late", "one_key", "one_number", "one_set"),
 }
+
+
+def possible(dtype=None, heads=None, dim=1, n=1, m=1, layout=None, **others):
+    """Whether kernels take such a problem, and the interpreter does it in seconds."""
+    sets = torch.Size(AXES["heads"][heads][0]).numel() if heads else 1
+    tiles = sets * -(-n // 32) * (-(-m // 32) + 3)
+    return not (
+        (dtype == "fp32" and dim > 128)
+        or (layout == "one_set" and heads == "one")
+        or tiles > 150
+        or sets * n * dim * (m + dim) > 5e7
+    )
+
+
+def matrix(seed=0, tries=40):
+    """Problems by name: at first those that have every value of every axis, then those with all other pairs."""
+    chance = random.Random(seed)
+    names, values = list(AXES), [list(axis) for axis in AXES.values()]
+
+    def pairs(row):
+        return set(itertools.combinations(zip(names, row, strict=True), 2))
+
+    def drawn(**fixed):
+        while True:
+            row = {name: fixed.get(name, chance.choice(axis)) for name, axis in zip(names, values, strict=True)}
+            if possible(**row):
+                return tuple(row.values())
+
+    # Listed queries of several tiles.
+    rows = [
+        ("fp32", "all", "of_all", "two", 16, 300, 300, "rows"),
+        ("bf16", "all", "causal", "one", 64, 300, 300, "columns"),
+    ]
+    every = {(name, value) for name, axis in zip(names, values, strict=True) for value in axis}
+    while left := every - {part for row in rows for part in zip(names, row, strict=True)}:
+        name, value = min(left, key=str)
+        rows.append(
+            max(
+                (drawn(**{name: value}) for _ in range(tries)),
+                key=lambda row: len(left & {*zip(names, row, strict=True)}),
+            )
+        )
+    first = len(rows)
+    missing = {pair for pair in itertools.combinations(sorted(every, key=str), 2) if pair[0][0] != pair[1][0]}
+    missing = {tuple(sorted(pair, key=lambda part: names.index(part[0]))) for pair in missing}
+    missing = {pair for pair in missing if possible(**dict(pair))}
+    missing -= {pair for row in rows for pair in pairs(row)}
+    while missing:
+        fixed = dict(min(missing, key=str))
+        best = max((drawn(**fixed) for _ in range(tries)), key=lambda row: len(missing & pairs(row)))
+        rows.append(best)
+        missing -= pairs(best)
+    # Of many sets and many queries only these, which are not drawn.
+    rows.append(("fp32", "keys", "of_all", "grouped", 16, 300, 16, "rows"))
+    rows.append(("fp16", "all", "causal", "per_head", 33, 300, 17, "late"))
+    return {
+        f"{'value' if at < first else 'pair'}_{at}": dict(zip(names, row, strict=True)) for at, row in enumerate(rows)
+    }
+
+
+SHAPES = matrix()
+
+
+def shape_problem(dtype, mask, first, heads, dim, n, m, layout):
+    lead, keys_lead, beta, anchor = AXES["heads"][heads]
+    problem = problem_of(
+        lead=lead,
+        keys_lead=keys_lead,
+        n=n,
+        m=m,
+        dim=dim,
+        dtype=AXES["dtype"][dtype],
+        beta=beta,
+        anchor=anchor,
+        first=AXES["first"][first],
+        exact=True,
+        seed=n + m + dim,
+    )
+    problem = problem._replace(keys=laid_out(problem.keys, layout))
+    if mask == "all":
+        return problem
+    pairs = torch.rand((*(1,) * (len(lead) - 1), *lead[-1:], n if mask.endswith("pairs") else 1, m)) < 0.7
+    if mask.startswith("bias"):
+        pairs = torch.randn(pairs.shape).masked_fill(~pairs, -torch.inf)
+    return problem.paired(pairs.to(DEVICE))
+
+
+def laid_out(keys, layout):
+    """Keys of the same shape in another layout, of the same numbers where it can hold them."""
+    if layout == "columns":
+        return guarded(keys.mT.cpu()).mT
+    if layout == "late":
+        return keys.new_full((keys.numel() + 1,), torch.nan)[1:].view(keys.shape).copy_(keys)
+    if layout == "one_key":
+        return keys[..., :1, :].expand(keys.shape)
+    if layout == "one_number":
+        return (keys[..., :1] * keys.shape[-1] ** -0.25).expand(keys.shape)
+    if layout == "one_set":
+        return keys[(0,) * (keys.ndim - 2)].expand(keys.shape)
+    return keys
+
+
 MASKS = {
     "padding": lambda n, m: (torch.arange(m) < torch.tensor([m, 0, m // 2])[:, None])[:, None, None, :],
     "per_query": lambda n, m: torch.rand(2, n, m) < torch.linspace(0, 1, n)[:, None],
@@ -198,3 +295,11 @@ def shrink_tiles():
         small = {kernel: {max(SHIPPED[kernel]): layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
         small |= {("keys", bits): {max(SHIPPED["keys", bits]): layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
         layout.TILES.update(small)
+
+
+def tile_of(kernel, dtype):
+    """The tiles of a kernel for a problem of a small head dimension that fills them."""
+    from implicit_attention.kernels.triton import layout
+
+    table = layout.TILES[kernel, dtype.itemsize == 2]
+    return table[min(table)]

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,34 +13,69 @@ from triton_harness import FP32, case, cases
 
 from implicit_attention import Anderson, UnsupportedImplementation, _solve, equilibrium_attention
 from implicit_attention.errors import KernelWarning
-from implicit_attention.kernels import hopfield_adjoint, hopfield_solve, kernel_checks, trust
+from implicit_attention.kernels import Attention, hopfield_adjoint, hopfield_solve, kernel_checks, trust
 
 SOLVE, ADJOINT = "hopfield_solve (triton)", "hopfield_adjoint (triton)"
+
+
+class Kernel(NamedTuple):
+    """Where a kernel is looked up, an argument in which it writes numbers, and which of its two codes is meant."""
+
+    file: str
+    name: str
+    output: str
+    centred: bool | None = None
+    refused: tuple[str, ...] = (ADJOINT,)
+    unwritten: str = "is NaN"
+
+    @property
+    def module(self):
+        return importlib.import_module(f"implicit_attention.kernels.triton.{self.file}")
+
+
+# The adjoint solve is checked at the answer of a solve.
+BOTH = SOLVE, ADJOINT
 BROKEN = {
-    SOLVE: ("solve", "_solve_kernel"),
-    ADJOINT: ("adjoint", "_adjoint_kernel"),
-    "keys": ("keys", "_keys_kernel"),
+    "evaluate": Kernel("attend", "_attend_kernel", "queries.mean", centred=False, refused=BOTH),
+    "step": Kernel("solve", "_step_kernel", "answer.logsumexp", refused=BOTH),
+    "product": Kernel("attend", "_attend_kernel", "queries.out", centred=True),
+    "conjugate": Kernel("adjoint", "_conjugate_kernel", "answer.value"),
+    "end": Kernel("adjoint", "_end_kernel", "answer.value"),
+    "keys": Kernel("keys", "_keys_kernel", "out"),
 }
-# The argument in which a kernel writes a result of many numbers.
-OUTPUT = {SOLVE: "mean_out", ADJOINT: "value_out", "keys": "out"}
+
+
+def written(arguments, path):
+    """The tensor of an argument, or of a field of one."""
+    name, _, field = path.partition(".")
+    return getattr(arguments[name], field) if field else arguments[name]
 
 
 class Broken:
-    """A kernel that is launched, and more or less than that: it counts launches."""
+    """A kernel that is launched, and more or less than that: it counts launches.
 
-    def __init__(self, kernel, fault, output):
-        self.kernel, self.fault, self.launches = kernel, fault, 0
-        self.output = kernel.arg_names.index(output)
+    fault: the name of one, or a function of the arguments by name, which is called behind each launch.
+    """
+
+    def __init__(self, name, fault):
+        self.of, self.fault, self.launches = BROKEN[name], fault, 0
+        self.kernel = getattr(self.of.module, self.of.name)
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
+            if self.of.centred not in (None, arguments[-1].centred):
+                self.kernel[grid](*arguments, **options)
+                return
             self.launches += 1
-            if self.fault == "fails to compile" or (self.fault == "fails later" and self.launches > 1):
+            if self.fault == "fails to compile" or (self.fault == "fails later" and not trust._checking.active):
                 raise OutOfResources(1, 0, "shared memory")
             if self.fault != "writes nothing":
                 self.kernel[grid](*arguments, **options)
+            given = dict(zip(self.kernel.arg_names, arguments, strict=True))
             if self.fault == "one number is wrong":
-                arguments[self.output].view(-1)[-1] += 0.05
+                written(given, self.of.output).view(-1)[-1] += 0.05
+            elif callable(self.fault):
+                self.fault(given)
 
         return launch
 
@@ -60,10 +96,8 @@ def untried(*broken):
         replaced(_solve, "fits_kernels", lambda *arguments: False)
         kernels = []
         for name, fault in broken:
-            file, kernel = BROKEN[name]
-            module = importlib.import_module(f"implicit_attention.kernels.triton.{file}")
-            kernels.append(Broken(getattr(module, kernel), fault, OUTPUT[name]))
-            replaced(module, kernel, kernels[-1])
+            kernels.append(Broken(name, fault))
+            replaced(BROKEN[name].module, BROKEN[name].name, kernels[-1])
         told = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always", KernelWarning)
         yield kernels, told
@@ -78,10 +112,20 @@ def by_torch(run, **options):
         _solve.TRITON_DEVICES = devices
 
 
-def given(dtype=FP32, count=20, **options):
+def given(dtype=FP32, rows=9, count=20, **options):
     torch.manual_seed(0)
-    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE, dtype) for size in (9, count))
+    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE, dtype) for size in (rows, count))
     return (query, keys), {"beta": 0.2, "anchor": 0.6, **options}
+
+
+def solution(impl, **options):
+    tensors, options = given(**options)
+    rtol = 1e-6 if tensors[0].dtype == FP32 else 5e-3
+    return hopfield_solve(*tensors, **options, rtol=rtol, impl=impl)
+
+
+def states(impl, **options):
+    return (solution(impl, **options).state,)
 
 
 def solved(impl, **options):
@@ -116,7 +160,7 @@ def raises(words, function, *arguments):
 
 FAULTS = {
     "wrong": ("one number is wrong", " is off by "),
-    "unwritten": ("writes nothing", "is NaN"),
+    "unwritten": ("writes nothing", None),
     "uncompiled": ("fails to compile", "it failed with OutOfResources: out of resource: shared memory"),
     "unlaunched": ("fails later", "it failed with OutOfResources: out of resource: shared memory"),
 }
@@ -134,6 +178,7 @@ def check_refused(kernel, refused, fault, words, run):
         assert len(messages) == len(refused)
         assert all(words in message and f"torch {torch.__version__}" in message for message in messages), messages
         launches = broken.launches
+        assert launches
         equal(run("auto"), expected)
         assert (len(told), broken.launches) == (len(refused), launches), "tried or told again"
         checks = [check for check in kernel_checks() if check.verdict == "refused"]
@@ -143,22 +188,63 @@ def check_refused(kernel, refused, fault, words, run):
         assert broken.launches == launches
 
 
-@cases(**{name: dict(fault=fault, words=words) for name, (fault, words) in FAULTS.items()})
-def trust_broken_solve(fault, words):
-    check_refused(SOLVE, [SOLVE, ADJOINT], fault, words, solved)
+@cases(
+    **{
+        f"{name}_{short}": dict(name=name, fault=fault, words=words)
+        for name in BROKEN
+        for short, (fault, words) in FAULTS.items()
+    }
+)
+def trust_broken(name, fault, words):
+    words = words or BROKEN[name].unwritten
+    if fault != "fails later":
+        check_refused(name, [*BROKEN[name].refused], fault, words, solved)
+    elif SOLVE in BROKEN[name].refused:
+        check_refused(name, [SOLVE], fault, words, states)
+    else:
+        check_refused(name, [ADJOINT], fault, words, solved)
 
 
-@cases(**{name: dict(fault=fault, words=words) for name, (fault, words) in FAULTS.items()})
-def trust_broken_adjoint(fault, words):
-    check_refused(ADJOINT, [ADJOINT], fault, words, solved)
+# All that kernels write, but for what only another path to the same answer would show: where the next evaluation is,
+# energies, which steps were accelerated, the first direction, and how many steps there were.
+OPERANDS = "operands.state", "operands.shift", "operands.value", "operands.centre"
+EVIDENCE = "answer.residual", "answer.tolerance", "left.status"
+OUTPUTS = {
+    "evaluate": ("queries.mean", "queries.logsumexp"),
+    "step": ("answer.state", "answer.mean", "answer.logsumexp", *EVIDENCE),
+    "product": ("queries.out",),
+    "conjugate": ("course.remainder", "answer.value", "answer.negative_curvature", "answer.tolerance"),
+    "end": ("answer.value", "answer.by_beta", *EVIDENCE, *OPERANDS),
+    "keys": ("out",),
+}
 
 
-class BrokenKinds(Broken):
+@cases(**{name: dict(name=name) for name in OUTPUTS})
+def trust_that_every_output_is_compared(name):
+    from implicit_attention.kernels.triton import support
+
+    (query, keys), options = given()
+    numbers = (torch.full((2,), options[each], device=harness.DEVICE) for each in ("beta", "anchor"))
+    record = Attention(query, keys, *numbers)
+    check, kernels = support.CHECKS["hopfield_solve" if SOLVE in BROKEN[name].refused else "hopfield_adjoint"]
+    unseen = []
+    for output in OUTPUTS[name]:
+
+        def more(arguments, output=output):
+            written(arguments, output).view(-1)[-1] += 1
+
+        with untried((name, more)):
+            found = check(record, support.variant(record, kernels))
+        if all(error <= allowed for error, allowed in found.values()):
+            unseen.append(output)
+    assert not unseen
+
+
+class BrokenKinds:
     """The kernel that tells what the tiles under a mask are, which calls all of them the same."""
 
     def __init__(self, kernel, kind):
-        super().__init__(kernel, None, "kinds")
-        self.kind = kind
+        self.kernel, self.kind = kernel, kind
 
     def __getitem__(self, grid):
         def launch(kinds, *arguments, **options):
@@ -187,76 +273,66 @@ def trust_broken_tiles_of_masks(kind, count=32):
         mask_tiles._kinds_kernel = kernel
 
 
-class Blind(Broken):
-    """A kernel that sees a mask which allows everything."""
-
-    def __init__(self, kernel):
-        super().__init__(kernel, None, "mask")
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            before, mask, after = arguments[: self.output], arguments[self.output], arguments[self.output + 1 :]
-            self.kernel[grid](*before, torch.ones_like(mask), *after, **options)
-
-        return launch
-
-
 @cases(
     **{
-        f"{file}_{count}{'_causal' if causal else ''}": dict(name=name, count=count, is_causal=causal)
-        for name, (file, _) in BROKEN.items()
+        f"{name}_{count}{'_causal' if causal else ''}": dict(name=name, count=count, is_causal=causal)
+        for name in ("evaluate", "product", "keys")
         for count, causal in ((20, False), (70, True))
     }
 )
 def trust_that_a_mask_is_read(name, count, is_causal):
+    """A kernel that sees a mask which allows everything is found."""
     options = {"mask": (torch.arange(count) % 3 > 0).to(harness.DEVICE), "count": count, "is_causal": is_causal}
-    file, kernel = BROKEN[name]
+    file, kernel, _, centred, refused, _ = BROKEN[name]
     module = importlib.import_module(f"implicit_attention.kernels.triton.{file}")
     sound = getattr(module, kernel)
-    setattr(module, kernel, Blind(sound))
+
+    class Blind:
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                if centred in (None, arguments[-1].centred):
+                    at = sound.arg_names.index("mask")
+                    blank = arguments[at]._replace(memory=torch.ones_like(arguments[at].memory))
+                    arguments = *arguments[:at], blank, *arguments[at + 1 :]
+                sound[grid](*arguments, **options)
+
+            return launch
+
+    setattr(module, kernel, Blind())
     try:
         with untried():
             solved("auto", **options)
-            refused = {check.use.partition(" on ")[0] for check in kernel_checks() if check.verdict == "refused"}
-            assert refused == ({SOLVE, ADJOINT} if name == SOLVE else {ADJOINT})
+            found = {check.use.partition(" on ")[0] for check in kernel_checks() if check.verdict == "refused"}
+            assert found == {*refused}
     finally:
         setattr(module, kernel, sound)
 
 
-@cases(sound=dict(fault=None), one_less=dict(fault="counts"), another=dict(fault="order"))
-def trust_gathered_queries(fault):
-    from implicit_attention.kernels.triton import layout
-    from implicit_attention.kernels.triton import solve as module
-
-    def broken(status, rows):
-        order, counts = unfinished(status, rows)
-        if fault == "counts":
-            counts = (counts - 1).clamp(min=0)
-        return layout.Picked(order * 0 if fault == "order" else order, counts)
-
-    torch.manual_seed(0)
-    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE) for size in (300, 20))
-
-    def states(impl):
-        return (hopfield_solve(query, keys, beta=0.2, anchor=0.6, rtol=1e-6, impl=impl).state,)
-
-    expected = by_torch(states)
-    unfinished, module.unfinished = module.unfinished, broken
-    least, layout.LEAST_WORK = layout.LEAST_WORK, 0.0
-    try:
-        with untried() as (_, told):
-            equal(states("auto"), expected)
-            (check,) = kernel_checks()
-            assert "gathers True" in check.use
-            assert check.verdict == ("verified" if fault is None else "refused"), check
-            assert len(told) == (fault is not None)
-    finally:
-        layout.LEAST_WORK, module.unfinished = least, unfinished
+def one_less(arguments):
+    arguments["left"].next_counts.sub_(1).clamp_(min=0)
 
 
-@cases(wrong=dict(fault="one number is wrong"), unwritten=dict(fault="writes nothing"))
-def trust_broken_gradient_of_keys(fault):
-    check_refused("keys", [ADJOINT], fault, "by_keys is ", adjoint)
+def another(arguments):
+    arguments["left"].next_order.zero_()
+
+
+@cases(
+    sound=dict(name="step", fault=None),
+    **{
+        f"{name}_{fault.__name__}": dict(name=name, fault=fault)
+        for name in ("step", "conjugate")
+        for fault in (one_less, another)
+    },
+)
+def trust_listed_queries(name, fault):
+    run = states if SOLVE in BROKEN[name].refused else solved
+    expected = by_torch(run, rows=100)
+    with untried((name, fault)) as (_, told):
+        equal(run("auto", rows=100), expected)
+        assert len(told) == (fault is not None)
+        check = kernel_checks()[-1]
+        assert "listed (True" in check.use
+        assert check.verdict == ("verified" if fault is None else "refused"), check
 
 
 @cases(
@@ -272,14 +348,19 @@ def trust_sound(dtype=FP32, few=False, **options):
         count = 20 if few is True else few
         options = {"mask": (torch.arange(count) < 7).to(harness.DEVICE), "count": count, **options}
     expected = by_torch(solved, dtype=dtype, **options)
-    with untried((SOLVE, None), (ADJOINT, None)) as ((forward, backward), told):
+    with untried(("step", None), ("end", None), ("keys", None)) as (kernels, told):
         equal(solved("auto", dtype=dtype, **options), expected, dtype)
-        first = forward.launches, backward.launches
-        # Each check launches the adjoint kernel once, and the user's problem does.
-        assert first[1] == 2
+        step, *backward = kernels
+        # Once in the check, and once for the user's problem.
+        assert [kernel.launches for kernel in backward] == [2, 2]
+        before = step.launches
         equal(solved("triton", dtype=dtype, **options), expected, dtype)
-        # One solve, one adjoint: nothing is evaluated or verified again.
-        assert (forward.launches - first[0], backward.launches - first[1]) == (1, 1)
+        # Nothing is verified again.
+        assert [kernel.launches for kernel in backward] == [3, 3]
+        after = step.launches - before
+        evaluations = int(solution("triton", dtype=dtype, **options).num_evals.max())
+        # Where the host does not wait for the device it launches more. For the gradient there is none.
+        assert harness.DEVICE == "cuda" or after == evaluations
         assert not told
         checks = {check.use.partition(" on ")[0]: check for check in kernel_checks()}
         assert set(checks) == {SOLVE, ADJOINT}
@@ -296,25 +377,27 @@ def trust_of_tiles_before_they_are_timed():
     from benchmarks import card
     from implicit_attention.kernels.triton.layout import TILES, Tiles
 
-    most = max(TILES["solve", True])
-    used, other, worse = TILES["solve", True][most], Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
-    with untried((SOLVE, None)) as ((broken,), _):
+    most = max(TILES["evaluate", True])
+    used, other, worse = TILES["evaluate", True][most], Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
+    with untried(("evaluate", None)) as ((broken,), _):
         launch = broken.kernel
 
         class Spoilt:
             """The kernel, wrong with the last of the tiles."""
 
+            arg_names = launch.arg_names
+
             def __getitem__(self, grid):
                 def run(*arguments, **options):
                     launch[grid](*arguments, **options)
                     if arguments[-1].keys == worse.keys:
-                        arguments[broken.output].add_(0.05)
+                        arguments[self.arg_names.index("queries")].mean.add_(0.05)
 
                 return run
 
         broken.kernel = Spoilt()
         found = card.tile_rows(most, (other, worse), harness.DEVICE, length=40, sets=1)
-    assert TILES["solve", True][most] == used
+    assert TILES["evaluate", True][most] == used
     assert {row["tiles"]: row["seconds"] is not None for row in found} == {
         ", ".join(map(str, tile)): tile is not worse for tile in (used, other, worse)
     }
@@ -332,7 +415,7 @@ def trust_in_attention():
         return out.detach(), *torch.autograd.grad(out.square().sum(), leaf)
 
     expected = attended("reference")
-    with untried((SOLVE, "writes nothing"), (ADJOINT, "fails to compile")) as (_, told):
+    with untried(("evaluate", "writes nothing"), ("conjugate", "fails to compile")) as (_, told):
         equal(attended("auto"), expected)
         assert len(told) == 2, [str(t.message) for t in told]
         raises("is NaN", attended, "triton")
@@ -341,7 +424,7 @@ def trust_in_attention():
 @case
 def trust_in_a_compiled_graph():
     expected = by_torch(solved)
-    with untried((ADJOINT, "writes nothing")) as ((broken,), told):
+    with untried(("end", "writes nothing")) as ((broken,), told):
         step = torch.compile(solved, backend="aot_eager")
         equal(step("auto"), expected)
         equal(step("auto"), expected)

@@ -178,13 +178,15 @@ class Placed(NamedTuple):
     def of(cls, problem: Attention) -> Placed:
         *lead, _, _ = problem.query.shape
         keys, mask = Matrices.of(in_rows(problem.keys), lead), problem.pairs
-        # Sets that share a mask are told of its tiles once.
-        own = None if mask is None else mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-2])]
+        if mask is not None:
+            # Sets that share a mask are told of its tiles once.
+            own = mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-2])]
+            mask = in_rows(own.expand(*own.shape[:-1], problem.keys.shape[-2]))
         numbers = torch.empty(2, *lead, dtype=torch.float32, device=problem.query.device)
         for out, given in zip(numbers, problem[2:4], strict=True):
             # The host would wait for a copy of its number.
             out.copy_(given) if isinstance(given, Tensor) else out.fill_(given)
-        return cls(problem, keys, keys if own is None else Matrices.of(in_rows(own), lead), *numbers.view(2, -1))
+        return cls(problem, keys, keys if mask is None else Matrices.of(mask, lead), *numbers.view(2, -1))
 
     @property
     def rows(self) -> tuple[object, ...]:
