@@ -138,7 +138,7 @@ def _met(z, by, shift, v, centre, total, sums, start, given, P: tl.constexpr, KI
 
 
 class Queries(NamedTuple):
-    """What the kernel reads and writes of queries: an evaluation the second and third, a product the last."""
+    """Tensors of queries: an evaluation writes `mean` and `logsumexp` of a state, a product `out` of a vector."""
 
     state: Tensor
     mean: Tensor

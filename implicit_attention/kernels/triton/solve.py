@@ -45,14 +45,14 @@ decide = _compiled(_rule.rounding_of, _rule.descends, _rule.shortened, _rule.pro
 
 
 class Course(NamedTuple):
-    """Where f is evaluated next and what is found there; and of the last accepted point, beside what is returned."""
+    """The point where f is evaluated next, and its evaluation; of the last accepted point the energy."""
 
     field: Tensor
     point: Tensor
     mean: Tensor
     logsumexp: Tensor
     energy: Tensor
-    tried: Tensor  # whether the step from there is accelerated
+    tried: Tensor  # whether the step to the point is accelerated
 
 
 def solve(problem: Attention, initial: Tensor, stop: FusedRule) -> Solved:
