@@ -93,12 +93,10 @@ def over_keys(z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.c
     listed, whole, end = visited
     STEP: tl.constexpr = P.keys if P.mask == NO_MASK else 1
     given = (keys, pairs, rows, N, M)
-    for place in range(0, whole, STEP):
-        start = key_start(place, listed, P)
-        shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, False)
-    for place in range(whole, end, STEP):
-        start = key_start(place, listed, P)
-        shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, True)
+    for TAIL in tl.static_range(2):
+        for place in range(whole if TAIL else 0, end if TAIL else whole, STEP):
+            start = key_start(place, listed, P)
+            shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, TAIL)
     return shift, total, sums
 
 

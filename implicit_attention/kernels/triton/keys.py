@@ -104,13 +104,6 @@ def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _next_of(split, splits, before, number):
-    """The first number from the given one on that `split` does, of a list with `before` others in front of it."""
-    late = (before + number) % splits
-    return number + (split - late + splits) % splits
-
-
-@triton.jit
 def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     """The gradient with the part of the tile of queries from row `start` on."""
     ROWS: tl.constexpr = P.rows
@@ -187,20 +180,18 @@ def _keys_kernel(
 
     cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
     gradient = tl.zeros([KEYS, DIMS], tl.float32)
-    before = 0
     for reader in range(count):
         entry = tl.load(readers + batch * count + reader).to(tl.int64)
         b, of_mask = tl.load(beta + entry), tl.load(mask.numbers + entry)
         pairs = (matrix(mask, mask_row, of_mask), offset)
         visited, whole, end = _visited_tiles(of_mask, number % per_batch, listed, offset, N, M, P)
         given = (k, key_rows, first, cols, entry, b, operands, pairs, N, M)
-        for place in range(_next_of(split, splits, before, 0), whole, splits):
-            start = _row_start(place, whole, visited, P, False)
-            gradient = _keys_tile(gradient, start, given, P, False)
-        for place in range(_next_of(split, splits, before, whole), end, splits):
-            start = _row_start(place, whole, visited, P, True)
-            gradient = _keys_tile(gradient, start, given, P, True)
-        before += end
+        for TAIL in tl.static_range(2):
+            # Other splits are the first to have a tile of the next reader.
+            begin = (split + reader) % splits
+            for place in range(begin + whole if TAIL else begin, end if TAIL else whole, splits):
+                start = _row_start(place, whole, visited, P, TAIL)
+                gradient = _keys_tile(gradient, start, given, P, TAIL)
     out += split.to(tl.int64) * total + (batch * M + first) * D
     where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
     tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])

@@ -164,26 +164,18 @@ def product(left, right, total, P: tl.constexpr):
 
 
 @triton.jit
-def meets(left, right, P: tl.constexpr):
-    """The product left @ right.T."""
-    if P.precision == "widen":
-        return tl.dot(left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
-    else:
-        return tl.dot(left, tl.trans(right), input_precision=P.precision)
-
-
-@triton.jit
 def scores_of(rows, k, keys, start, M, P: tl.constexpr, TAIL: tl.constexpr, TURNED: tl.constexpr):
     """The products rows @ k.T of rows with a tile k of keys, which begins at `start`; k @ rows.T if TURNED.
 
     rows: in the dtype of products; and in memory, as pointer, offsets, and which there are.
     """
     whole, pointer, offsets, real = rows
+    scores = tl.zeros([k.shape[0], whole.shape[0]] if TURNED else [whole.shape[0], k.shape[0]], tl.float32)
     if P.part == P.dims:
-        return meets(k, whole, P) if TURNED else meets(whole, k, P)
+        left, right = (k, whole) if TURNED else (whole, k)
+        return product(left, tl.trans(right), scores, P)
     else:
         # Registers have no room for whole rows as the three parts of products: they are read again.
-        scores = tl.zeros([k.shape[0], whole.shape[0]] if TURNED else [whole.shape[0], k.shape[0]], tl.float32)
         for begin in range(0, P.dims, P.part):
             dims = begin + tl.arange(0, P.part)
             inside = real[:, None] & (dims < P.dim)[None, :]
