@@ -259,6 +259,29 @@ def adjoint_of_every_scale_is_the_same():
 
 
 @case
+def adjoint_large_bias_of_all_keys():
+    """Rows of a tile that do not exist add nothing, whatever the bias of keys."""
+    problem = problem_of(lead=(2,), n=5, m=34, dim=16, exact=True)
+    dense, z, mean, logsumexp = at_solution(problem)
+    pairs = torch.full((1, 1, 34), 200.0, device=harness.DEVICE)
+    answer = solve_adjoint(problem.paired(pairs), z, z, mean, logsumexp + 200.0, AdjointRule(1e-5, 60))
+    by_keys, _ = adjoint(dense, problem, z.double(), z.double())[1](answer.value.double())
+    assert error(answer.by_keys, by_keys) <= 1e-3 * by_keys.square().mean().sqrt().item()
+
+
+@case
+def adjoint_tiny_beside_none():
+    """A query without a cotangent does not set the units in which its neighbours' tiny ones are multiplied."""
+    problem = problem_of(lead=(2,), n=20, dim=16, dtype=FP16)
+    dense, z, mean, logsumexp = at_solution(problem)
+    cotangent = 1e-28 * z
+    cotangent[:, ::2] = 0
+    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(rtol_of(FP16), 60))
+    by_keys, _ = adjoint(dense, problem, z.double(), cotangent.double())[1](answer.value.double())
+    assert error(answer.by_keys * 1e28, by_keys * 1e28) <= 0.02 * (by_keys * 1e28).square().mean().sqrt().item()
+
+
+@case
 def adjoint_nothing():
     problem = problem_of(lead=(2,), n=0, m=5, dim=16)
     z = torch.zeros(2, 0, 16, device=harness.DEVICE)

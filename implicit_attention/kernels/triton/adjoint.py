@@ -209,7 +209,8 @@ def _end_kernel(
     if P.dtype == "fp16":
         _, u_scale = rounded(tl.where(finite[:, None], value, 0.0), P)
         u_half = narrow(value * (1.0 / u_scale)[:, None], P)
-        tl.store(operands.value_scale + at, u_scale * unit / lift, mask=real)
+        # Products of a tile are in units of its largest scale.
+        tl.store(operands.value_scale + at, tl.where(dropped, 0.0, u_scale * unit / lift), mask=real)
     else:
         u_half = narrow(value * unit[:, None] / lift[:, None], P)
     tl.store(operands.value + whole, u_half.to(operands.value.dtype.element_ty), mask=inside)

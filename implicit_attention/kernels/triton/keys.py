@@ -119,8 +119,8 @@ def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     begin, places = (entry * N + start) * D, local[:, None] * D + dims[None, :]
     z = tl.load(operands.state + begin + places, mask=inside, other=0.0)
     u = tl.load(operands.value + begin + places, mask=inside, other=0.0)
-    # Rows beyond the last have z = u = 0 and add nothing.
-    level = tl.load(operands.shift + at, mask=real, other=0.0)
+    # Rows beyond the last add nothing, whatever the bias of their keys.
+    level = tl.load(operands.shift + at, mask=real, other=float("inf"))
     middle = tl.load(operands.centre + at, mask=real, other=0.0)
     by = tl.zeros([ROWS], tl.float32) + b * LOG2E
     if P.dtype == "fp16":
