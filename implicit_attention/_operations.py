@@ -226,9 +226,9 @@ def hopfield_solve(
         atol: with 0 for both exactly `max_steps` steps are made, without any look of the host.
         max_steps: largest number of updates of a query.
         plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
-        impl: "native" (compiled for this CPU), "triton" (for a GPU), "auto", the one of them that can do it and is right
-            on this machine (`kernel_checks`), or else the solvers' loop over torch's attention kernels, or "reference",
-            the loop with every product written out.
+        impl: "native" (compiled for this CPU), "triton" (for a GPU), "auto", the one of them that can do it and is
+            right on this machine (`kernel_checks`), or else the solvers' loop over torch's attention kernels, or
+            "reference", the loop with every product written out.
 
     Returns:
         `Solved`: state, and what was measured there. In half precision the state is float32; the products of
