@@ -695,7 +695,7 @@ def solve_by_kernel(
         more = (found.tolerance - rule.atol) * (part / (rule.rtol - part)) if part else 0.0
         return found._replace(residual=found.residual + more, tolerance=found.tolerance + more)
 
-    return _trusted(name, "hopfield_solve", call, run, impl, rule)
+    return _trusted(name, "hopfield_solve", call, run, impl)
 
 
 def adjoint_by_kernel(
@@ -768,9 +768,7 @@ def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
     return answer._replace(value=value, by_beta=by_beta, by_keys=by_keys)
 
 
-def _trusted(
-    name: str, operation: str, call: Attention, run: Callable[[], _R], impl: Impl, rule: FusedRule = THERE
-) -> _R | None:
+def _trusted(name: str, operation: str, call: Attention, run: Callable[[], _R], impl: Impl) -> _R | None:
     """Return the answer of `run`, which calls the kernel of this name, if that is trusted, else None."""
     keys = call.keys
     if name == "triton":
