@@ -784,10 +784,10 @@ def as_problem(data: Data) -> Attention:
 def over_keys(data: Data, kind: str, state: Tensor, *given: Tensor) -> Callable[[], None]:
     """One launch of a kernel over the keys for all queries: "evaluate" or "product", of what `OverKeys` takes."""
     from implicit_attention.kernels.triton.attend import OverKeys
-    from implicit_attention.kernels.triton.layout import Left, Placed
+    from implicit_attention.kernels.triton.layout import InMemory, Left
 
     problem = as_problem(data)
-    kernel = OverKeys(Placed.of(problem), kind)
+    kernel = OverKeys(InMemory.of(problem), kind)
     left = Left(problem, torch.empty(state.shape[:-1], dtype=torch.int8, device=state.device), kernel.chosen)
     return functools.partial(kernel, left, state, *given)
 

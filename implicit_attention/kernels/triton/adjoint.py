@@ -16,7 +16,7 @@ from .. import trust
 from ..problem import AdjointAnswer, AdjointRule, Attention
 from .attend import OverKeys
 from .keys import KernelOperands, gradient_of_keys
-from .layout import Left, Placed, counted, in_order, step_tiles
+from .layout import InMemory, Left, counted, in_order, step_tiles
 from .solve import note
 from .tile import LOG2E, UNFINISHED, any_of, kernel, lost, narrow, power_of_two, query_tile, rounded
 
@@ -34,7 +34,7 @@ SMALLEST_LARGE = tl.constexpr(2.0**-60)
 LIFT = tl.constexpr(2.0**64)
 
 
-class Course(NamedTuple):
+class Directions(NamedTuple):
     """The evaluation at a solution, its cotangent, a direction, the covariance of the keys times it, and residuals."""
 
     state: Tensor
@@ -61,11 +61,11 @@ def solve_adjoint(
     if state.numel() == 0:
         answer.by_keys.zero_()
         return answer
-    placed = Placed.of(problem)
+    placed = InMemory.of(problem)
     product, chosen = OverKeys(placed, "product"), step_tiles(problem)
     operands = KernelOperands.allocated(empty, state.shape, keys.dtype)
     there = map(in_order, (state, mean, logsumexp, cotangent))
-    course = Course(*there, *(empty(n, dtype=torch.float32) for n in (*[state.shape] * 3, state.shape[:-1])))
+    course = Directions(*there, *(empty(n, dtype=torch.float32) for n in (*[state.shape] * 3, state.shape[:-1])))
     # Kernels write truth values as numbers.
     written = answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))
     steps, programs = counted(rule.max_steps), answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
@@ -78,10 +78,10 @@ def solve_adjoint(
     left = Left(problem, answer.status, product.chosen)
     for step in range(steps + 1):
         if step:
+            if not left.next():
+                break
             product(left, *course[:3], course.search, course.spread)
         run(step, left)
-        if not left.next():
-            break
     left = Left(problem, answer.status, product.chosen)
     product(left, *course[:3], answer.value, course.spread)
     run(steps + 1, left)

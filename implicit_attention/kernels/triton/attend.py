@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import Left, Placed, tiles
+from .layout import InMemory, Left, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
     HEADROOM,
     LN2,
     LOG2E,
-    NO_MASK,
     added,
     any_of,
     exponents,
@@ -48,7 +47,7 @@ def visited_tiles(number, tile, first, local, real, listed, offset, N, M, P: tl.
     """
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
-    if P.mask != NO_MASK:
+    if P.mask != "none":
         entry = number
         if P.mask_rows or P.causal:
             entry = entry * tl.cdiv(N, ROWS) + tile
@@ -69,15 +68,6 @@ def visited_tiles(number, tile, first, local, real, listed, offset, N, M, P: tl.
 
 
 @triton.jit
-def key_start(place, visited, P: tl.constexpr):
-    """The first key of the tile that is visited at this place."""
-    if P.mask != NO_MASK:
-        return tl.load(visited + place) * P.keys
-    else:
-        return place
-
-
-@triton.jit
 def over_keys(z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.constexpr, KIND: tl.constexpr):
     """Shift (ROWS,), sum_j w_j (ROWS,) and sum_j w_j k_j (ROWS, DIMS) of weights w_j = exp2(by <z, k_j> - shift).
 
@@ -91,11 +81,13 @@ def over_keys(z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.c
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DIMS], tl.float32)
     listed, whole, end = visited
-    STEP: tl.constexpr = P.keys if P.mask == NO_MASK else 1
+    STEP: tl.constexpr = P.keys if P.mask == "none" else 1
     given = (keys, pairs, rows, N, M)
     for TAIL in tl.static_range(2):
         for place in range(whole if TAIL else 0, end if TAIL else whole, STEP):
-            start = key_start(place, listed, P)
+            start = place
+            if P.mask != "none":
+                start = tl.load(listed + place) * P.keys
             shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, TAIL)
     return shift, total, sums
 
@@ -148,7 +140,7 @@ class Queries(NamedTuple):
 class OverKeys:
     """The kernel of a problem: `evaluate` and `product` write for the queries that are left."""
 
-    def __init__(self, placed: Placed, kind: str) -> None:
+    def __init__(self, placed: InMemory, kind: str) -> None:
         query = placed.problem.query
         self.placed, self.chosen, self.centred = placed, tiles(kind, placed.problem), kind == "product"
         self.programs = query.shape[:-2].numel() * triton.cdiv(query.shape[-2], self.chosen.rows)

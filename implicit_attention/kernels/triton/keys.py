@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import trust
-from .layout import Placed, tiles
+from .layout import InMemory, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
     HEADROOM,
     LOG2E,
-    NO_MASK,
     added,
     exponents,
     kernel,
@@ -53,7 +52,7 @@ class KernelOperands(NamedTuple):
         return cls(state, scale, shift, value, value_scale, centre)
 
 
-def gradient_of_keys(placed: Placed, operands: KernelOperands, out: Tensor) -> None:
+def gradient_of_keys(placed: InMemory, operands: KernelOperands, out: Tensor) -> None:
     """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
     chosen, (rows, count, offset) = tiles("keys", placed.problem), placed.sizes
     # The sets that read each matrix of keys.
@@ -77,7 +76,7 @@ def _visited_tiles(mask_number, number, listed, offset, N, M, P: tl.constexpr):
     """
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
-    if P.mask != NO_MASK:
+    if P.mask != "none":
         tile = mask_number.to(tl.int64) * tl.cdiv(M, KEYS) + number
         visited = listed.visited + tile * tl.cdiv(N, ROWS)
         return (visited, 0), tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
@@ -95,7 +94,7 @@ def _visited_tiles(mask_number, number, listed, offset, N, M, P: tl.constexpr):
 @triton.jit
 def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
     """The first row of the tile that is visited as the given one."""
-    if P.mask != NO_MASK:
+    if P.mask != "none":
         return tl.load(visited[0] + number) * P.rows
     elif TAIL:
         return (visited[1] + number - whole) * P.rows

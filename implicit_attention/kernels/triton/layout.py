@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..problem import Attention
 
-NO_MASK, BOOLEAN, ADDED = 0, 1, 2
 #: Bytes that a thread reads at once, where they begin at a multiple of them.
 ALIGNMENT = 16
 #: Rows at less than this from one another have offsets of 32 bits within a tile, of at most 256.
@@ -70,7 +69,7 @@ class KernelPlan:
     dim: int
     part: int  # of the dimensions, that scores are products of at once
     causal: bool
-    mask: int
+    mask: str
     mask_rows: bool  # whether the mask differs from query to query
     dtype: str  # of the operands of products, as Triton calls it
     precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
@@ -136,7 +135,7 @@ def plan(problem: Attention, chosen: Tiles, picked: bool = False, centred: bool 
         dim=dim,
         part=min(dims, chosen.part or dims),
         causal=problem.first is not None,
-        mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
+        mask="none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
         mask_rows=mask is not None and mask.shape[-2] > 1,
         dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
         # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
@@ -165,7 +164,7 @@ class Matrices(NamedTuple):
         return cls(memory, starts.flatten(), numbers.expand(lead).flatten().contiguous())
 
 
-class Placed(NamedTuple):
+class InMemory(NamedTuple):
     """A problem as kernels read it: beta and anchor in float32 for each set; keys in the place of no mask."""
 
     problem: Attention
@@ -175,7 +174,7 @@ class Placed(NamedTuple):
     anchor: Tensor
 
     @classmethod
-    def of(cls, problem: Attention) -> Placed:
+    def of(cls, problem: Attention) -> InMemory:
         *lead, _, _ = problem.query.shape
         keys, mask = Matrices.of(in_rows(problem.keys), lead), problem.pairs
         if mask is not None:

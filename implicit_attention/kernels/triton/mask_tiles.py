@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import trust
-from .layout import Placed, Tiles, alike
+from .layout import InMemory, Tiles, alike
 from .tile import added, kernel, matrix
 
 # What the pairs of a tile are.
@@ -33,7 +33,7 @@ class MaskTiles(NamedTuple):
     counts: Tensor | None
 
     @classmethod
-    def of(cls, placed: Placed, chosen: Tiles, *, by_keys: bool) -> MaskTiles:
+    def of(cls, placed: InMemory, chosen: Tiles, *, by_keys: bool) -> MaskTiles:
         """The tiles of keys of each tile of queries (or those of queries of each tile of keys); nothing without a mask.
 
         Queries that attend to the same keys have one tile there.

@@ -18,7 +18,7 @@ from ...status import Status
 from .. import trust
 from ..problem import Attention, Solved
 from .attend import OverKeys
-from .layout import Left, Placed, counted, in_order, step_tiles
+from .layout import InMemory, Left, counted, in_order, step_tiles
 from .tile import SMALLEST_NORMAL, UNFINISHED, any_of, kernel, power_of_two, query_tile
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -44,7 +44,7 @@ def _compiled(*functions: Any) -> Any:
 decide = _compiled(_rule.rounding_of, _rule.descends, _rule.shortened, _rule.promises, _rule.decide)
 
 
-class Course(NamedTuple):
+class Points(NamedTuple):
     """The point where f is evaluated next, and its evaluation; of the last accepted point the energy."""
 
     field: Tensor
@@ -63,21 +63,21 @@ def solve(problem: Attention, initial: Tensor, stop: FusedRule) -> Solved:
     answer = Solved.allocated(partial(trust.empty, device=field.device), field.shape, torch.float32)
     if field.numel() == 0:
         return answer
-    placed = Placed.of(problem)
+    placed = InMemory.of(problem)
     evaluate, chosen = OverKeys(placed, "evaluate"), step_tiles(problem)
     left = Left(problem, answer.status, evaluate.chosen)
     point = initial.resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     logsumexp, energy = empty(field.shape[:-1]).fill_(torch.nan), empty(field.shape[:-1])
     tried = trust.empty(field.shape[:-1], device=field.device, dtype=torch.int8)
-    course = Course(in_order(field).float(), point, empty(field.shape), logsumexp, energy, tried)
+    course = Points(in_order(field).float(), point, empty(field.shape), logsumexp, energy, tried)
     programs = answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
     earliest = stop.max_steps + 1 if stop.fixed_budget else 0
     for step in range(stop.max_steps + 1):
+        if step and not left.next():
+            break
         evaluate(left, *course[1:4])
         given = course, answer, left.noted, placed.beta, placed.anchor, rows, *stop, step, int(stop.exhausted), earliest
         placed.launch(_step_kernel, programs, chosen, *given, picked=left.listed)
-        if not left.next():
-            break
     return answer
 
 

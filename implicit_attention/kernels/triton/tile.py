@@ -13,17 +13,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .layout import ADDED as _ADDED
 from .layout import ALIGNMENT as _ALIGNMENT
-from .layout import BOOLEAN as _BOOLEAN
-from .layout import NO_MASK as _NO_MASK
 from .layout import UNFINISHED as _UNFINISHED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NO_MASK = tl.constexpr(_NO_MASK)
-BOOLEAN = tl.constexpr(_BOOLEAN)
-ADDED = tl.constexpr(_ADDED)
 ALIGNMENT = tl.constexpr(_ALIGNMENT)
 UNFINISHED = tl.constexpr(_UNFINISHED)
 # Biases below this, but for -inf, would become -inf in units of log 2.
@@ -199,12 +193,12 @@ def added(rows, cols, pairs, N, M, P: tl.constexpr):
     if P.causal:
         allowed = allowed & (cols <= rows + offset)
     bias = 0.0
-    if P.mask != NO_MASK:
+    if P.mask != "none":
         offsets = cols
         if P.mask_rows:
             offsets = cols + rows.to(tl.int64) * row
             inside = inside & (rows < N)
-        if P.mask == BOOLEAN:
+        if P.mask == "boolean":
             allowed = allowed & (tl.load(mask + offsets, mask=inside, other=0) != 0)
         else:
             given = tl.load(mask + offsets, mask=inside, other=0.0).to(tl.float32)
