@@ -1,6 +1,6 @@
-"""The rule of accelerated steps, once: Triton compiles it, `kernels/native/rule.h` is made of it, torch's loop calls it.
+"""The rule of accelerated steps, once: Triton compiles it, `kernels/native/rule.h` is made of it, torch runs it.
 
-That loop, which has other histories, metrics and gradients through its steps, calls the parts of `decide`.
+The loop of solvers, which has other histories, metrics and gradients through its steps, calls the parts of `decide`.
 
 The functions are elementwise, of numbers that belong to one problem each. They are written with arithmetic,
 comparisons, &, |, ~, `where`, `sqrt` and `abs` of `lang`, which all three have; what is decided is never NaN.
