@@ -123,10 +123,12 @@ def adjoint_scores_in_parts():
     if harness.DEVICE == "cuda":
         return
     tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
-    parts = {kernel: {size: tile._replace(part=16) for size, tile in table.items()} for kernel, table in tables.items()}
+    # In half precision queries are rounded where the gradient of keys reads them.
+    of_parts = [kernel for kernel in tables if not kernel[1] or kernel[0] == "keys"]
     try:
-        layout.TILES.update(parts)
-        for options in ({"dim": 40}, {"dim": 64, "first": 3}):
+        for kernel in of_parts:
+            layout.TILES[kernel] = {size: tile._replace(part=16) for size, tile in tables[kernel].items()}
+        for options in ({"dim": 40}, {"dim": 64, "first": 3}, {"dim": 64, "dtype": FP16}):
             problem = problem_of(lead=(2,), **options)
             check_solved(problem, solve(problem, problem.query))
             check_adjoint(problem)

@@ -118,15 +118,17 @@ def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     begin, places = (entry * N + start) * D, local[:, None] * D + dims[None, :]
     z = tl.load(operands.state + begin + places, mask=inside, other=0.0)
     u = tl.load(operands.value + begin + places, mask=inside, other=0.0)
-    # Rows beyond the last add nothing, whatever the bias of their keys.
-    level = tl.load(operands.shift + at, mask=real, other=float("inf"))
+    # Rows beyond the last have z = u = 0 and add nothing; nor by a bias of their keys that is large.
+    level = tl.load(operands.shift + at, mask=real, other=0.0)
     middle = tl.load(operands.centre + at, mask=real, other=0.0)
     by = tl.zeros([ROWS], tl.float32) + b * LOG2E
     if P.dtype == "fp16":
         z_scale = tl.load(operands.state_scale + at, mask=real, other=0.0)
         u_scale = tl.load(operands.value_scale + at, mask=real, other=0.0)
         by = by * z_scale
-    bias = added((start + local)[None, :], cols[:, None], pairs, N, M, P) if TAIL else 0.0
+    bias = 0.0
+    if TAIL:
+        bias = tl.where(real[None, :], added((start + local)[None, :], cols[:, None], pairs, N, M, P), float("-inf"))
     z_rows, u_rows = (z, operands.state + begin, local * D, real), (u, operands.value + begin, local * D, real)
     scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
     p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))

@@ -24,7 +24,8 @@ class Tiles(NamedTuple):
 
     registers: the most that a thread may have, where more programs on a multiprocessor are worth what that puts into
         local memory outside of the loops; None for no limit.
-    part: dimensions that scores are products of at once, where registers have no room for all; None for all.
+    part: dimensions that scores are products of at once, where registers have no room for all; None for all. In half
+        precision only the gradient of keys may have one, which reads queries that are rounded.
     """
 
     rows: int
@@ -50,6 +51,7 @@ EARLIER = {
     ("evaluate", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
     ("product", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(64, 16, 4, 3)},
     ("product", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
+    ("keys", True): {64: Tiles(32, 64, 4, 3), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2, None, 64)},
     ("keys", False): {64: Tiles(16, 64, 4, 1), 128: Tiles(16, 64, 4, 1, None, 32)},
 }
 SMALLEST_TILE = 16
