@@ -55,7 +55,8 @@ def test_every_kernel_of_a_card_is_in_the_committed_run(arch, triton):
     assert all(row["shared"] <= limit and row["programs"] > 0 for row in run["rows"])
     # Of the tiles as they are: what was compiled is what runs.
     for row in (row for row in run["rows"] if row["kernel"] in compiled_kernels.KERNELS):
-        table = layout.TILES[row["kernel"], row["dtype"] != "float32"]
+        kind = row["kernel"], row["dtype"] != "float32"
+        table = layout.EARLIER.get(kind, layout.TILES[kind]) if arch == "sm_80" else layout.TILES[kind]
         tile = table[min(size for size in table if size >= row["dim"])]
         assert [row[name] for name in tile._fields[:4]] == list(tile[:4]), row["name"]
         assert row["registers"] <= (tile.registers or 255)
@@ -69,10 +70,13 @@ def test_the_committed_loops_for_an_h100_stay_in_registers():
         [row for row in run["rows"] if row["kernel"] in names]
         for names in (compiled_kernels.KERNELS, compiled_kernels.STEPS)
     )
-    rows = [row for row in loops if row["dtype"] != "float16" and row["dim"] <= 128 and row["kind"] != "masked"]
-    spilled = {row["name"] for row in rows if row["loop"]["spills"]}
+    rows = [row for row in loops if row["dtype"] != "float16" and row["dim"] <= 128]
     # Products of float32 in three parts take more registers than there are.
-    assert all("float32-128" in name for name in spilled), spilled
+    spilled = {
+        row["name"]: row["loop"]["spills"] for row in rows if row["loop"]["spills"] and "float32-128" not in row["name"]
+    }
+    assert not {name for name in spilled if "float32" in name or "plain" in name}, spilled
+    assert all(spills <= 10 for spills in spilled.values()), spilled
     assert all(row["loop"]["spills"] < 0.05 * row["loop"]["instructions"] for row in loops if row["dim"] <= 64)
     # Where the assembler runs the products of a loop one after the other, each has a barrier.
     serialized = {row["name"] for row in loops if row["loop"]["barriers"] >= row["loop"]["tensor"]}
