@@ -72,11 +72,8 @@ def test_the_committed_loops_for_an_h100_stay_in_registers():
     )
     rows = [row for row in loops if row["dtype"] != "float16" and row["dim"] <= 128]
     # Products of float32 in three parts take more registers than there are.
-    spilled = {
-        row["name"]: row["loop"]["spills"] for row in rows if row["loop"]["spills"] and "float32-128" not in row["name"]
-    }
-    assert not {name for name in spilled if "float32" in name or "plain" in name}, spilled
-    assert all(spills <= 10 for spills in spilled.values()), spilled
+    spilled = {row["name"] for row in rows if row["loop"]["spills"]}
+    assert all("float32-128" in name for name in spilled), spilled
     assert all(row["loop"]["spills"] < 0.05 * row["loop"]["instructions"] for row in loops if row["dim"] <= 64)
     # Where the assembler runs the products of a loop one after the other, each has a barrier.
     serialized = {row["name"] for row in loops if row["loop"]["barriers"] >= row["loop"]["tensor"]}
