@@ -327,6 +327,18 @@ def solve_ends(rtol, max_steps):
 
 
 @case
+def solve_where_scores_move_far():
+    """The last log-sum-exp is no shift for scores that have moved by hundreds: it would leave sums of 0 or infinity."""
+    problem = problem_of(lead=(2,), n=20, m=33, dim=16, beta=1.0, anchor=0.5, exact=True)
+    for far in (30.0, -30.0):
+        # The first state is far off the keys, along what they have in common.
+        moved = problem._replace(keys=problem.keys + 20.0)
+        solved = solve(moved, problem.query + far)
+        assert bool((solved.status == Status.CONVERGED).all())
+        check_solved(moved, solved, initial=problem.query + far)
+
+
+@case
 def solve_without_an_anchor_reads_no_field():
     problem = problem_of(lead=(2, 2), n=20, dim=16, anchor=[0.0, 0.4])
     initial = problem.query.clone()
