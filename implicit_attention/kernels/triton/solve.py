@@ -95,7 +95,7 @@ def length(x):
 
 @triton.jit
 def note(still, end, local, batch, N, left, P: tl.constexpr):
-    """Note the queries of the tile that are left for the next step, from the start of the list (end 0) or its end (1)."""
+    """Note the queries of the tile that are left for the next step, at the start of the list or (end 1) at its end."""
     number = still.to(tl.int32)
     counts = left.next_counts + 2 * batch + end
     place = tl.atomic_add(counts, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0) - 1
