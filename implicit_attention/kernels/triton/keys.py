@@ -107,7 +107,6 @@ def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
 def _keys_tile(gradient, largest, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     """The gradient with the part of the tile of queries from row `start` on."""
     ROWS: tl.constexpr = P.rows
-    KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
     k, key_rows, first, cols, entry, b, unit, most, operands, pairs, N, M = given
