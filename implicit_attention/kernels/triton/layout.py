@@ -192,7 +192,7 @@ class InMemory(NamedTuple):
         *lead, _, _ = problem.query.shape
         mask = problem.pairs
         if is_half(problem):
-            operands, unit, most = in_float16(problem.keys)
+            operands, unit, most = in_float16(problem)
             keys = Matrices.of(operands, lead)._replace(unit=unit, most=most)
         else:
             keys = Matrices.of(in_rows(problem.keys), lead)
@@ -232,24 +232,44 @@ class InMemory(NamedTuple):
             )
 
 
-def in_float16(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Operands, unit and most of keys in half precision, as `Matrices` has them; those of float16 are the keys.
 
-    The largest number of bfloat16 becomes 2^14 or more: those down to 2^-31 times that keep all their digits.
+    The largest number of bfloat16 that a query attends to becomes 2^14 or more: those down to 2^-31 times that keep all
+    their digits. Sets with a key of smaller numbers alone become NaN.
     """
-    keys = keys.resolve_neg()
+    keys, convert = problem.keys.resolve_neg(), problem.keys.dtype == torch.bfloat16
     own = keys[tuple(slice(1 if step == 0 else None) for step in keys.stride()[:-2])]
-    peak = torch.linalg.vector_norm(own, torch.inf, (-2, -1)).float() if own.numel() else own.new_zeros(own.shape[:-2])
+    size, used = torch.linalg.vector_norm(own, torch.inf, -1).float(), attended(problem, own.shape[:-1])
+    size = size if used is None else size.where(used, 0.0)
+    peak = size.amax(-1) if size.shape[-1] else size.sum(-1)
     # The peak is less than two to this power; of one that is not finite nothing is known.
     power = torch.frexp(peak.where(peak.isfinite(), 0.0)).exponent
-    least = (power - 15).clamp(min=-120) if keys.dtype == torch.bfloat16 else torch.zeros_like(power)
+    least = (power - 15).clamp(min=-120) if convert else torch.zeros_like(power)
     longest = power - least + math.ceil(math.log2(keys.shape[-1]) / 2)
     # Powers of two by their bits.
     unit, most = ((exponent + 127).bitwise_left_shift(23).view(torch.float32) for exponent in (least, longest))
-    if keys.dtype == torch.bfloat16:
-        own = rows_like(own, torch.float16).copy_(own * (1 / unit).to(keys.dtype)[..., None, None])
+    if convert:
+        scaled = own * (1 / unit).to(own.dtype)[..., None, None]
+        scaled = scaled if used is None else scaled.where(used[..., None], 0.0)
+        own = rows_like(own, torch.float16).copy_(scaled)
+        lost = (size > 0) & (size < 2.0**-31 * peak[..., None])
+        unit = unit.masked_fill(lost.any(-1), torch.nan)
     lead = keys.shape[:-2]
     return in_rows(own.expand(keys.shape)), unit.expand(lead).flatten(), most.expand(lead).flatten()
+
+
+def attended(problem: Attention, keys: torch.Size) -> Tensor | None:
+    """Whether some query attends to each of the keys, of that shape (*#batch, M); None where each attends to all."""
+    (*lead, rows, _), pairs, first = problem.query.shape, problem.pairs, problem.first
+    if pairs is None and first is None:
+        return None
+    some = torch.ones((), dtype=torch.bool, device=problem.keys.device)
+    if pairs is not None:
+        some = (pairs if pairs.dtype == torch.bool else pairs != -torch.inf).any(-2)
+    if first is not None:
+        some = some & (torch.arange(keys[-1], device=some.device) < first + rows)
+    return some.expand(*lead, keys[-1]).float().sum_to_size(keys) > 0
 
 
 def rows_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
