@@ -18,7 +18,7 @@ from .problems import Data, evidence, gradient_error
 #: tolerance, rounding put one in 2,700 above it at most, by .4 %, over 16 problems of 8,192 queries.
 CONVERGED = 0.999
 #: The library is timed only with so small a gradient error.
-GRADIENT_ERROR = {"float32": 1e-2, "float16": 2e-2, "bfloat16": 5e-2}
+GRADIENT_ERROR = {"float32": 1e-2, "float16": 2e-2, "bfloat16": 2e-2}
 
 
 class Compared(NamedTuple):
