@@ -1,6 +1,7 @@
 """Cases for trust in the Triton kernels: one that is broken by hand is found at its first use and not used."""
 
 import contextlib
+import functools
 import importlib
 import warnings
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import pytest
 import torch
 import triton_harness as harness
 from triton.runtime.errors import OutOfResources
-from triton_harness import FP32, case, cases
+from triton_harness import BF16, FP16, FP32, case, cases
 
 from implicit_attention import Anderson, UnsupportedImplementation, _solve, equilibrium_attention
 from implicit_attention.errors import KernelWarning
@@ -370,6 +371,33 @@ def trust_sound(dtype=FP32, few=False, **options):
             assert {"mean", "logsumexp", "residual"} <= set(check.errors) or {"by_keys", "residual"} <= set(
                 check.errors
             )
+
+
+@cases(fp16=dict(dtype=FP16), bf16=dict(dtype=BF16))
+def trust_that_half_precision_is_fine(dtype):
+    """Coarse products in the place of fine ones are found, of evaluations and of the last one of an adjoint solve."""
+    from implicit_attention.kernels.triton import attend, support
+
+    problem, launched = harness.problem_of(lead=(2,), n=50, m=100, dim=40, dtype=dtype), attend.OverKeys.__call__
+
+    def coarse(kernel, left, *tensors, fine=False):
+        flags, left.fine = left.fine, torch.zeros_like(left.fine)
+        launched(kernel, left, *tensors)
+        left.fine = flags
+
+    for operation, wrong in (
+        ("hopfield_solve", {"mean", "residual"}),
+        ("hopfield_adjoint", {"residual", "by_beta"}),
+    ):
+        check, kernels = support.CHECKS[operation]
+        compared = functools.partial(check, problem, support.variant(problem, kernels))
+        assert all(error <= allowed for error, allowed in compared().values())
+        attend.OverKeys.__call__ = coarse
+        try:
+            found = compared()
+        finally:
+            attend.OverKeys.__call__ = launched
+        assert {name for name, (error, allowed) in found.items() if error > allowed} == wrong, found
 
 
 @case

@@ -120,7 +120,7 @@ def narrow(x, P: tl.constexpr):
 
 @triton.jit
 def rest_of(x, high, P: tl.constexpr):
-    """What `narrow` lost of x, in the dtype of products."""
+    """The part of x that `narrow` lost, in the dtype of products."""
     return (x - high.to(tl.float32)).to(tl.float16)
 
 
