@@ -644,8 +644,8 @@ def default_rtol(impl: Impl, call: Attention) -> float:
 
 
 def in_half(call: Attention, impl: Impl) -> bool:
-    """Whether products are in the half precision of the keys: by the kernels of a card."""
-    return call.keys.dtype in HALF and _is_for_triton(impl, call)
+    """Whether products are in the half precision of the keys: by the kernels of a card, in float32 but for these."""
+    return call.keys.dtype in HALF and _is_for_triton(impl, call._replace(beta=1.0, anchor=1.0))
 
 
 def half_solver(solver: Solver | None) -> Solver:
