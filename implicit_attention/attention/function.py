@@ -178,7 +178,8 @@ def equilibrium_attention(
         **options: how the equilibrium is found and differentiated, see `SolveOptions`.
 
     Returns:
-        (*batch, N, E) in the inputs' dtype. Half-precision problems are solved in float32.
+        (*batch, N, E) in the inputs' dtype. Half-precision problems are solved in float32, or as `solve` says by a
+        card's kernels, beside which values are read out in half precision.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do what is asked for.
@@ -459,8 +460,7 @@ def _answer(
         site = options.on_failure._site
     on_failure = options.on_failure if site is None else Located(options.on_failure, site)
     # On a card keys and values stay in half precision, in the kernels and where values are read out.
-    half = potential is LogSumExp and not (empty or trace or options.explicit) and in_half(given, options.impl)
-    half = half and (given.values is None or given.values.dtype == given.keys.dtype)
+    half = in_half(given, options.impl) and potential is LogSumExp and not (empty or trace or options.explicit)
     if half and not in_graph:
         attended = _in_half(given, initial, options, site, return_weights)
         if attended is not None:
@@ -491,7 +491,7 @@ def _answer(
             if solved is None:
                 return None
             state, solution = _stood_in(energy.fixed_point_map, call, options, *solved)
-            if half and call.values is not None:
+            if half and _reads_half(given):
                 output = _read_in_half(given, state, functools.partial(_made, potential=potential, options=options))
             else:
                 output = state if call.values is None else read_out(made, state, call.values, call.dropout)
@@ -531,24 +531,31 @@ def _in_half(
         return energy_of(_in_single(given)).fixed_point_map(z)
 
     state, _ = _stood_in(step, given._replace(query=query), options, solution.value, solution)
-    made = functools.partial(_made, potential=LogSumExp, options=options)
-    weights = reads_out(made(_in_single(given))).probabilities(state) if weighed else None
-    output = state.to(given.query.dtype) if given.values is None else _read_in_half(given, state, made)
-    return Attended(output, state, solution.report, solution, weights)
+    made, output, weights = functools.partial(_made, potential=LogSumExp, options=options), state, None
+    if _reads_half(given):
+        output = _read_in_half(given, state, made)
+    elif given.values is not None:
+        output = read_out(made(_in_single(given)), state, at_least_single(given.values), given.dropout)
+    if weighed:
+        weights = reads_out(made(_in_single(given))).probabilities(state)
+    return Attended(output.to(given.query.dtype), state, solution.report, solution, weights)
+
+
+def _reads_half(given: Attention) -> bool:
+    """Whether keys, values and what is added to the scores have one half precision: a wide bias is not rounded."""
+    dtype, bias = given.keys.dtype, given.bias
+    same = given.values is not None and given.values.dtype == dtype and (bias is None or bias.dtype == dtype)
+    return dtype in HALF and same
 
 
 def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Potential]) -> Tensor:
     """The values read out at z in the half precision of keys and values, by the potential that is `made`."""
-    dtype, beta, bias = given.keys.dtype, given.beta, given.bias
+    beta, values = given.beta, given.values
     if isinstance(beta, Tensor):
         # A rounded temperature would shift all scores alike; the rounding of a product does not.
         z, beta = beta[..., None, None] * z, 1.0
-    if bias is not None and bias.dtype != dtype:
-        # What is out of its range masks no pair.
-        limits = torch.finfo(dtype)
-        bias = bias.clamp(limits.min, limits.max).to(dtype).masked_fill(bias == -torch.inf, -torch.inf)
-    assert given.values is not None
-    return read_out(made(given._replace(beta=beta, bias=bias)), z.to(dtype), given.values, given.dropout)
+    assert values is not None
+    return read_out(made(given._replace(beta=beta)), z.to(values.dtype), values, given.dropout)
 
 
 def _plainly(
@@ -706,14 +713,13 @@ def _explicit_output(
     """One step of the map, or the values read out at the query: in half precision if the whole call `given` has it."""
     if call.values is None or given.values is None:
         return energy.fixed_point_map(call.query)
-    dtype, potential = given.query.dtype, energy.potential
+    potential = energy.potential
     # A potential that computes a bias from its keys and beta differs from the one of keys and beta in half precision.
     scores_alone = isinstance(potential, ScoredKeys) and potential.bias is call.bias
-    half = all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias))
-    if dtype in HALF and scores_alone and half:
-        output = _read_in_half(given, call.query, made)
+    if given.keys.dtype == given.query.dtype and scores_alone and _reads_half(given):
+        output = _read_in_half(given._replace(beta=call.beta), given.query, made)
     else:
-        output = read_out(energy.potential, call.query, call.values, call.dropout)
+        output = read_out(potential, call.query, call.values, call.dropout)
     # The output does not depend on the anchor, but a parameter without any gradient stops distributed training.
     anchor = given.anchor
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
