@@ -166,6 +166,7 @@ def solve(
     watched = trace or callback is not None or _sampled(report.site) is not None
     call, solution = None if watched else problem.as_attention(), None
     if call is not None and call.keys.dtype in HALF:
+        problem.check_state(initial)
         solution = solve_in_half(call, initial, plan_of(half_solver(own), adjoint, impl), report)
     elif call is not None and unobserved():
         found = solve_plainly(call, initial, plan, report.on_failure, report.site, energy=problem.energy)
@@ -951,14 +952,19 @@ def solve_in_half(call: Attention, initial: Tensor, plan: Plan, report: AdjointR
     beta = _validate.inside(call.beta, low=0.0, open_low=True)
     anchor = _validate.inside(call.anchor, low=0.0, high=1.0)
     beta, anchor = (t.float() if isinstance(t, Tensor) else t for t in (beta, anchor))
-    call, initial = call._replace(beta=beta, anchor=anchor, values=None, dropout=0.0), initial.float()
+    call = call._replace(beta=beta, anchor=anchor, values=None, dropout=0.0)
     rule, impl, bias = plan.rule, plan.impl, call.bias
     if rule is None or not in_half(call, impl) or transforms_active() or is_fake(call.keys):
         return None
-    if initial.shape != call.query.shape or initial.numel() == 0 or not carries(initial.dtype, call.anchor):
+    # Other starts are refused where problems are checked.
+    if initial.dtype not in (torch.float32, *HALF) or initial.device != call.keys.device or initial.numel() == 0:
+        return None
+    initial = initial.float()
+    if initial.shape != call.query.shape or not carries(initial.dtype, call.anchor):
         return None
     if (bias is not None and is_differentiated(bias)) or _sampled(report.site) is not None:
         return None
+    check_kernel(impl, call)
     if _kernel(call, impl, rule) != "triton":
         return None
     with torch.no_grad():
@@ -1015,13 +1021,14 @@ class _Equilibrium(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        (state, *evaluation), tensors = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
-        saved, mean, half = iter(tensors), evaluation[0], len(evaluation) == 2
+        # They are unpacked once, as checkpointing demands.
+        saved = iter(ctx.saved_tensors)
+        state, mean, *more = (next(saved) for _ in range(ctx.kept))
         call = Attention(*(next(saved) if part is Tensor else part for part in ctx.parts))
         gradients, once = None, not torch.is_grad_enabled() and not transforms_active()
-        if half and once and not torch._C._functorch.is_legacy_batchedtensor(cotangent):
-            gradients = _half_gradients(call, ctx.way, ctx.report, state, evaluation, cotangent)
-        plain = not half and ctx.residual is not None and once and unobserved()
+        if more and once and not torch._C._functorch.is_legacy_batchedtensor(cotangent):
+            gradients = _half_gradients(call, ctx.way, ctx.report, state, (mean, *more), cotangent)
+        plain = not more and ctx.residual is not None and once and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, call.query, call.keys):
             gradients = _native_gradients(call, ctx.way, ctx.report, ctx.residual, state, mean, cotangent)
         if gradients is None:

@@ -458,9 +458,9 @@ def _answer(
         given = _with_masked_key(given)
     if site is None and isinstance(options.on_failure, FailurePolicy):
         site = options.on_failure._site
-    on_failure = options.on_failure if site is None else Located(options.on_failure, site)
     # On a card keys and values stay in half precision, in the kernels and where values are read out.
-    half = in_half(given, options.impl) and potential is LogSumExp and not (empty or trace or options.explicit)
+    half = given.keys.dtype in HALF and potential is LogSumExp and in_half(given, options.impl)
+    half = half and not (empty or trace or options.explicit)
     if half and not in_graph:
         attended = _in_half(given, initial, options, site, return_weights)
         if attended is not None:
@@ -487,6 +487,7 @@ def _answer(
             output = _explicit_output(energy, call, given, make)
         else:
             options = _for_half(options) if half else options
+            on_failure = options.on_failure if site is None else Located(options.on_failure, site)
             solved = _solved(energy, initial, options, on_failure, in_graph, trace, given.keys if half else None)
             if solved is None:
                 return None

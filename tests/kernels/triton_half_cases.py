@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from triton_harness import BF16, DEVICE, FP16, FP32, case, cases
 
 from implicit_attention import (
@@ -328,6 +330,41 @@ def half_failures_by_policy():
     failed = solution.failed
     assert 0 < int(failed.sum()) < failed.numel()
     assert torch.equal(output[failed], explicit[failed])
+
+
+@cases(reentrant=dict(reentrant=True), hooks=dict(reentrant=False))
+def half_checkpointed(reentrant):
+    tensors, found = inputs(BF16), []
+    with card():
+        for wrapped in (False, True):
+            options = {"use_reentrant": reentrant} if wrapped else {}
+            call = functools.partial(checkpoint, equilibrium_attention) if wrapped else equilibrium_attention
+            call(*tensors, **options).float().square().sum().backward()
+            found.append([t.grad for t in tensors])
+            for tensor in tensors:
+                tensor.grad = None
+    assert all(map(torch.equal, *found))
+
+
+@case
+def half_arguments_that_do_not_fit():
+    """Errors are those of other precisions."""
+    problem, start = energy_of(BF16)
+    with card():
+        for initial, error, words in (
+            (start[:1], ValueError, "`initial` must have the field's shape"),
+            (start.double(), ValueError, "`initial` must have the dtype"),
+            (start.int(), TypeError, "`initial` must have a floating-point dtype"),
+            (None, TypeError, "`initial` must be a torch.Tensor"),
+        ):
+            with pytest.raises(error, match=words):
+                solve(problem, initial)
+        wide = drawn(2, 3, 300, dtype=BF16)
+        with pytest.raises(UnsupportedImplementation, match="head dimension of 300; use at most 256"):
+            equilibrium_attention(wide, wide, wide, impl="triton")
+        assert equilibrium_attention(wide, wide, wide).dtype == BF16
+        with pytest.raises(UnsupportedImplementation, match="no step is kept"):
+            solve(problem, start, impl="triton", trace=True)
 
 
 @case
