@@ -97,6 +97,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    from ._solve import in_half
+
     field, keys, beta, anchor, mask, state, mean, logsumexp, site = ctx.saved_tensors
     if cotangent is None:
         return (None,) * 14
@@ -107,8 +109,9 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     unread = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
     state, mean, field = (t.masked_fill(unread[..., None], 0.0) for t in (state, mean, field))
     logsumexp = logsumexp.masked_fill(unread, 0.0)
-    # Products of keys in half precision have a tolerance of their own.
-    rtol = adjoint_rtol(ctx.rtol, state.dtype) if keys.dtype == state.dtype else None
+    # Half precision that is widened has the tolerance of the precision in which products are then formed.
+    products = keys.dtype if in_half(Attention(field, keys, 1.0, 0.0), ctx.impl) else state.dtype
+    rtol = adjoint_rtol(ctx.rtol, products) if keys.dtype in (state.dtype, products) else None
     options = rtol, MAX_STEPS, ctx.impl, ctx.on_failure, site
     answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, *options, mean, logsumexp))
     by_anchor = (answer.value * (field - mean)).sum(-1, keepdim=True)
@@ -221,8 +224,8 @@ def hopfield_solve(
         query_offset: with `is_causal`, the index of the first query among the keys: query i attends to keys up to
             query_offset + i.
         initial: where to start, default the query.
-        rtol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2. None is 1e-4; for Triton's products of keys in
-            half precision 1e-3 in float16 and 5e-3 in bfloat16, the least that these can tell.
+        rtol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2. None is 1e-4; for Triton's products of
+            keys in half precision, which know residuals to 2e-6 |f(z)|, 1e-3, and at least 1e-5.
         atol: with 0 for both exactly `max_steps` steps are made, without any look of the host.
         max_steps: largest number of updates of a query.
         plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
@@ -232,7 +235,7 @@ def hopfield_solve(
 
     Returns:
         `Solved`: state, and what was measured there. In half precision the state is float32; the products of
-        impl="triton" are those of the keys' precision, and its residuals include the most that rounding may hide.
+        impl="triton" are in float16, and those of the last evaluation of a query in twice its digits.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, such as
@@ -304,8 +307,8 @@ def hopfield_adjoint(
         is_causal: a query attends to keys up to its own index.
         query_offset: as in `hopfield_solve`.
         rtol: a system is solved when |cotangent - A u| <= rtol |cotangent|, by its recurrence; recomputed at u it may
-            be ten times that, as rounding adds up. Default 1e-10 in float64 and 1e-5 in float32; impl="triton", which
-            forms products in the keys' precision, 5e-3 in float16 and 3e-2 in bfloat16.
+            be ten times that, as rounding adds up. Default 1e-10 in float64 and 1e-5 in float32; for
+            Triton's products of keys in half precision 3e-3.
         max_steps: largest number of products with A.
         impl: as in `hopfield_solve`; the loop is that of `linear.CG`, with an rtol of at least 1e-6 in float32 and at
             least one product.

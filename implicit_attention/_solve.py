@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import _validate
 from ._autograd import (
+    HALF,
     applied,
     are_plain,
     backward_running,
@@ -35,7 +36,7 @@ from ._autograd import (
     unobserved,
 )
 from ._fused_rule import FusedRule
-from ._reporting import check_on_failure, report_failures, without_gradient
+from ._reporting import check_on_failure, left_out, report_failures, without_gradient
 from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.implicit import gradients_at
@@ -48,13 +49,14 @@ from .adjoints.linear_system import (
     report_adjoint,
 )
 from .energies import AnchoredEnergy
+from .energies.anchored import between
 from .errors import UnsupportedImplementation
 from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_of
 from .kernels import trust
 from .kernels.native import library
 from .kernels.native import solve as native
 from .kernels.native.step import MOST_MIXED, NativeStep
-from .kernels.problem import THERE, AdjointAnswer, AdjointRule, Attention, Solved, carries
+from .kernels.problem import FLOOR, SOLVE_RTOL, THERE, AdjointAnswer, AdjointRule, Attention, Solved, carries
 from .kernels.triton import support as triton
 from .linear import CG, LinearSolution
 from .linear._vectors import normalised
@@ -101,7 +103,8 @@ def solve(
     Args:
         problem: an energy such as `AnchoredEnergy`, a `FixedPointMap`, or any other `Problem`.
         initial: where to start, (*lead, *event): the last `problem.event_ndim` axes form one problem.
-        solver: default `Anderson()`. Half-precision problems are solved in float32.
+        solver: default `Anderson()`. Half-precision problems are solved in float32; where a card's kernels take one,
+            their products are in half precision, states and sums in float32, and the default rtol is 1e-3.
         adjoint: default `Implicit()`, the exact gradient of the solution.
         impl: "auto" solves by a kernel where there is one for the problem and the solver, else by the solvers' loop;
             "reference" always by the loop, with every product written out; "native" (compiled for this CPU) and
@@ -143,7 +146,7 @@ def solve(
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()` and
     `Reversible()`.
     """
-    plan = plan_of(solver, adjoint, impl)
+    plan, own = plan_of(solver, adjoint, impl), solver
     solver, adjoint = plan.solver, plan.adjoint
     remedy = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"
     _validate.check_instance("problem", problem, Problem, "be an instance of Problem", remedy)
@@ -161,10 +164,13 @@ def solve(
         problem, origin = moved
         initial = initial - origin
     watched = trace or callback is not None or _sampled(report.site) is not None
-    call, solution = None if watched or not unobserved() else problem.as_attention(), None
-    if call is not None:
+    call, solution = None if watched else problem.as_attention(), None
+    if call is not None and call.keys.dtype in HALF:
+        problem.check_state(initial)
+        solution = solve_in_half(call, initial, plan_of(half_solver(own), adjoint, impl), report)
+    elif call is not None and unobserved():
         found = solve_plainly(call, initial, plan, report.on_failure, report.site, energy=problem.energy)
-        solution = None if found is None else found[1]
+        solution = None if found is None else found[1]  # type: ignore[assignment]
     if solution is None:
         whole.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
         request = Request(problem, initial, solver, impl, trace, report, callback)
@@ -178,7 +184,7 @@ class Plan:
     """The choices that options make once for all calls.
 
     solver, adjoint, impl: with defaults and the budget filled in.
-    exact: whether the native operations do what solver and adjoint do to attention.
+    exact: whether kernels do what solver and adjoint do to attention.
     explicit: whether nothing is solved.
     remedies: the advice about queries that fail, by status.
     """
@@ -192,7 +198,7 @@ class Plan:
 
     @functools.cached_property
     def rule(self) -> FusedRule | None:
-        """The rule by which the native operation is this solver; None for others and for fixed budgets."""
+        """The rule by which a kernel is this solver; None for others and for fixed budgets."""
         row = torch.zeros(1, 1, device="cpu")
         rule = self.solver.fused_rule(AnchoredEnergy(LogSumExp(row, 1.0), row, 0.0)) if self.exact else None
         return None if rule is None or rule.max_steps == 0 or rule.fixed_budget else rule
@@ -214,7 +220,7 @@ def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     ):
         _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
     check_impl(impl)
-    exact = adjoint == EXACT and impl in ("auto", "native") and type(solver) in (Anderson, Picard)
+    exact = adjoint == EXACT and impl != "reference" and type(solver) in (Anderson, Picard)
     return Plan(solver, adjoint, impl, exact, solver.max_steps == 0, adjoint.advice(of_attention(solver.remedies)))
 
 
@@ -427,6 +433,7 @@ class Route:
         dtype: precision of the states.
         heads: of attention.
         where: what is around the call: a compiled graph, or torch.func.
+        floor: the part of |f(z)| to which residuals are known where products are in half precision, else None.
 
     It is a plan until the functions have run. A kernel that fails its check, or cannot have what it is given, leaves
     them to torch, and is not named then.
@@ -441,6 +448,7 @@ class Route:
     product: str = "torch"
     where: str = ""
     heads: int | None = None
+    floor: float | None = None
 
     def __str__(self) -> str:
         ran: dict[str, list[str]] = {}
@@ -448,6 +456,7 @@ class Route:
             ran.setdefault(getattr(self, function), []).append(function)
         parts = [f"{name}: {', '.join(functions)}" for name, functions in ran.items()]
         parts.append(str(self.dtype).removeprefix("torch."))
+        parts += [] if self.floor is None else [f"products in float16: residuals known to {self.floor:g} |f(z)|"]
         parts += [] if self.heads is None else [f"{self.heads} head{'s' if self.heads != 1 else ''}"]
         return "; ".join([*parts, self.where] if self.where else parts)
 
@@ -632,7 +641,17 @@ def check_kernel(impl: Impl, call: Attention) -> Impl:
 
 def default_rtol(impl: Impl, call: Attention) -> float:
     """The tolerance of a solve that was given none."""
-    return triton.FINEST.get(call.keys.dtype, 1e-4) if _is_for_triton(impl, call) else 1e-4
+    return SOLVE_RTOL if in_half(call, impl) else 1e-4
+
+
+def in_half(call: Attention, impl: Impl) -> bool:
+    """Whether products are in the half precision of the keys: by the kernels of a card, in float32 but for these."""
+    return call.keys.dtype in HALF and _is_for_triton(impl, call._replace(beta=1.0, anchor=1.0))
+
+
+def half_solver(solver: Solver | None) -> Solver:
+    """The solver of keys that stay `in_half` precision, given that of the user's."""
+    return Anderson(rtol=SOLVE_RTOL) if solver is None else solver
 
 
 def _is_for_triton(impl: Impl, call: Attention) -> bool:
@@ -689,11 +708,7 @@ def solve_by_kernel(
             return native.solve(call, initial, rule, mean=mean)[0]
         from .kernels.triton.solve import solve as triton_solve
 
-        part = triton.hidden(call.keys, rule)
-        found = triton_solve(call, initial, rule._replace(rtol=rule.rtol - part))
-        # Residuals and tolerances with what rounding may hide.
-        more = (found.tolerance - rule.atol) * (part / (rule.rtol - part)) if part else 0.0
-        return found._replace(residual=found.residual + more, tolerance=found.tolerance + more)
+        return triton_solve(call, initial, rule)
 
     return _trusted(name, "hopfield_solve", call, run, impl)
 
@@ -890,7 +905,7 @@ def solve_plainly(
         whether it is to be the whole solution.
     energy: of states; by default made of the call when it is asked for.
     """
-    if not plan.exact or not fits_kernels(call, initial) or (rule := plan.rule) is None:
+    if (rule := plan.rule) is None or plan.impl == "triton" or not fits_kernels(call, initial):
         return None
     if initial.shape != call.query.shape:
         return None
@@ -928,8 +943,47 @@ def solve_plainly(
     return state, made, failed
 
 
+def solve_in_half(call: Attention, initial: Tensor, plan: Plan, report: AdjointReport) -> Solution | None:
+    """The solution by a card's kernel from keys that stay in half precision, differentiable; None where none answers.
+
+    States, temperatures and anchors are float32.
+    """
+    # Where the host does not look, numbers out of their range become NaN.
+    beta = _validate.inside(call.beta, low=0.0, open_low=True)
+    anchor = _validate.inside(call.anchor, low=0.0, high=1.0)
+    beta, anchor = (t.float() if isinstance(t, Tensor) else t for t in (beta, anchor))
+    call = call._replace(beta=beta, anchor=anchor, values=None, dropout=0.0)
+    rule, impl, bias = plan.rule, plan.impl, call.bias
+    if rule is None or not in_half(call, impl) or transforms_active() or is_fake(call.keys):
+        return None
+    # Other starts are refused where problems are checked.
+    if initial.dtype not in (torch.float32, *HALF) or initial.device != call.keys.device or initial.numel() == 0:
+        return None
+    initial = initial.float()
+    if initial.shape != call.query.shape or not carries(initial.dtype, call.anchor):
+        return None
+    if (bias is not None and is_differentiated(bias)) or _sampled(report.site) is not None:
+        return None
+    check_kernel(impl, call)
+    if _kernel(call, impl, rule) != "triton":
+        return None
+    with torch.no_grad():
+        found = solve_by_kernel(*_isolated(call.detached(), initial.detach()), rule, impl)
+    if found is None:
+        return None
+    way = Route(plan.solver, impl, False, initial.dtype, "triton", "triton", "triton", floor=FLOOR)
+    state = found.state
+    if is_differentiated(*(t for t in call if isinstance(t, Tensor))):
+        apply = partial(applied, _Equilibrium) if unobserved() else _Equilibrium.apply
+        state = apply(way, report, found.residual, found[:3], *call[:7])
+    outcome, energy = Outcome(state, found.record), partial(_energy_at, call)
+    solution = concluded(outcome, plan.solver, report, plan.remedies, way, energy_function=energy)[1]
+    assert isinstance(solution, Solution)
+    return solution
+
+
 def _energy_at(call: Attention, z: Tensor) -> Tensor:
-    return energy_of(call).energy(z)
+    return energy_of(call.to(z.dtype)).energy(z)
 
 
 def energy_of(call: Attention) -> AnchoredEnergy:
@@ -946,12 +1000,13 @@ def energy_of(call: Attention) -> AnchoredEnergy:
 
 
 class _Equilibrium(torch.autograd.Function):
-    """(route, report, residual, (state, mean), *call) -> the state, which is solved already.
+    """(route, report, residual, evaluation, *call) -> the state, which is solved already.
 
+    evaluation: (state, mean), and for keys in half precision the log-sum-exp, too.
     The call is without values and dropout: query, keys, beta, anchor, mask, bias, first.
 
-    The native backward solve has no derivative. One that may be differentiated again, or that is observed, is made by
-    `Implicit`.
+    The backward solve of a kernel has no derivative. One that may be differentiated again, or that is observed, is made
+    by `Implicit`.
 
     residual: of the states; None if a query has no answer, so that a number may be NaN that must not reach others.
     """
@@ -959,18 +1014,21 @@ class _Equilibrium(torch.autograd.Function):
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod
     def forward(ctx: Any, way: Route, report: AdjointReport, residual: Any, solved: Any, *call: Any) -> Tensor:
-        ctx.way, ctx.report, ctx.residual = way, report, residual
+        ctx.way, ctx.report, ctx.residual, ctx.kept = way, report, residual, len(solved)
         ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in call]
         ctx.save_for_backward(*solved, *[t for t in call if isinstance(t, Tensor)])
         return solved[0]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        state, mean, *tensors = ctx.saved_tensors
-        saved = iter(tensors)
+        # They are unpacked once, as checkpointing demands.
+        saved = iter(ctx.saved_tensors)
+        state, mean, *more = (next(saved) for _ in range(ctx.kept))
         call = Attention(*(next(saved) if part is Tensor else part for part in ctx.parts))
-        gradients = None
-        plain = ctx.residual is not None and not torch.is_grad_enabled() and unobserved()
+        gradients, once = None, not torch.is_grad_enabled() and not transforms_active()
+        if more and once and not torch._C._functorch.is_legacy_batchedtensor(cotangent):
+            gradients = _half_gradients(call, ctx.way, ctx.report, state, (mean, *more), cotangent)
+        plain = not more and ctx.residual is not None and once and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, call.query, call.keys):
             gradients = _native_gradients(call, ctx.way, ctx.report, ctx.residual, state, mean, cotangent)
         if gradients is None:
@@ -1014,6 +1072,44 @@ def _native_gradients(
     return by_query, by_keys, by_beta, by_anchor, None, None
 
 
+def _half_gradients(
+    call: Attention,
+    way: Route,
+    report: AdjointReport,
+    state: Tensor,
+    evaluation: tuple[Tensor, ...],
+    cotangent: Tensor,
+) -> tuple[Tensor | None, ...] | None:
+    """The same by a card's kernel from keys in half precision."""
+    method, rule, _ = _adjoint_rule(way.solver, call.keys.dtype, state.shape[-1])
+    # A failed query that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
+    unread = (~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1))[..., None]
+    query, state, mean = (t.masked_fill(unread, 0.0) for t in (call.query, state, evaluation[0]))
+    evaluation = mean, evaluation[1].masked_fill(unread[..., 0], 0.0)
+    own = _isolated(call._replace(query=query), state)[0]
+
+    def solved(cotangent: Tensor) -> AdjointAnswer | None:
+        found = adjoint_by_kernel(own, state, cotangent, *rule, way.impl, evaluation)
+        # Saddles above all, which `Implicit` finishes.
+        stalled = found is None or (may_look(state) and bool((found[0].status == Status.STALLED).any()))
+        return None if found is None or stalled else found[0]
+
+    def mapped() -> Tensor:
+        anchor = call.anchor[..., None, None] if isinstance(call.anchor, Tensor) else call.anchor
+        return mean if type(anchor) is not Tensor and anchor == 0 else between(mean, query.to(mean.dtype), anchor)
+
+    if (answer := solved(cotangent)) is None:
+        return None
+    solution = LinearSolution(answer.record, answer.value, answer.negative_curvature)
+    report_adjoint(report, way.solver, method, solution, True, state, cotangent, mapped)
+    if (rest := left_out(report.on_failure, answer.status, cotangent)) is not None:
+        answer = solved(rest) or answer
+    by_query, by_keys, by_beta, by_anchor, _ = (
+        g if g is None or not isinstance(t, Tensor) else g.to(t.dtype) for t, g in _by_tensors(own, answer, mean, None)
+    )
+    return by_query, by_keys, by_beta, by_anchor, None, None
+
+
 def _by_implicit(
     call: Attention,
     way: Route,
@@ -1024,14 +1120,18 @@ def _by_implicit(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
-    energy = energy_of(call)
-    request = Request(energy, state, way.solver, way.impl, False, report, route=way, evaluation=(mean,))
+    half = call.keys.dtype in HALF
+    # Kernels need not take as large a head dimension in float32.
+    route = dataclasses.replace(way, impl="auto") if half else way
+    energy, evaluation = energy_of(call.to(state.dtype)), () if half else (mean,)
+    request = Request(energy, state, way.solver, route.impl, False, report, route=route, evaluation=evaluation)
     # Keys, beta, mask, bias, query, anchor: the order of `energy.tensors()`.
-    order = [i for i in (1, 2, 4, 5, 0, 3) if isinstance(call[i], Tensor)]
-    derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
+    parts = {i: t for i in (1, 2, 4, 5, 0, 3) if isinstance(t := call[i], Tensor)}
+    derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in parts])
+    way.product = route.product
     gradients: list[Tensor | None] = [None] * 6
-    for i, gradient in zip(order, derivatives, strict=True):
-        gradients[i] = gradient
+    for (i, part), gradient in zip(parts.items(), derivatives, strict=True):
+        gradients[i] = None if gradient is None else gradient.to(part.dtype)
     return tuple(gradients)
 
 
@@ -1103,15 +1203,18 @@ def adjoint_solved(
 
 
 def for_graph(
-    problem: Problem, initial: Tensor, solver: Solver, impl: Impl
+    problem: Problem, initial: Tensor, solver: Solver, impl: Impl, keys: Tensor | None = None
 ) -> tuple[Attention, Tensor, FusedRule, Impl] | None:
-    """The arguments of a solve as one operation of a compiler's graph; None where it would not have all gradients."""
+    """The arguments of a solve as one operation of a compiler's graph; None where it would not have all gradients.
+
+    keys: those of the problem in half precision, where they stay in it.
+    """
     asked = attention_of(problem, solver, impl)
     if asked is None or (asked[0].bias is not None and asked[0].bias.requires_grad):
         return None
     call, rule = asked
     assert rule is not None
-    call, initial = _isolated(call.joined(), initial)
+    call, initial = _isolated((call if keys is None else call._replace(keys=keys)).joined(), initial)
     return call, initial, rule, check_kernel(impl, call)
 
 

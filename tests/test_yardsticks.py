@@ -49,8 +49,8 @@ def test_imports_that_are_not_promised_are_found_wherever_they_stand():
 
 
 #: Tests of the core with private imports: kernels beside their references, their checks, the library that holds them.
-OF_KERNELS = "hopfield_cases native native_library triton_adjoint_cases triton_harness triton_solve_cases"
-OF_KERNELS += " triton_trust_cases triton_variants trust"
+OF_KERNELS = "hopfield_cases native native_library triton_adjoint_cases triton_half_cases triton_harness"
+OF_KERNELS += " triton_solve_cases triton_trust_cases triton_variants trust"
 
 
 def test_few_tests_import_what_is_not_promised():

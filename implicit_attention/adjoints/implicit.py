@@ -54,8 +54,9 @@ class Implicit(Adjoint):
     Args:
         linear_solver: method for the linear system: `CG()`, `MINRES()`, `GMRES()` or `Neumann()` with their tolerances,
             which are relative to the cotangent. None is CG for symmetric problems (energies) and GMRES for others, with
-            the rtol of the solver (at most 1e-2, at least 1e-5 in float32 and 1e-10 in float64): the state's error is
-            in the gradient whatever the linear system's is. CG and MINRES solve the symmetric system
+            the rtol of the solver (at most 1e-2, at least 1e-5 in float32 and 1e-10 in float64; three times it, at most
+            3e-3, where a card's products are in half precision): the state's error is in the gradient whatever the
+            linear system's is. CG and MINRES solve the symmetric system
             M^(1/2) (I - J^T) M^(-1/2) of an energy with a metric M.
             Where CG meets negative curvature the problem sits on a saddle: MINRES finishes, status UNSTABLE.
         fallback: the adjoint of problems that have not converged, `Phantom(5)` or `OneStep()`; each other one keeps the

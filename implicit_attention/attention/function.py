@@ -34,7 +34,18 @@ from .._autograd import (
 )
 from .._operations import solved_in_graph
 from .._reporting import without_gradient
-from .._solve import fits_kernels, for_graph, in_one_piece, is_finite, solve, solve_plainly
+from .._solve import (
+    energy_of,
+    fits_kernels,
+    for_graph,
+    half_solver,
+    in_half,
+    in_one_piece,
+    is_finite,
+    solve,
+    solve_in_half,
+    solve_plainly,
+)
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
@@ -47,7 +58,7 @@ from ..potentials._attention import attend as attend_folded
 from ..potentials._read import surely_finite
 from ..potentials.log_sum_exp import OverLogSumExp
 from ..potentials.scored_keys import ScoredKeys
-from ..solution import Record, Solution, SolveReport, Trace
+from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
 from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
 from ..status import Status
@@ -167,7 +178,8 @@ def equilibrium_attention(
         **options: how the equilibrium is found and differentiated, see `SolveOptions`.
 
     Returns:
-        (*batch, N, E) in the inputs' dtype. Half-precision problems are solved in float32.
+        (*batch, N, E) in the inputs' dtype. Half-precision problems are solved in float32, or as `solve` says by a
+        card's kernels, beside which values are read out in half precision.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do what is asked for.
@@ -444,10 +456,18 @@ def _answer(
     """The answer in the precision of the solve; None if a compiler's graph needs an operation, and there is none."""
     if empty := given.keys.shape[-2] == 0:
         given = _with_masked_key(given)
-    call, dtype = _in_single(given), given.query.dtype
-    initial = call.query if initial is None else at_least_single(initial)
     if site is None and isinstance(options.on_failure, FailurePolicy):
         site = options.on_failure._site
+    # On a card keys and values stay in half precision, in the kernels and where values are read out.
+    half = given.keys.dtype in HALF and potential is LogSumExp and in_half(given, options.impl)
+    half = half and not (empty or trace or options.explicit)
+    if half and not in_graph:
+        attended = _in_half(given, initial, options, site, return_weights)
+        if attended is not None:
+            return attended
+        half = False
+    call, dtype = _in_single(given), given.query.dtype
+    initial = call.query if initial is None else at_least_single(initial)
     if plain and potential is LogSumExp and not (empty or trace or return_weights or call.dropout):
         attended = _plainly(call, given, initial, options, site, return_solution)
         if attended is not None:
@@ -466,12 +486,16 @@ def _answer(
             make = functools.partial(_made, potential=potential, options=options)
             output = _explicit_output(energy, call, given, make)
         else:
+            options = _for_half(options) if half else options
             on_failure = options.on_failure if site is None else Located(options.on_failure, site)
-            solved = _solved(energy, initial, options, on_failure, in_graph, trace)
+            solved = _solved(energy, initial, options, on_failure, in_graph, trace, given.keys if half else None)
             if solved is None:
                 return None
-            state, solution = _stood_in(energy, call, options, *solved)
-            output = state if call.values is None else read_out(made, state, call.values, call.dropout)
+            state, solution = _stood_in(energy.fixed_point_map, call, options, *solved)
+            if half and _reads_half(given):
+                output = _read_in_half(given, state, functools.partial(_made, potential=potential, options=options))
+            else:
+                output = state if call.values is None else read_out(made, state, call.values, call.dropout)
     except (RuntimeError, ValueError) as error:
         _refuse_shapes(call, potential, error)
         raise
@@ -483,6 +507,56 @@ def _answer(
         return Attended(output, state, solution, None, weights)
     report = None if is_batched(solution.status) else solution.report
     return Attended(output, state, report, solution, weights)
+
+
+def _for_half(options: SolveOptions) -> SolveOptions:
+    """The options of keys that stay in half precision."""
+    return options.override(solver=half_solver(options.solver), max_steps=options.max_steps)
+
+
+def _in_half(
+    given: Attention, initial: Tensor | None, options: SolveOptions, site: FailureSite | None, weighed: bool
+) -> Attended | None:
+    """The answer whose keys and values stay in half precision, by a card's kernel; None where that has none.
+
+    weighed: whether the caller wants the weights, which are float32.
+    """
+    query = given.query.float()
+    start = query if initial is None else at_least_single(initial)
+    report = AdjointReport(on_failure=options.on_failure, site=site)
+    solution = solve_in_half(given, start, _for_half(options).plan, report)
+    if solution is None:
+        return None
+
+    def step(z: Tensor) -> Tensor:
+        return energy_of(_in_single(given)).fixed_point_map(z)
+
+    state, _ = _stood_in(step, given._replace(query=query), options, solution.value, solution)
+    made, output, weights = functools.partial(_made, potential=LogSumExp, options=options), state, None
+    if _reads_half(given):
+        output = _read_in_half(given, state, made)
+    elif given.values is not None:
+        output = read_out(made(_in_single(given)), state, at_least_single(given.values), given.dropout)
+    if weighed:
+        weights = reads_out(made(_in_single(given))).probabilities(state)
+    return Attended(output.to(given.query.dtype), state, solution.report, solution, weights)
+
+
+def _reads_half(given: Attention) -> bool:
+    """Whether keys, values and what is added to the scores have one half precision: a wide bias is not rounded."""
+    dtype, bias = given.keys.dtype, given.bias
+    same = given.values is not None and given.values.dtype == dtype and (bias is None or bias.dtype == dtype)
+    return dtype in HALF and same
+
+
+def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Potential]) -> Tensor:
+    """The values read out at z in the half precision of keys and values, by the potential that is `made`."""
+    beta, values = given.beta, given.values
+    if isinstance(beta, Tensor):
+        # A rounded temperature would shift all scores alike; the rounding of a product does not.
+        z, beta = beta[..., None, None] * z, 1.0
+    assert values is not None
+    return read_out(made(given._replace(beta=beta)), z.to(values.dtype), values, given.dropout)
 
 
 def _plainly(
@@ -578,15 +652,22 @@ def _made(call: Attention, potential: PotentialFactory, options: SolveOptions) -
 
 
 def _solved(
-    energy: AnchoredEnergy, initial: Tensor, options: SolveOptions, on_failure: Any, in_graph: bool, trace: bool
+    energy: AnchoredEnergy,
+    initial: Tensor,
+    options: SolveOptions,
+    on_failure: Any,
+    in_graph: bool,
+    trace: bool,
+    keys: Tensor | None,
 ) -> tuple[Tensor, Solution | Record] | None:
+    """The states and their evidence; in a graph `keys` that stay in half precision are those of the operation."""
     solver = options.effective_solver
     if in_graph and is_budget(solver):
         return stepped(solver, energy, initial), Record.unmeasured(energy.field, solver.exhausted, 1)
     if in_graph:
         # An exported program keeps no site, and counts nothing.
         site = None if is_exporting() else located(on_failure)[1]
-        given = for_graph(energy, initial, solver, options.impl)
+        given = for_graph(energy, initial, solver, options.impl, keys)
         if given is None:
             return None
         state, record = solved_in_graph(*given, options.on_failure, site)
@@ -597,13 +678,17 @@ def _solved(
 
 
 def _stood_in(
-    energy: AnchoredEnergy, call: Attention, options: SolveOptions, state: Tensor, solution: Solution | Record
+    step: Callable[[Tensor], Tensor],
+    call: Attention,
+    options: SolveOptions,
+    state: Tensor,
+    solution: Solution | Record,
 ) -> tuple[Tensor, Solution | Record]:
     """The states; with forward="explicit" those of failed queries are replaced by the states of max_steps=0."""
     failed = solution.failed
     if policy_of(options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
         return state, solution
-    instead = energy.fixed_point_map(call.query) if call.values is None else call.query
+    instead = step(call.query) if call.values is None else call.query
     return torch.where(failed[..., None], instead, state), solution
 
 
@@ -629,17 +714,13 @@ def _explicit_output(
     """One step of the map, or the values read out at the query: in half precision if the whole call `given` has it."""
     if call.values is None or given.values is None:
         return energy.fixed_point_map(call.query)
-    dtype, potential, query, values = given.query.dtype, energy.potential, call.query, call.values
+    potential = energy.potential
     # A potential that computes a bias from its keys and beta differs from the one of keys and beta in half precision.
     scores_alone = isinstance(potential, ScoredKeys) and potential.bias is call.bias
-    half = all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias))
-    if dtype in HALF and scores_alone and half:
-        query, values, beta = given.query, given.values, call.beta
-        if isinstance(beta, Tensor):
-            # A rounded temperature would shift all scores alike; the rounding of a product does not.
-            query, beta = (beta[..., None, None] * query).to(dtype), 1.0
-        potential = made(given._replace(beta=beta))
-    output = read_out(potential, query, values, call.dropout)
+    if given.keys.dtype == given.query.dtype and scores_alone and _reads_half(given):
+        output = _read_in_half(given._replace(beta=call.beta), given.query, made)
+    else:
+        output = read_out(potential, call.query, call.values, call.dropout)
     # The output does not depend on the anchor, but a parameter without any gradient stops distributed training.
     anchor = given.anchor
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._autograd import state_dtype
 from ..attention.function import Attended, PotentialFactory, attend
 from ..attention.masks import split_mask
 from ..kernels.problem import Attention
@@ -111,7 +111,7 @@ def with_zero_key(
     if mask is not None:
         mask = F.pad(mask.expand(*mask.shape[:-1], count), (1, 0), value=True)
     if score is not None:
-        score = score.reshape(-1, 1, 1).to(at_least_single(k).dtype)
+        score = score.reshape(-1, 1, 1).to(state_dtype(k.dtype))
         others = k.new_zeros(1, count, dtype=score.dtype) if bias is None else bias.to(score.dtype)
         lead = torch.broadcast_shapes(others.shape[:-1], score.shape[:-1])  # type: ignore[no-untyped-call]
         bias = torch.cat([score.expand(*lead, 1), others.expand(*lead, count)], dim=-1)

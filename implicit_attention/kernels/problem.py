@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from .._fused_rule import FusedRule
-from ..linear.base import FINEST_RTOL
+from ..linear.base import FINEST_RTOL, HALF_RTOL
 from ..solution import Record
 
 #: Relative tolerance of an adjoint solve that is within reach of the precision in which products are formed.
-RTOL = {**FINEST_RTOL, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+RTOL = {**FINEST_RTOL, torch.float16: HALF_RTOL, torch.bfloat16: HALF_RTOL}
+#: Solves with products in half precision: the default rtol, the least, and to what part of |f(z)| residuals are known.
+SOLVE_RTOL, FINEST, FLOOR = 1e-3, 1e-5, 2e-6
 MAX_STEPS = 500
 #: One evaluation, where the state is.
 THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)

@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import looks_every
+from .._autograd import HALF, looks_every
 from .._norm import norm
 from .._types import LinearMap
 from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
@@ -28,6 +28,8 @@ SLACK = 10.0
 FLOAT32_RTOL = 1e-6
 #: Tolerances of an adjoint that rounding certainly allows.
 FINEST_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
+#: The tolerance of an adjoint whose products are in half precision.
+HALF_RTOL = 3e-3
 #: A larger tolerance of a state is not that of its adjoint: at 1 a gradient of 0 would do.
 LOOSEST_RTOL = 1e-2
 
@@ -380,7 +382,12 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
 
 
 def adjoint_rtol(of_state: float, dtype: torch.dtype) -> float:
-    """Return the default tolerance of an adjoint: that of the state, whose error the gradient has in any case."""
+    """Return the default tolerance of an adjoint: that of the state, whose error the gradient has in any case.
+
+    dtype: of products. In half precision coarse ones reach three times the tolerance of the state.
+    """
+    if dtype in HALF:
+        return min(max(3 * of_state, FINEST_RTOL[torch.float32]), HALF_RTOL)
     return min(max(of_state, FINEST_RTOL[dtype]), LOOSEST_RTOL)
 
 

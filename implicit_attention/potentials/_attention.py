@@ -181,7 +181,9 @@ def with_logsumexp(
         return parts[0]
     (out, logsumexp), (own_out, own_logsumexp) = parts
     both = torch.logaddexp(logsumexp, own_logsumexp)
-    return out * (logsumexp - both).exp()[..., None] + own_out * (own_logsumexp - both).exp()[..., None], both
+    out = out * (logsumexp - both).exp()[..., None] + own_out * (own_logsumexp - both).exp()[..., None]
+    # The log-sum-exp of half precision is float32.
+    return out.to(own_out.dtype), both
 
 
 def causal_parts(rows: int, count: int, first: int | None) -> list[tuple[slice, bool]]:

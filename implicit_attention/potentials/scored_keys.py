@@ -171,9 +171,10 @@ class ScoredKeys(MaskedKeys):
         return not self._dense and type(self)._shaped is ScoredKeys._shaped
 
     def _fits_few(self, z: Tensor) -> bool:
-        """Whether a kernel may read out few keys: it may lose a NaN, so that the host has to look for one."""
+        """Whether a kernel may read out few keys: it may lose a NaN, for which one has to look."""
         few = self._is_softmax() and z.numel() > 0 and self.keys.shape[-2] < FLASH_KEYS
-        return few and torch.finfo(z.dtype).bits >= 32 and host_may_look(z, self.keys)
+        # On a card nothing is widened, and the device looks.
+        return few and (host_may_look(z, self.keys) if torch.finfo(z.dtype).bits >= 32 else z.is_cuda)
 
     def _flash_few(self, z: Tensor, read: Read) -> Tensor:
         """Return the read-out of few keys, NaN for states that are not finite and for states that read such a key."""

@@ -348,6 +348,19 @@ def test_a_part_of_a_causal_sequence_says_where_it_begins(first, rows, max_steps
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_part_of_a_causal_sequence_trains_in_half_precision_without_steps():
+    gradients = []
+    for is_causal in (True, False):
+        given = [random(2, n, 4, seed=i).bfloat16().requires_grad_() for i, n in enumerate((9, 80, 80))]
+        mask = None if is_causal else torch.arange(80) <= torch.arange(50, 59)[:, None]
+        offset = {"is_causal": True, "query_offset": 50} if is_causal else {}
+        output = equilibrium_attention(*given, mask, max_steps=0, **offset)
+        output.square().sum().backward()
+        gradients.append([output.detach(), *(t.grad for t in given)])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_a_graph_of_open_sizes_takes_masks(kind):
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_adjoint_cases  # noqa: F401 - its cases register themselves
+import triton_half_cases  # noqa: F401
 import triton_harness as harness
 import triton_solve_cases  # noqa: F401
 import triton_trust_cases  # noqa: F401
@@ -25,6 +26,7 @@ PARTS = (
     *("solve_shape", "solve_mask", "solve_listed", "solve"),
     *("adjoint_shape", "adjoint"),
     *("trust_that", "trust_broken", "trust"),
+    *("half_function", "half"),
 )
 
 

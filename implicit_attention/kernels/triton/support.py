@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._autograd import HALF
 from ..._fused_rule import FusedRule
-from ..problem import AdjointAnswer, AdjointRule, Attention, Solved
+from ..problem import FINEST, FLOOR, AdjointAnswer, AdjointRule, Attention, Solved
 from ..trust import Errors, adjoint_errors, mask_kind, small_problem, solve_errors
 from .layout import (
     TILES,
@@ -26,8 +27,6 @@ from .layout import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: The least rtol of a solve whose products are formed in half precision.
-FINEST = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
 LEAST_CAPABILITY = (8, 0)
 
@@ -35,14 +34,9 @@ LEAST_CAPABILITY = (8, 0)
 def unsupported(record: Attention) -> str | None:
     """Why the Triton kernels cannot do `record`, as "what is unsupported; what to use"; None if they can."""
     query, keys, beta, anchor, pairs = *record[:4], record.pairs
-    device, dim = query.device, query.shape[-1]
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install it (`pip install triton`) or use impl='auto'"
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='auto'"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='auto'"
+    dim = query.shape[-1]
+    if (reason := _absent(query.device)) is not None:
+        return reason
     for name, tensor in (("field", query), ("keys", keys)):
         if tensor.dtype not in DTYPES:
             return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='auto'"
@@ -51,26 +45,34 @@ def unsupported(record: Attention) -> str | None:
         return f"Triton kernels do not take a head dimension of {dim}; use at most {most}, or impl='auto'"
     if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (pairs, beta, anchor)):
         return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='auto'"
-    if query.shape[-2] * dim >= 2**31:
+    # A compiler's graph must hold for other lengths.
+    if not torch.compiler.is_compiling() and query.shape[-2] * dim >= 2**31:
         return "Triton kernels take less than 2^31 numbers of queries of one set; split them, or use impl='auto'"
     return None
 
 
-def hidden(keys: Tensor, rule: FusedRule) -> float:
-    """The error of residuals by the rounding of products with keys in half precision, in units of |f(z)|, at most.
+def _absent(device: torch.device) -> str | None:
+    """Why Triton kernels do not run on a device; None if they do."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it (`pip install triton`) or use impl='auto'"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='auto'"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='auto'"
+    return None
 
-    Against float64 it was .15 eps in most solves and .4 eps at most.
-    """
-    told = rule.max_steps > 0 and not rule.fixed_budget
-    return 0.4 * torch.finfo(keys.dtype).eps if told and keys.dtype in FINEST else 0.0
+
+# Torch's compiler takes the answer for a constant.
+_absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def too_fine(keys: Tensor, rule: FusedRule) -> str | None:
     """Why a solve by Triton cannot tell whether it has reached a tolerance, atol apart; None if it can."""
-    if not hidden(keys, rule) or rule.rtol >= FINEST[keys.dtype]:
+    if keys.dtype not in HALF or rule.max_steps == 0 or rule.fixed_budget or rule.rtol >= FINEST:
         return None
-    reason = f"products in {keys.dtype} are rounded, which may hide {hidden(keys, rule):.1g} |f(z)| of residuals"
-    return f"{reason}; use rtol >= {FINEST[keys.dtype]:g}, got {rule.rtol:g}, float32 keys, or impl='auto'"
+    reason = f"with keys in {keys.dtype} residuals are known to {FLOOR:g} |f(z)|"
+    return f"{reason}; use rtol >= {FINEST:g}, got {rule.rtol:g}, float32 keys, or impl='auto'"
 
 
 class TritonVariant(NamedTuple):
