@@ -18,7 +18,7 @@ from .attend import OverKeys
 from .keys import KernelOperands, gradient_of_keys
 from .layout import InMemory, Left, counted, in_order, step_tiles
 from .solve import note
-from .tile import LOG2E, UNFINISHED, any_of, kernel, lost, narrow, power_of_two, query_tile, rounded
+from .tile import LOG2E, UNFINISHED, any_of, kernel, lost, narrow, power_of_two, query_tile, scaled
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 MAX_STEPS = tl.constexpr(int(Status.MAX_STEPS))
@@ -32,6 +32,8 @@ SLACK = tl.constexpr(10.0)
 # Cotangents below this are multiplied by a power of two.
 SMALLEST_LARGE = tl.constexpr(2.0**-60)
 LIFT = tl.constexpr(2.0**64)
+# In half precision coarse products carry no finer tolerance.
+COARSE_RTOL = 1e-3
 
 
 class Directions(NamedTuple):
@@ -63,26 +65,26 @@ def solve_adjoint(
         return answer
     placed = InMemory.of(problem)
     product, chosen = OverKeys(placed, "product"), step_tiles(problem)
-    operands = KernelOperands.allocated(empty, state.shape, keys.dtype)
+    operands = KernelOperands.allocated(empty, state.shape, placed.keys.memory.dtype)
     there = map(in_order, (state, mean, logsumexp, cotangent))
     course = Directions(*there, *(empty(n, dtype=torch.float32) for n in (*[state.shape] * 3, state.shape[:-1])))
     # Kernels write truth values as numbers.
     written = answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))
-    steps, programs = counted(rule.max_steps), answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
+    steps = counted(rule.max_steps)
 
     def run(step: int, left: Left) -> None:
         given = course, written, operands, left.noted, placed.beta, placed.anchor, rows, rule.rtol, steps, step
         kernel = _conjugate_kernel if step <= steps else _end_kernel
-        placed.launch(kernel, programs, chosen, *given, picked=left.listed)
+        placed.launch(kernel, left.programs(chosen), chosen, *given, picked=left.listed)
 
-    left = Left(problem, answer.status, product.chosen)
+    left = Left(problem, answer.status, product.chosen, fine=rule.rtol < COARSE_RTOL)
     for step in range(steps + 1):
         if step:
             if not left.next():
                 break
             product(left, *course[:3], course.search, course.spread)
         run(step, left)
-    left = Left(problem, answer.status, product.chosen)
+    left = Left(problem, answer.status, product.chosen, fine=True)
     product(left, *course[:3], answer.value, course.spread)
     run(steps + 1, left)
     if keys.numel():
@@ -148,7 +150,10 @@ def _conjugate_kernel(
     tl.store(answer.num_steps + at, local * 0 + step, mask=real)
     tl.store(answer.negative_curvature + at, blocked.to(tl.uint8), mask=real)
     tl.store(left.status + at, tl.where(still, UNFINISHED, MAX_STEPS).to(tl.int8), mask=real)
-    note(still, local + first, batch, N, left, P)
+    if P.half and rtol < COARSE_RTOL:
+        note(still, 1, local + first, batch, N, left, P)
+    else:
+        note(still, 0, local + first, batch, N, left, P)
 
 
 @kernel
@@ -199,20 +204,19 @@ def _end_kernel(
     tl.store(answer.value + whole, value * unit[:, None] / lift[:, None], mask=inside)
     # z and u' = (1 - anchor) u, rounded, and <mean, u'>. A query that adds nothing has probabilities exp2(-inf), even
     # if it is not finite.
-    half, scale = rounded(z, P)
+    y, scale = scaled(z, P)
     level = (tl.load(course.logsumexp + at, mask=real, other=0.0) - lost(m, z, scale, b, P)) * LOG2E
     tl.store(operands.state_scale + at, scale, mask=real)
     tl.store(operands.shift + at, tl.where(dropped, float("inf"), level), mask=real)
-    half = tl.where(dropped[:, None], 0.0, half)
-    tl.store(operands.state + whole, half.to(operands.state.dtype.element_ty), mask=inside)
+    tl.store(operands.state + whole, narrow(tl.where(dropped[:, None], 0.0, y), P), mask=inside)
     value = rest * value
-    if P.dtype == "fp16":
-        _, u_scale = rounded(tl.where(finite[:, None], value, 0.0), P)
-        u_half = narrow(value * (1.0 / u_scale)[:, None], P)
+    if P.half:
+        _, u_scale = scaled(tl.where(finite[:, None], value, 0.0), P)
+        u = narrow(value * (1.0 / u_scale)[:, None], P)
         # Products of a tile are in units of its largest scale.
         tl.store(operands.value_scale + at, tl.where(dropped, 0.0, u_scale * unit / lift), mask=real)
     else:
-        u_half = narrow(value * unit[:, None] / lift[:, None], P)
-    tl.store(operands.value + whole, u_half.to(operands.value.dtype.element_ty), mask=inside)
-    centre = tl.sum(m * u_half.to(tl.float32), 1)
+        u = value * unit[:, None] / lift[:, None]
+    tl.store(operands.value + whole, u, mask=inside)
+    centre = tl.sum(m * u.to(tl.float32), 1)
     tl.store(operands.centre + at, tl.where(dropped, 0.0, centre), mask=real)

@@ -15,9 +15,10 @@ from torch import Tensor
 from .layout import InMemory, Left, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
-    HEADROOM,
+    LIFT,
     LN2,
     LOG2E,
+    UNLIFT,
     added,
     any_of,
     exponents,
@@ -29,7 +30,8 @@ from .tile import (
     one,
     product,
     query_tile,
-    rounded,
+    rest_of,
+    scaled,
     scores_of,
 )
 
@@ -68,11 +70,14 @@ def visited_tiles(number, tile, first, local, real, listed, offset, N, M, P: tl.
 
 
 @triton.jit
-def over_keys(z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.constexpr, KIND: tl.constexpr):
+def over_keys(
+    z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.constexpr, KIND: tl.constexpr, FINE: tl.constexpr
+):
     """Shift (ROWS,), sum_j w_j (ROWS,) and sum_j w_j k_j (ROWS, DIMS) of weights w_j = exp2(by <z, k_j> - shift).
 
-    z, v: rows as `scores_of` takes them. KIND: RUNNING takes the largest score for the shift. SHIFTED takes the given
-    one. CENTRED takes that too, and multiplies the weights by <v, k_j> - centre; in float16 in units of `HEADROOM`.
+    z, v: rows as `scores_of` takes them, and if FINE the rest of each, by which the products have all digits.
+    KIND: RUNNING takes the largest score for the shift, in half precision less `LIFT`. SHIFTED takes the given one.
+        CENTRED takes that too, and multiplies the weights by <v, k_j> - centre.
     """
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
@@ -88,17 +93,38 @@ def over_keys(z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.c
             start = place
             if P.mask != "none":
                 start = tl.load(listed + place) * P.keys
-            shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, TAIL)
+            shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, FINE, TAIL)
     return shift, total, sums
 
 
 @triton.jit
-def _met(z, by, shift, v, centre, total, sums, start, given, P: tl.constexpr, KIND: tl.constexpr, TAIL: tl.constexpr):
+def _scores(rows, k, keys, start, M, P: tl.constexpr, FINE: tl.constexpr, TAIL: tl.constexpr):
+    of_rows, rest = rows
+    scores = scores_of(of_rows, k, keys, start, M, P, TAIL, False)
+    return product(rest, tl.trans(k), scores, P) if FINE else scores
+
+
+@triton.jit
+def _met(
+    z,
+    by,
+    shift,
+    v,
+    centre,
+    total,
+    sums,
+    start,
+    given,
+    P: tl.constexpr,
+    KIND: tl.constexpr,
+    FINE: tl.constexpr,
+    TAIL: tl.constexpr,
+):
     KEYS: tl.constexpr = P.keys
     keys, pairs, rows, N, M = given
     sums = sums * one(M)
     k = key_tile(keys, start, 0, M, P, P.dims, TAIL)
-    scores = scores_of(z, k, keys, start, M, P, TAIL, False)
+    scores = _scores(z, k, keys, start, M, P, FINE, TAIL)
     bias = 0.0
     if TAIL:
         bias = added(rows[:, None], (start + tl.arange(0, KEYS))[None, :], pairs, N, M, P)
@@ -113,6 +139,8 @@ def _met(z, by, shift, v, centre, total, sums, start, given, P: tl.constexpr, KI
             level = shift
         shrink = tl.exp2(before - level)
         total, sums = total * shrink, sums * shrink[:, None]
+        if P.half:
+            level -= LIFT
     else:
         level = shift
     if TAIL:
@@ -121,10 +149,12 @@ def _met(z, by, shift, v, centre, total, sums, start, given, P: tl.constexpr, KI
         weights = tl.exp2(tl.fma(scores, by[:, None], -level[:, None]))
     if KIND == CENTRED:
         # Centred before they are rounded.
-        weights = weights * (scores_of(v, k, keys, start, M, P, TAIL, False) - centre[:, None])
-        if P.dtype == "fp16":
-            weights = weights * (1.0 / HEADROOM)
-    return shift, total + tl.sum(weights, 1), product(narrow(weights, P), k, sums, P)
+        weights = weights * (_scores(v, k, keys, start, M, P, FINE, TAIL) - centre[:, None])
+    high = narrow(weights, P)
+    sums = product(high, k, sums, P)
+    if FINE:
+        sums = product(rest_of(weights, high, P), k, sums, P)
+    return shift, total + tl.sum(weights, 1), sums
 
 
 class Queries(NamedTuple):
@@ -141,9 +171,7 @@ class OverKeys:
     """The kernel of a problem: `evaluate` and `product` write for the queries that are left."""
 
     def __init__(self, placed: InMemory, kind: str) -> None:
-        query = placed.problem.query
         self.placed, self.chosen, self.centred = placed, tiles(kind, placed.problem), kind == "product"
-        self.programs = query.shape[:-2].numel() * triton.cdiv(query.shape[-2], self.chosen.rows)
         self.given = *placed.rows, MaskTiles.of(placed, self.chosen, by_keys=False), *placed.sizes
 
     def __call__(self, left: Left, state: Tensor, mean: Tensor, logsumexp: Tensor, *vectors: Tensor) -> None:
@@ -153,7 +181,7 @@ class OverKeys:
         """
         given = Queries(state, mean, logsumexp, *(vectors or (state, mean))), left.noted, *self.given
         options = {"picked": left.listed, "centred": self.centred}
-        self.placed.launch(_attend_kernel, self.programs, self.chosen, *given, **options)
+        self.placed.launch(_attend_kernel, left.programs(self.chosen), self.chosen, *given, **options)
 
 
 @kernel
@@ -171,66 +199,99 @@ def _attend_kernel(
     offset: tl.int32,
     P: tl.constexpr,
 ):
-    batch, tile, first, local, dims, real, inside = query_tile(N, left, P)
+    batch, tile, first, local, dims, real, _ = query_tile(N, left, P)
     if tile == 0:
-        tl.store(left.next_counts + batch, 0)
+        tl.store(left.next_counts + 2 * batch + tl.arange(0, 2), 0)
     if not any_of(real):
         return
-    at, start = batch * N + first + local, (batch * N + first) * P.dim
-    state, mean, vector = queries.state + start, queries.mean + start, queries.vector + start
-    whole = local[:, None] * P.dim + dims[None, :]
-    b = tl.load(beta + batch)
-    rows, number = first + local, tl.load(mask.numbers + batch)
-    key_rows = matrix(keys, key_row, tl.load(keys.numbers + batch))
-    pairs = (matrix(mask, mask_row, number), offset)
+    number, of_keys = tl.load(mask.numbers + batch), tl.load(keys.numbers + batch)
     visited = visited_tiles(number, tile, first, local, real, listed, offset, N, M, P)
-
-    z = tl.load(state + whole, mask=inside, other=0.0)
-    half, scale = rounded(z, P)
-    by = scale * (b * LOG2E)
-    z_rows = (half, state, local * P.dim, real)
-    level = tl.load(queries.logsumexp + at, mask=real, other=float("nan"))
-    if P.centred:
-        m = tl.load(mean + whole, mask=inside, other=0.0)
-        v, unit = rounded(tl.load(vector + whole, mask=inside, other=0.0), P)
-        centre = tl.sum(m * v.to(tl.float32), 1)
-        # Of the scores of the rounded z: with it probabilities sum to 1.
-        level = (level - lost(m, z, scale, b, P)) * LOG2E
-        v_rows = (v, vector, local * P.dim, real)
-        _, rest, total = over_keys(z_rows, by, level, v_rows, centre, rows, key_rows, pairs, visited, N, M, P, CENTRED)
-        if P.dtype == "fp16":
-            unit = unit * HEADROOM
-        # The weights sum to 0 but for the rounding of z and v, which what the keys have in common would amplify.
-        m = tl.load(mean + whole, mask=inside, other=0.0)
-        tl.store(queries.out + start + whole, (total - rest[:, None] * m) * unit[:, None], mask=inside)
-    else:
-        fresh = real
-        if P.dtype == "fp32":
-            # The first time there is no number to shift by. Half precision has more digits for weights relative to 1.
-            level = level * LOG2E
-            known = level == level
-            if any_of(known):
-                _, total, sums = over_keys(
-                    z_rows, by, level, z_rows, by, rows, key_rows, pairs, visited, N, M, P, SHIFTED
-                )
-                known = known & (total > LEAST_TOTAL) & (total < MOST_TOTAL)
-                _write(sums, total, level, known, queries, scale, b, at, start + whole, dims, P)
-            fresh = real & ~known
-        if any_of(fresh):
-            level, total, sums = over_keys(z_rows, by, by, z_rows, by, rows, key_rows, pairs, visited, N, M, P, RUNNING)
-            _write(sums, total, level, fresh, queries, scale, b, at, start + whole, dims, P)
+    over = (first + local, matrix(keys, key_row, of_keys), (matrix(mask, mask_row, number), offset), visited, N, M)
+    unit, most = 1.0, 1.0
+    if P.half:
+        unit, most = tl.load(keys.unit + of_keys), tl.load(keys.most + of_keys)
+    given = (batch * N + first, local, dims, real, tl.load(beta + batch), unit, most, over)
+    coarse = real
+    if P.half:
+        fine = real & (tl.load(left.fine + batch * N + first + local, mask=real, other=0) != 0)
+        coarse = real & ~fine
+        if any_of(fine):
+            _write(queries, fine, given, P, True)
+    if any_of(coarse):
+        _write(queries, coarse, given, P, False)
 
 
 @triton.jit
-def _write(sums, total, level, rows, queries, scale, b, at, whole, dims, P: tl.constexpr):
+def _operands(x, offsets, pointer, real, P: tl.constexpr):
+    """Rows of float32 as operands, those for the rest, and the scales of both."""
+    y, scale = scaled(x, P)
+    high = narrow(y, P)
+    rows = (high, pointer, offsets, real)
+    if P.half:
+        return (rows, rest_of(y, high, P)), scale
+    else:
+        return (rows, high), scale
+
+
+@triton.jit
+def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
+    """Write the evaluation or the product of some of the rows."""
+    start, local, dims, real, b, unit, most, over = given
+    at, start, offsets = start + local, start * P.dim, local * P.dim
+    whole, inside = start + offsets[:, None] + dims[None, :], real[:, None] & (dims < P.dim)[None, :]
+    z = tl.load(queries.state + whole, mask=inside, other=0.0)
+    z_rows, scale = _operands(z, offsets, queries.state + start, real, P)
+    by = scale * (b * LOG2E * unit)
+    level = tl.load(queries.logsumexp + at, mask=real, other=float("nan"))
+    inside = rows[:, None] & inside
+    if P.centred:
+        m = tl.load(queries.mean + whole, mask=inside, other=0.0)
+        v = tl.load(queries.vector + whole, mask=inside, other=0.0)
+        v_rows, size = _operands(v, offsets, queries.vector + start, real, P)
+        if FINE:
+            centre = tl.sum(m * (v * (1.0 / size)[:, None]), 1) * (1.0 / unit)
+            level = level * LOG2E
+        else:
+            centre = tl.sum(m * v_rows[0][0].to(tl.float32), 1) * (1.0 / unit)
+            # Of the scores of the rounded z: with it probabilities sum to 1.
+            level = (level - lost(m, z, scale, b, P)) * LOG2E
+        if P.half:
+            # |<v, k> - centre| is at most four times the longest row of keys.
+            bound = most * (0.5 * UNLIFT)
+            level += tl.log2(bound)
+            size *= bound
+        _, rest, total = over_keys(z_rows, by, level, v_rows, centre, *over, P, CENTRED, FINE)
+        # The weights sum to 0 but for the rounding of z and v, which what the keys have in common would amplify.
+        m = tl.load(queries.mean + whole, mask=inside, other=0.0)
+        tl.store(queries.out + whole, (total * unit - rest[:, None] * m) * (size * unit)[:, None], mask=inside)
+    else:
+        fresh = rows
+        if not P.half:
+            # The first time there is no number to shift by. In half precision the peak of a row is one of its weights.
+            level = level * LOG2E
+            known = level == level
+            if any_of(known):
+                _, total, sums = over_keys(z_rows, by, level, z_rows, by, *over, P, SHIFTED, FINE)
+                known = known & (total > LEAST_TOTAL) & (total < MOST_TOTAL)
+                _store(sums, total, level, known, queries, scale, b, unit, at, whole, dims, P, FINE)
+            fresh = rows & ~known
+        if any_of(fresh):
+            level, total, sums = over_keys(z_rows, by, by, z_rows, by, *over, P, RUNNING, FINE)
+            if P.half:
+                level -= LIFT
+            _store(sums, total, level, fresh, queries, scale, b, unit, at, whole, dims, P, FINE)
+
+
+@triton.jit
+def _store(sums, total, level, rows, queries, scale, b, unit, at, whole, dims, P: tl.constexpr, FINE: tl.constexpr):
     """Write mean and log-sum-exp of these rows; 0 for those that attend to no key."""
     inside = rows[:, None] & (dims < P.dim)[None, :]
     # Where scores overflow a fused product and sum makes weights of 0 of them.
-    share = tl.where(level < float("inf"), 1.0 / tl.where(total == 0.0, 1.0, total), float("nan"))
+    share = tl.where(level < float("inf"), unit / tl.where(total == 0.0, 1.0, total), float("nan"))
     found = sums * share[:, None]
     tl.store(queries.mean + whole, found, mask=inside)
     level = tl.where(total == 0.0, 0.0, (level + tl.log2(total)) * LN2)
-    if P.dtype != "fp32":
+    if P.half and not FINE:
         # Read once more: in registers it would be in the way of the loop.
         level += lost(found, tl.load(queries.state + whole, mask=inside, other=0.0), scale, b, P)
     tl.store(queries.logsumexp + at, level, mask=rows)

@@ -15,8 +15,9 @@ from .. import trust
 from .layout import InMemory, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
-    HEADROOM,
+    LIFT,
     LOG2E,
+    UNLIFT,
     added,
     exponents,
     kernel,
@@ -34,8 +35,8 @@ MOST_SPLITS = 16
 
 
 class KernelOperands(NamedTuple):
-    """Per query, as it enters products: z and u' = (1 - anchor) u in the dtype of the keys and their scales, the
-    log-sum-exp in units of log 2, <mean, u'> in units of the scale of u'."""
+    """Per query, as it enters products: z and u' = (1 - anchor) u as operands and their scales, the log-sum-exp in
+    units of log 2, <mean, u'> in units of the scale of u'."""
 
     state: Tensor
     state_scale: Tensor
@@ -46,7 +47,7 @@ class KernelOperands(NamedTuple):
 
     @classmethod
     def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> KernelOperands:
-        """Tensors made by `empty(size, dtype=)` for states of that shape."""
+        """Tensors made by `empty(size, dtype=)` for states of that shape and operands of that dtype."""
         state, value = (empty(shape, dtype=dtype) for _ in range(2))
         scale, shift, value_scale, centre = (empty(shape[:-1], dtype=torch.float32) for _ in range(4))
         return cls(state, scale, shift, value, value_scale, centre)
@@ -109,7 +110,7 @@ def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
-    k, key_rows, first, cols, entry, b, operands, pairs, N, M = given
+    k, key_rows, first, cols, entry, b, unit, most, operands, pairs, N, M = given
     local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     gradient = gradient * one(M)
     real = start + local < N
@@ -121,30 +122,30 @@ def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     # Rows beyond the last have z = u = 0 and add nothing; nor by a bias of their keys that is large.
     level = tl.load(operands.shift + at, mask=real, other=0.0)
     middle = tl.load(operands.centre + at, mask=real, other=0.0)
-    by = tl.zeros([ROWS], tl.float32) + b * LOG2E
-    if P.dtype == "fp16":
+    by = tl.zeros([ROWS], tl.float32) + b * LOG2E * unit
+    if P.half:
         z_scale = tl.load(operands.state_scale + at, mask=real, other=0.0)
         u_scale = tl.load(operands.value_scale + at, mask=real, other=0.0)
-        by = by * z_scale
+        by, middle, level = by * z_scale, middle / unit, level - LIFT
     bias = 0.0
     if TAIL:
         bias = tl.where(real[None, :], added((start + local)[None, :], cols[:, None], pairs, N, M, P), float("-inf"))
     z_rows, u_rows = (z, operands.state + begin, local * D, real), (u, operands.value + begin, local * D, real)
     scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
     p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
-    weights = p * ((scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]) * b)
-    if P.dtype == "fp16":
-        # Relative to the largest scales of the tile, so that no operand overflows.
+    centred = scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]
+    if P.half:
+        # Relative to the largest scales of the tile, and to the most that is centred, so that no operand overflows.
         both = u_scale * z_scale
-        most_u, most = tl.max(u_scale, 0), tl.max(both, 0)
+        most_u, most_both = tl.max(u_scale, 0), tl.max(both, 0)
+        weights = p * (both / tl.where(most_both > 0.0, most_both, 1.0) * (2.0 / most))[None, :] * centred
         p = p * (u_scale / tl.where(most_u > 0.0, most_u, 1.0))[None, :]
-        weights = weights * (both / (tl.where(most > 0.0, most, 1.0) * HEADROOM))[None, :]
         empty = tl.zeros([KEYS, DIMS], tl.float32)
-        gradient += most_u * product(narrow(p, P), u, empty, P)
-        gradient += most * HEADROOM * product(narrow(weights, P), z, empty, P)
+        gradient += (most_u * UNLIFT) * product(narrow(p, P), u, empty, P)
+        gradient += (most_both * (b * unit) * (0.5 * most * UNLIFT)) * product(narrow(weights, P), z, empty, P)
     else:
-        gradient = product(narrow(p, P), u, gradient, P)
-        gradient = product(narrow(weights, P), z, gradient, P)
+        gradient = product(p, u, gradient, P)
+        gradient = product(p * (centred * b), z, gradient, P)
     return gradient
 
 
@@ -177,6 +178,9 @@ def _keys_kernel(
     batch = (number // per_batch).to(tl.int64)
     first = (number % per_batch) * KEYS
     key_rows = matrix(keys, key_row, batch)
+    unit, most = 1.0, 1.0
+    if P.half:
+        unit, most = tl.load(keys.unit + batch), tl.load(keys.most + batch)
     k = key_tile(key_rows, first, 0, M, P, P.dims, True)
 
     cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
@@ -186,7 +190,7 @@ def _keys_kernel(
         b, of_mask = tl.load(beta + entry), tl.load(mask.numbers + entry)
         pairs = (matrix(mask, mask_row, of_mask), offset)
         visited, whole, end = _visited_tiles(of_mask, number % per_batch, listed, offset, N, M, P)
-        given = (k, key_rows, first, cols, entry, b, operands, pairs, N, M)
+        given = (k, key_rows, first, cols, entry, b, unit, most, operands, pairs, N, M)
         for TAIL in tl.static_range(2):
             # Other splits are the first to have a tile of the next reader.
             begin = (split + reader) % splits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,8 +74,7 @@ class KernelPlan:
     causal: bool
     mask: str
     mask_rows: bool  # whether the mask differs from query to query
-    dtype: str  # of the operands of products, as Triton calls it
-    precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
+    half: bool  # whether operands of products are float16
     picked: bool  # whether a tile's queries are listed, instead of standing side by side
     centred: bool  # whether vectors are multiplied by the covariance of the keys, instead of states evaluated
 
@@ -90,6 +90,11 @@ def whole_tiles(kernel: str, problem: Attention) -> Tiles:
     kind = kernel, keys.dtype.itemsize == 2
     table = EARLIER.get(kind, TILES[kind]) if is_earlier(keys.device) else TILES[kind]
     return table[min(size for size in table if size >= problem.query.shape[-1])]
+
+
+def is_half(problem: Attention) -> bool:
+    """Whether operands of products are float16."""
+    return problem.keys.dtype.itemsize == 2
 
 
 def is_earlier(device: torch.device) -> bool:
@@ -127,8 +132,7 @@ def alike(problem: Attention) -> bool:
 
 
 def plan(problem: Attention, chosen: Tiles, picked: bool = False, centred: bool = False) -> KernelPlan:
-    mask, dim, dtype = problem.pairs, problem.query.shape[-1], problem.keys.dtype
-    widen = interpreted() and dtype == torch.bfloat16
+    mask, dim = problem.pairs, problem.query.shape[-1]
     dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
     return KernelPlan(
         rows=chosen.rows,
@@ -139,20 +143,24 @@ def plan(problem: Attention, chosen: Tiles, picked: bool = False, centred: bool 
         causal=problem.first is not None,
         mask="none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
         mask_rows=mask is not None and mask.shape[-2] > 1,
-        dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
-        # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
-        precision="widen" if widen else "tf32x3" if dtype == torch.float32 else "ieee",
+        half=is_half(problem),
         picked=picked,
         centred=centred,
     )
 
 
 class Matrices(NamedTuple):
-    """Matrices in rows, of which each set of queries reads one: the number of that (sets,), and where each begins."""
+    """Matrices in rows, of which each set of queries reads one: the number of that (sets,), and where each begins.
+
+    unit, most: of keys in half precision, as operands: powers of two for each matrix, by which operands are multiplied
+        to be the keys, and which no row of operands is longer than.
+    """
 
     memory: Tensor
     starts: Tensor
     numbers: Tensor
+    unit: Tensor | None = None
+    most: Tensor | None = None
 
     @classmethod
     def of(cls, tensor: Tensor, lead: Sequence[int]) -> Matrices:
@@ -178,7 +186,12 @@ class InMemory(NamedTuple):
     @classmethod
     def of(cls, problem: Attention) -> InMemory:
         *lead, _, _ = problem.query.shape
-        keys, mask = Matrices.of(in_rows(problem.keys), lead), problem.pairs
+        mask = problem.pairs
+        if is_half(problem):
+            operands, unit, most = in_float16(problem.keys)
+            keys = Matrices.of(operands, lead)._replace(unit=unit, most=most)
+        else:
+            keys = Matrices.of(in_rows(problem.keys), lead)
         if mask is not None:
             # Sets that share a mask are told of its tiles once.
             own = mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-2])]
@@ -215,6 +228,33 @@ class InMemory(NamedTuple):
             )
 
 
+def in_float16(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands, unit and most of keys in half precision, as `Matrices` has them; those of float16 are the keys.
+
+    The largest number of bfloat16 becomes 2^14 or more: those down to 2^-31 times that keep all their digits.
+    """
+    keys = keys.resolve_neg()
+    own = keys[tuple(slice(1 if step == 0 else None) for step in keys.stride()[:-2])]
+    peak = torch.linalg.vector_norm(own, torch.inf, (-2, -1)).float() if own.numel() else own.new_zeros(own.shape[:-2])
+    # The peak is less than two to this power; of one that is not finite nothing is known.
+    power = torch.frexp(peak.where(peak.isfinite(), 0.0)).exponent
+    least = (power - 15).clamp(min=-120) if keys.dtype == torch.bfloat16 else torch.zeros_like(power)
+    longest = power - least + math.ceil(math.log2(keys.shape[-1]) / 2)
+    # Powers of two by their bits.
+    unit, most = ((exponent + 127).bitwise_left_shift(23).view(torch.float32) for exponent in (least, longest))
+    if keys.dtype == torch.bfloat16:
+        own = rows_like(own, torch.float16).copy_(own * (1 / unit).to(keys.dtype)[..., None, None])
+    lead = keys.shape[:-2]
+    return in_rows(own.expand(keys.shape)), unit.expand(lead).flatten(), most.expand(lead).flatten()
+
+
+def rows_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor in rows which begin at multiples of 16 bytes."""
+    unit = ALIGNMENT // dtype.itemsize
+    memory = tensor.new_empty(*tensor.shape[:-1], -(-tensor.shape[-1] // unit) * unit, dtype=dtype)
+    return memory[..., : tensor.shape[-1]]
+
+
 def in_rows(tensor: Tensor) -> Tensor:
     """The same numbers in rows which begin at multiples of 16 bytes, so that threads read as much at once."""
     tensor = tensor.resolve_neg()
@@ -225,8 +265,7 @@ def in_rows(tensor: Tensor) -> Tensor:
     if tensor.data_ptr() % ALIGNMENT == 0 and all(step % unit == 0 for step in steps) and all(near):
         return tensor
     own = tensor[tuple(slice(1 if step == 0 else None) for step in lead)]
-    memory = own.new_empty(*own.shape[:-1], -(-own.shape[-1] // unit) * unit)
-    return memory[..., : own.shape[-1]].copy_(own).expand(tensor.shape)
+    return rows_like(own, own.dtype).copy_(own).expand(tensor.shape)
 
 
 def counted(steps: int) -> int:
@@ -241,9 +280,11 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 class Noted(NamedTuple):
-    """The status of queries; a list of those left and their number in each set; and both for the next step."""
+    """The status of queries; whether products are fine; a list of the queries left, the coarse from its start and the
+    fine from its end, with the numbers of both in each set; and that for the next step."""
 
     status: Tensor
+    fine: Tensor
     order: Tensor
     counts: Tensor
     next_order: Tensor
@@ -256,23 +297,31 @@ class Left:
     status: (*batch, N), which it makes UNFINISHED; those are left.
     listed: whether they are listed, so that tiles are full of them: where there are several tiles of queries, and none
         has a mask of its own.
+    fine: whether the first products are, with keys in half precision; all those of others are.
     """
 
-    def __init__(self, problem: Attention, status: Tensor, chosen: Tiles) -> None:
+    def __init__(self, problem: Attention, status: Tensor, chosen: Tiles, *, fine: bool) -> None:
         rows, device = problem.query.shape[-2], status.device
-        sets = status.numel() // rows
+        self.sets, self.rows = status.numel() // rows, rows
         self.status, self.listed = status.fill_(UNFINISHED), lists(problem, chosen)
+        fine = fine and is_half(problem)
+        self.fine = torch.full_like(status, fine) if is_half(problem) else status
         numbers = torch.arange(rows if self.listed else 0, dtype=torch.int32, device=device)
         # Those of this step, and those of the next one.
         self.notes = [
-            (numbers.repeat(sets), torch.full((sets,), count, dtype=torch.int32, device=device)) for count in (rows, 0)
+            (numbers.repeat(self.sets), torch.zeros(self.sets, 2, dtype=torch.int32, device=device)) for _ in range(2)
         ]
+        self.notes[0][1][:, int(fine)] = rows
         self.host: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
 
     @property
     def noted(self) -> Noted:
-        return Noted(self.status, *self.notes[0], *self.notes[1])
+        return Noted(self.status, self.fine, *self.notes[0], *self.notes[1])
+
+    def programs(self, chosen: Tiles) -> int:
+        """The number of programs of a kernel for all that may be left: one tile of each set may be part coarse."""
+        return self.sets * (-(-self.rows // chosen.rows) + self.listed)
 
     def next(self) -> bool:
         """Whether there may be some after a step; the host does not wait for the device to know."""

@@ -28,6 +28,11 @@ EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 # Squares of shorter vectors have lost digits to underflow.
 LEAST = tl.constexpr(2.0**-51)
 MOST_UNIT = tl.constexpr(2.0**100)
+# In half precision a query is evaluated finely from where its residual is so many tolerances, or so small a part of
+# |f(z)| that rounding may be what is left of it, and after so many steps: scores may be too large for coarse products.
+NEAR = tl.constexpr(2.0)
+ROUNDING = tl.constexpr(1e-3)
+PATIENCE = tl.constexpr(24)
 
 
 def _compiled(*functions: Any) -> Any:
@@ -65,19 +70,18 @@ def solve(problem: Attention, initial: Tensor, stop: FusedRule) -> Solved:
         return answer
     placed = InMemory.of(problem)
     evaluate, chosen = OverKeys(placed, "evaluate"), step_tiles(problem)
-    left = Left(problem, answer.status, evaluate.chosen)
+    left = Left(problem, answer.status, evaluate.chosen, fine=stop.max_steps == 0)
     point = initial.resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     logsumexp, energy = empty(field.shape[:-1]).fill_(torch.nan), empty(field.shape[:-1])
     tried = trust.empty(field.shape[:-1], device=field.device, dtype=torch.int8)
     course = Points(in_order(field).float(), point, empty(field.shape), logsumexp, energy, tried)
-    programs = answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
     earliest = stop.max_steps + 1 if stop.fixed_budget else 0
     for step in range(stop.max_steps + 1):
         if step and not left.next():
             break
         evaluate(left, *course[1:4])
         given = course, answer, left.noted, placed.beta, placed.anchor, rows, *stop, step, int(stop.exhausted), earliest
-        placed.launch(_step_kernel, programs, chosen, *given, picked=left.listed)
+        placed.launch(_step_kernel, left.programs(chosen), chosen, *given, picked=left.listed)
     return answer
 
 
@@ -90,11 +94,14 @@ def length(x):
 
 
 @triton.jit
-def note(still, local, batch, N, left, P: tl.constexpr):
-    """Note the queries of the tile that are left for the next step."""
+def note(still, end, local, batch, N, left, P: tl.constexpr):
+    """Note the queries of the tile that are left for the next step, from the start of the list (end 0) or its end (1)."""
     number = still.to(tl.int32)
-    place = tl.atomic_add(left.next_counts + batch, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0) - 1
+    counts = left.next_counts + 2 * batch + end
+    place = tl.atomic_add(counts, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0) - 1
     if P.picked:
+        if end:
+            place = N - 1 - place
         tl.store(left.next_order + batch * N + place, local, mask=still)
 
 
@@ -135,12 +142,16 @@ def _step_kernel(
     before = tl.load(course.energy + at, mask=known, other=0.0)
     residual_before = tl.load(answer.residual + at, mask=known, other=0.0)
     tried = tl.load(course.tried + at, mask=known, other=0) != 0
+    fine = real
+    if P.half:
+        fine = real & (tl.load(left.fine + at, mask=real, other=0) != 0)
     tl.debug_barrier()  # every thread has read what another may write
 
     f = ax + (1.0 - a) * m
     r, df = f - z, (1.0 - a) * (m - base_m)
     dr = df - dz
-    residual, tolerance = length(r), atol + rtol * length(f)
+    residual, size = length(r), length(f)
+    tolerance = atol + rtol * size
     finite = (residual < float("inf")) & (tolerance < float("inf"))
     energy = tl.sum(z * (0.5 * z - ax), 1) - (1.0 - a) / b * level
     # -grad E = r.
@@ -151,7 +162,7 @@ def _step_kernel(
     square, past, numbers = tl.sum(r * r, 1), (before, residual_before), (EPS, SMALLEST_NORMAL, LEAST)
     accepted, tries, by_r, by_df = decide(square, residual, energy, *sums, *past, *truths, *numbers)
 
-    solved = accepted & finite & (residual <= tolerance) & (index >= earliest)
+    solved = accepted & finite & fine & (residual <= tolerance) & (index >= earliest)
     broken = accepted & ~finite
     still = real & ~solved & ~broken & (index < max_steps)
     end = tl.where(broken, tl.where(index > 0, DIVERGED, NONFINITE), tl.where(still, UNFINISHED, exhausted))
@@ -169,4 +180,10 @@ def _step_kernel(
     plain = ax + (1.0 - a) * tl.where(accepted[:, None], m, base_m)
     fast = z + by_r[:, None] * r - by_df[:, None] * df
     tl.store(course.point + whole, tl.where(tries[:, None], fast, plain), mask=inside & still[:, None])
-    note(still, local + first, batch, N, left, P)
+    if P.half:
+        near = accepted & (residual <= tl.maximum(NEAR * tolerance, ROUNDING * size))
+        fine = fine | near | (index >= PATIENCE) | (index + 1 >= max_steps)
+        tl.store(left.fine + at, fine.to(tl.int8), mask=real)
+        note(still & fine, 1, local + first, batch, N, left, P)
+        still = still & ~fine
+    note(still, 0, local + first, batch, N, left, P)

@@ -1,8 +1,8 @@
 """The common parts of the Triton kernels: a tile of queries, in registers, and a tile of keys.
 
-Scores are in units of log 2, as exp2 is what the hardware has. Operands of products have the dtype of the keys, sums
-are float32. A state z is rounded to that dtype, z ~ half * scale; what that changes in the log-sum-exp is made good to
-first order by beta <mean, z - half * scale>.
+Scores are in units of log 2, as exp2 is what the hardware has. Sums are float32, and so are operands of products with
+keys in float32. With keys in half precision operands are float16: a coarse product rounds z ~ high * scale, which moves
+the log-sum-exp, to first order, by beta <mean, z - high * scale>; a fine one takes a second operand for the rest.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -24,8 +24,9 @@ UNFINISHED = tl.constexpr(_UNFINISHED)
 LOWEST_BIAS = tl.constexpr(-2.0e38)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
-# A float16 product of a vector with entries up to 2 and a key overflows only beyond 65504 times this.
-HEADROOM = tl.constexpr(16.0)
+# Weights in float16 are in units of 2^-LIFT: those of 2^-26 have all digits, those of 1 do not overflow.
+LIFT = tl.constexpr(12.0)
+UNLIFT = tl.constexpr(2.0**-12)
 
 
 def kernel(function: Any) -> Any:
@@ -59,6 +60,8 @@ def query_tile(N, left, P: tl.constexpr):
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
     per_batch = tl.cdiv(N, ROWS)
+    if P.picked:
+        per_batch += 1  # as tiles have coarse or fine queries
     batch = (tl.program_id(0) // per_batch).to(tl.int64)
     tile = tl.program_id(0) % per_batch
     if P.causal:
@@ -66,8 +69,11 @@ def query_tile(N, left, P: tl.constexpr):
     first = tile * ROWS
     local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     if P.picked:
-        real = first + local < tl.load(left.counts + batch)
-        local = tl.load(left.order + batch * N + first + local, mask=real, other=0)
+        coarse, fine = tl.load(left.counts + 2 * batch), tl.load(left.counts + 2 * batch + 1)
+        behind = first - tl.cdiv(coarse, ROWS) * ROWS  # the first of the fine ones, which are listed from the end
+        real = tl.where(behind < 0, first + local < coarse, behind + local < fine)
+        place = tl.where(behind < 0, first + local, N - 1 - behind - local)
+        local = tl.load(left.order + batch * N + place, mask=real, other=0)
         first = 0
     else:
         real = first + local < N
@@ -109,52 +115,42 @@ def power_of_two(x):
 @triton.jit
 def narrow(x, P: tl.constexpr):
     """x in the dtype of products."""
-    if P.precision == "widen":
-        # The interpreter multiplies bfloat16 as if its bits were integers, and cuts instead of rounding.
-        bits = x.to(tl.uint32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)
-    elif P.dtype == "bf16":
-        return x.to(tl.bfloat16)
-    elif P.dtype == "fp16":
-        return x.to(tl.float16)
-    else:
-        return x
+    return x.to(tl.float16) if P.half else x
 
 
 @triton.jit
-def rounded(x, P: tl.constexpr):
-    """(half, scale) with x ~ half * scale, half in the dtype of products, scale per row."""
+def rest_of(x, high, P: tl.constexpr):
+    """What `narrow` lost of x, in the dtype of products."""
+    return (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def scaled(x, P: tl.constexpr):
+    """(y, scale) with x = y * scale: in half precision scales are powers of two and rows of y have lengths below 2."""
     ROWS: tl.constexpr = P.rows
-    if P.dtype == "fp16":
+    if P.half:
         scale = power_of_two(tl.max(tl.abs(x), 1))
-        return narrow(x * (1.0 / scale)[:, None], P), scale
+        y = x * (1.0 / scale)[:, None]
+        more = power_of_two(tl.sqrt(tl.sum(y * y, 1)))
+        return y * (1.0 / more)[:, None], scale * more
     else:
-        return narrow(x, P), tl.full([ROWS], 1.0, tl.float32)
-
-
-@triton.jit
-def scaled_back(x, scale, P: tl.constexpr):
-    """The numbers that `rounded` makes of x, which may be some of its columns, as float32."""
-    return narrow(x * (1.0 / scale)[:, None], P).to(tl.float32) * scale[:, None]
+        return x, tl.full([ROWS], 1.0, tl.float32)
 
 
 @triton.jit
 def lost(mean, z, scale, b, P: tl.constexpr):
-    """By how much the rounding of z lowers the log-sum-exp, to first order."""
-    if P.dtype == "fp32":
-        return 0.0
+    """By how much the rounding of z / scale lowers the log-sum-exp, to first order."""
+    if P.half:
+        return b * tl.sum(mean * (z - narrow(z * (1.0 / scale)[:, None], P).to(tl.float32) * scale[:, None]), 1)
     else:
-        return b * tl.sum(mean * (z - scaled_back(z, scale, P)), 1)
+        return 0.0
 
 
 @triton.jit
 def product(left, right, total, P: tl.constexpr):
     """The sum total + left @ right, in float32."""
-    if P.precision == "widen":
-        return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
-    else:
-        return tl.dot(left, right, total, input_precision=P.precision)
+    # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
+    return tl.dot(left, right, total, input_precision="ieee" if P.half else "tf32x3")
 
 
 @triton.jit
