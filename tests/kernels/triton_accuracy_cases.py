@@ -4,7 +4,6 @@ import math
 import random
 
 import torch
-import triton_harness as harness
 from half_emulation import FLOOR, noise
 from triton_harness import BF16, FP16, cases, guarded
 from triton_oracle import Dense
