@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import state_dtype
+from .._autograd import HALF, state_dtype
 from .._fused_rule import FusedRule
 from ..errors import KernelWarning, UnsupportedImplementation, outside
 from ..status import Status
@@ -376,13 +376,13 @@ class KernelComparison:
 
 
 def solve_errors(small: Attention, solve: Solve) -> Errors:
-    """Solve a small problem, and compare its report with measurements at its answers."""
+    """Solve a small problem, and compare its report with measurements at its answers, which have all digits."""
     wide, rtol = state_dtype(small.query.dtype), RTOL[small.keys.dtype]
     stop = FusedRule(rtol, 0.0, CHECK_STEPS, plain_steps=2)
     solved = solve(small, small.query.to(wide), stop)
     z = solved.state.cpu().double()
     measured = []
-    for written in (Written(small), Written(small, small.keys.dtype)):
+    for written in (Written(small), Written(small, wide)):
         _, mean, logsumexp = written.attend(z)
         f = written.mapped(mean)
         measured.append((mean, logsumexp, (f - z).norm(dim=-1), rtol * f.norm(dim=-1)))
@@ -407,7 +407,8 @@ def adjoint_errors(
     g, stop = normal(tuple(small.query.shape), seed=4).to(wide), AdjointRule(rtol, CHECK_STEPS)
     measured = solve_adjoint(small, state, g.to(state.device), there, stop)
     z, u, g = state.cpu().double(), measured.value.cpu().double(), g.double()
-    exact, rough = Written(small), Written(small, small.keys.dtype)
+    # Operands in half precision are float16.
+    exact, rough = Written(small), Written(small, torch.float16 if small.keys.dtype in HALF else small.keys.dtype)
     products = [written.hessian_product(z, u) for written in (exact, rough)]
     residual, near = ((g - product).norm(dim=-1) for product in products)
     size = g.norm(dim=-1)

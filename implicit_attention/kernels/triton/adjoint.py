@@ -150,10 +150,7 @@ def _conjugate_kernel(
     tl.store(answer.num_steps + at, local * 0 + step, mask=real)
     tl.store(answer.negative_curvature + at, blocked.to(tl.uint8), mask=real)
     tl.store(left.status + at, tl.where(still, UNFINISHED, MAX_STEPS).to(tl.int8), mask=real)
-    if P.half and rtol < COARSE_RTOL:
-        note(still, 1, local + first, batch, N, left, P)
-    else:
-        note(still, 0, local + first, batch, N, left, P)
+    note(still, 0, local + first, batch, N, left, P)
 
 
 @kernel

@@ -211,14 +211,14 @@ def _attend_kernel(
     if P.half:
         unit, most = tl.load(keys.unit + of_keys), tl.load(keys.most + of_keys)
     given = (batch * N + first, local, dims, real, tl.load(beta + batch), unit, most, over)
-    coarse = real
     if P.half:
         fine = real & (tl.load(left.fine + batch * N + first + local, mask=real, other=0) != 0)
-        coarse = real & ~fine
+        if any_of(real & ~fine):
+            _write(queries, real & ~fine, given, P, False)
         if any_of(fine):
             _write(queries, fine, given, P, True)
-    if any_of(coarse):
-        _write(queries, coarse, given, P, False)
+    else:
+        _write(queries, real, given, P, False)
 
 
 @triton.jit
@@ -243,7 +243,6 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
     z_rows, scale = _operands(z, offsets, queries.state + start, real, P)
     by = scale * (b * LOG2E * unit)
     level = tl.load(queries.logsumexp + at, mask=real, other=float("nan"))
-    inside = rows[:, None] & inside
     if P.centred:
         m = tl.load(queries.mean + whole, mask=inside, other=0.0)
         v = tl.load(queries.vector + whole, mask=inside, other=0.0)
@@ -263,7 +262,8 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
         _, rest, total = over_keys(z_rows, by, level, v_rows, centre, *over, P, CENTRED, FINE)
         # The weights sum to 0 but for the rounding of z and v, which what the keys have in common would amplify.
         m = tl.load(queries.mean + whole, mask=inside, other=0.0)
-        tl.store(queries.out + whole, (total * unit - rest[:, None] * m) * (size * unit)[:, None], mask=inside)
+        spread = (total * unit - rest[:, None] * m) * (size * unit)[:, None]
+        tl.store(queries.out + whole, spread, mask=inside & rows[:, None])
     else:
         fresh = rows
         if not P.half:

@@ -104,15 +104,15 @@ def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
+def _keys_tile(gradient, largest, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     """The gradient with the part of the tile of queries from row `start` on."""
     ROWS: tl.constexpr = P.rows
-    KEYS: tl.constexpr = P.keys
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
     k, key_rows, first, cols, entry, b, unit, most, operands, pairs, N, M = given
     local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    gradient = gradient * one(M)
+    if not P.half:
+        gradient = gradient * one(M)
     real = start + local < N
     inside = real[:, None] & (dims < D)[None, :]
     at = entry * N + start + local
@@ -136,17 +136,19 @@ def _keys_tile(gradient, start, given, P: tl.constexpr, TAIL: tl.constexpr):
     centred = scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]
     if P.half:
         # Relative to the largest scales of the tile, and to the most that is centred, so that no operand overflows.
-        both = u_scale * z_scale
-        most_u, most_both = tl.max(u_scale, 0), tl.max(both, 0)
-        weights = p * (both / tl.where(most_both > 0.0, most_both, 1.0) * (2.0 / most))[None, :] * centred
-        p = p * (u_scale / tl.where(most_u > 0.0, most_u, 1.0))[None, :]
-        empty = tl.zeros([KEYS, DIMS], tl.float32)
-        gradient += (most_u * UNLIFT) * product(narrow(p, P), u, empty, P)
-        gradient += (most_both * (b * unit) * (0.5 * most * UNLIFT)) * product(narrow(weights, P), z, empty, P)
+        both = u_scale * z_scale * (b * unit)
+        before = largest
+        largest = tl.maximum(before, tl.max(tl.maximum(u_scale, both * (0.5 * most)), 0))
+        share = 1.0 / tl.where(largest > 0.0, largest, 1.0)
+        gradient = gradient * (before * share)
+        p = p * (u_scale * share)[None, :]
+        weights = p * (z_scale * (b * unit))[None, :] * centred
+        gradient = product(narrow(p, P), u, gradient, P)
+        gradient = product(narrow(weights, P), z, gradient, P)
     else:
         gradient = product(p, u, gradient, P)
         gradient = product(p * (centred * b), z, gradient, P)
-    return gradient
+    return gradient, largest
 
 
 @kernel
@@ -185,6 +187,7 @@ def _keys_kernel(
 
     cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
     gradient = tl.zeros([KEYS, DIMS], tl.float32)
+    largest = 0.0
     for reader in range(count):
         entry = tl.load(readers + batch * count + reader).to(tl.int64)
         b, of_mask = tl.load(beta + entry), tl.load(mask.numbers + entry)
@@ -196,7 +199,9 @@ def _keys_kernel(
             begin = (split + reader) % splits
             for place in range(begin + whole if TAIL else begin, end if TAIL else whole, splits):
                 start = _row_start(place, whole, visited, P, TAIL)
-                gradient = _keys_tile(gradient, start, given, P, TAIL)
+                gradient, largest = _keys_tile(gradient, largest, start, given, P, TAIL)
+    if P.half:
+        gradient = gradient * (largest * UNLIFT)
     out += split.to(tl.int64) * total + (batch * M + first) * D
     where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
     tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])

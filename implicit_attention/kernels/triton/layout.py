@@ -25,8 +25,8 @@ class Tiles(NamedTuple):
 
     registers: the most that a thread may have, where more programs on a multiprocessor are worth what that puts into
         local memory outside of the loops; None for no limit.
-    part: dimensions that scores are products of at once, where registers have no room for all; None for all. In half
-        precision only the gradient of keys may have one, which reads queries that are rounded.
+    part: dimensions that scores are products of at once, where registers have no room for all; None for all. Only with
+        keys in float32, as the rounded queries of others are in registers alone.
     """
 
     rows: int
@@ -44,15 +44,15 @@ TILES = {
     ("evaluate", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
     ("product", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 16, 4, 3)},
     ("product", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 2)},
-    ("keys", True): {64: Tiles(64, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2)},
+    ("keys", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2)},
     ("keys", False): {64: Tiles(32, 64, 4, 1), 128: Tiles(16, 64, 4, 1)},
 }
 # Others before compute capability 9.0, where products take their operands from registers.
 EARLIER = {
     ("evaluate", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
-    ("product", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(64, 16, 4, 3)},
+    ("product", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 4, 3)},
     ("product", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
-    ("keys", True): {64: Tiles(32, 64, 4, 3), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2, None, 64)},
+    ("keys", True): {64: Tiles(32, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 1)},
     ("keys", False): {64: Tiles(16, 64, 4, 1), 128: Tiles(16, 64, 4, 1, None, 32)},
 }
 SMALLEST_TILE = 16
@@ -280,8 +280,8 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 class Noted(NamedTuple):
-    """The status of queries; whether products are fine; a list of the queries left, the coarse from its start and the
-    fine from its end, with the numbers of both in each set; and that for the next step."""
+    """The status of queries; whether products are fine; a list of the queries left in two parts, from its start and
+    from its end, with the numbers of both in each set; and that for the next step."""
 
     status: Tensor
     fine: Tensor
@@ -304,14 +304,13 @@ class Left:
         rows, device = problem.query.shape[-2], status.device
         self.sets, self.rows = status.numel() // rows, rows
         self.status, self.listed = status.fill_(UNFINISHED), lists(problem, chosen)
-        fine = fine and is_half(problem)
         self.fine = torch.full_like(status, fine) if is_half(problem) else status
         numbers = torch.arange(rows if self.listed else 0, dtype=torch.int32, device=device)
         # Those of this step, and those of the next one.
         self.notes = [
             (numbers.repeat(self.sets), torch.zeros(self.sets, 2, dtype=torch.int32, device=device)) for _ in range(2)
         ]
-        self.notes[0][1][:, int(fine)] = rows
+        self.notes[0][1][:, 0] = rows
         self.host: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
 
@@ -320,7 +319,7 @@ class Left:
         return Noted(self.status, self.fine, *self.notes[0], *self.notes[1])
 
     def programs(self, chosen: Tiles) -> int:
-        """The number of programs of a kernel for all that may be left: one tile of each set may be part coarse."""
+        """The number of programs of a kernel for all that may be left, in tiles of one part of the list each."""
         return self.sets * (-(-self.rows // chosen.rows) + self.listed)
 
     def next(self) -> bool:

@@ -28,9 +28,8 @@ EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 # Squares of shorter vectors have lost digits to underflow.
 LEAST = tl.constexpr(2.0**-51)
 MOST_UNIT = tl.constexpr(2.0**100)
-# In half precision a query is evaluated finely from where its residual is so many tolerances, or so small a part of
-# |f(z)| that rounding may be what is left of it, and after so many steps: scores may be too large for coarse products.
-NEAR = tl.constexpr(2.0)
+# In half precision rounding may be all that is left of a coarse residual that is so small a part of |f(z)|. After so
+# many steps products are fine anyway: scores may be too large for coarse ones.
 ROUNDING = tl.constexpr(1e-3)
 PATIENCE = tl.constexpr(24)
 
@@ -95,7 +94,7 @@ def length(x):
 
 @triton.jit
 def note(still, end, local, batch, N, left, P: tl.constexpr):
-    """Note the queries of the tile that are left for the next step, from the start of the list (end 0) or its end (1)."""
+    """Note the queries of the tile that are left for the next step, at the start of the list or (end 1) at its end."""
     number = still.to(tl.int32)
     counts = left.next_counts + 2 * batch + end
     place = tl.atomic_add(counts, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0) - 1
@@ -140,7 +139,7 @@ def _step_kernel(
     dz = z - tl.load(answer.state + whole, mask=based, other=0.0)
     level = tl.load(course.logsumexp + at, mask=real, other=0.0)
     before = tl.load(course.energy + at, mask=known, other=0.0)
-    residual_before = tl.load(answer.residual + at, mask=known, other=0.0)
+    residual_before = tl.load(answer.residual + at, mask=real & (index > 0), other=0.0)
     tried = tl.load(course.tried + at, mask=known, other=0) != 0
     fine = real
     if P.half:
@@ -181,8 +180,11 @@ def _step_kernel(
     fast = z + by_r[:, None] * r - by_df[:, None] * df
     tl.store(course.point + whole, tl.where(tries[:, None], fast, plain), mask=inside & still[:, None])
     if P.half:
-        near = accepted & (residual <= tl.maximum(NEAR * tolerance, ROUNDING * size))
-        fine = fine | near | (index >= PATIENCE) | (index + 1 >= max_steps)
+        # Only fine residuals are true. The next one may be within the tolerance if it shrinks as this one did.
+        near = (residual <= tl.maximum(tolerance, ROUNDING * size)) | (
+            residual * (residual / residual_before) <= tolerance
+        )
+        fine = fine | (accepted & near) | (index >= PATIENCE) | (index + 1 >= max_steps)
         tl.store(left.fine + at, fine.to(tl.int8), mask=real)
         note(still & fine, 1, local + first, batch, N, left, P)
         still = still & ~fine

@@ -61,7 +61,7 @@ def query_tile(N, left, P: tl.constexpr):
     DIMS: tl.constexpr = P.dims
     per_batch = tl.cdiv(N, ROWS)
     if P.picked:
-        per_batch += 1  # as tiles have coarse or fine queries
+        per_batch += 1  # as a tile has queries of one part of the list
     batch = (tl.program_id(0) // per_batch).to(tl.int64)
     tile = tl.program_id(0) % per_batch
     if P.causal:
@@ -69,9 +69,9 @@ def query_tile(N, left, P: tl.constexpr):
     first = tile * ROWS
     local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     if P.picked:
-        coarse, fine = tl.load(left.counts + 2 * batch), tl.load(left.counts + 2 * batch + 1)
-        behind = first - tl.cdiv(coarse, ROWS) * ROWS  # the first of the fine ones, which are listed from the end
-        real = tl.where(behind < 0, first + local < coarse, behind + local < fine)
+        some, others = tl.load(left.counts + 2 * batch), tl.load(left.counts + 2 * batch + 1)
+        behind = first - tl.cdiv(some, ROWS) * ROWS  # among those that are listed from the end
+        real = tl.where(behind < 0, first + local < some, behind + local < others)
         place = tl.where(behind < 0, first + local, N - 1 - behind - local)
         local = tl.load(left.order + batch * N + place, mask=real, other=0)
         first = 0
