@@ -151,7 +151,7 @@ def test_coarse_products_alone_would_not_tell_the_residual(dtype):
 @pytest.mark.parametrize(
     ("count", "lost"), [(2**13, 1e-3), (2**16, 1e-2), pytest.param(2**18, 3e-2, marks=pytest.mark.slow)]
 )
-def test_gradients_of_many_keys_keep_their_digits(count, digits):
+def test_gradients_of_many_keys_keep_their_digits(count, lost):
     """Weights of 1/M, in units of 16 lest they overflow, are subnormal numbers of float16; not in units of 2^-12."""
     problem = half_emulation.Setting("Gaussian", 1.0, 0.5, count, torch.float16, rows=4).problem()
     dense, z = half_emulation.Dense.of(problem), 0.1 * problem.query.float()

@@ -5,9 +5,9 @@ import dataclasses
 import torch
 
 EPS = torch.finfo(torch.float32).eps
-#: In half precision a query is evaluated finely from where its residual is this many tolerances or this part of
-#: |f(z)|, and after so many steps.
-NEAR, ROUNDING, PATIENCE = 2, 1e-3, 24
+#: In half precision a query is evaluated finely from where its residual is its tolerance or this part of |f(z)|, or
+#: would be its tolerance at the next step if it shrank as at this one; and after so many steps.
+ROUNDING, PATIENCE = 1e-3, 24
 
 
 @dataclasses.dataclass
@@ -155,7 +155,10 @@ def follow(dense, initial, stop, attend=None, half=False):
         held = here if held is None else chosen(kept, here, held)
         steps = torch.where(kept, step, steps)
         evals = evals + running
-        near = near | (good & (size <= torch.maximum(NEAR * goal, ROUNDING * length))) | (step >= PATIENCE)
+        soon = size <= torch.maximum(goal, ROUNDING * length)
+        if base is not None:
+            soon = soon | (size * (size / base[2]) <= goal)
+        near = near | (good & soon) | (step >= PATIENCE)
         met = now & finite & fine & (size <= goal) & (not stop.fixed_budget)
         status = torch.where(met, 0, status)
         status = torch.where(now & ~finite, 7 if step == 0 else 6, status)
