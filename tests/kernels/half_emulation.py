@@ -42,8 +42,8 @@ def rounded(x, fine):
 
 
 def by_rows(x, fine):
-    """The numbers of rows in units of a power of two, rounded, and that power."""
-    unit = power_of_two(x.abs().amax(-1, keepdim=True))
+    """The numbers of rows in units of the power of two up to their length, rounded, and that power."""
+    unit = power_of_two(x.norm(dim=-1, keepdim=True))
     return rounded(x / unit, fine), unit
 
 
@@ -104,7 +104,7 @@ class Half:
         """(df/dK)^T u, for every set of keys as the queries see it."""
         coarse = torch.zeros_like(logsumexp, dtype=torch.bool)[..., None]
         scores, z_half, lost = self.scores(z, coarse)
-        z_unit, (half, unit) = power_of_two(z.abs().amax(-1, keepdim=True)), by_rows(self.rest * u, coarse)
+        z_unit, (half, unit) = by_rows(z, coarse)[1], by_rows(self.rest * u, coarse)
         p = (scores - (logsumexp[..., None] - lost(mean))).exp()
         t = p * (half @ self.keys.mT - (mean / self.unit * half).sum(-1, keepdim=True))
         first = (rounded(self.weights * p, coarse) * unit).mT @ half
@@ -215,6 +215,12 @@ class Accuracy(NamedTuple):
     keys: float
     beta: float
     rounding: float
+
+    @property
+    def broken(self):
+        """Which promises are not kept: {name: (number, the largest that it may be)}."""
+        most = {"above": FLOOR, "of_bound": 1.1, "query": 5e-3, "keys": 5e-3, "beta": 5e-3, "rounding": 5e-4}
+        return {name: (getattr(self, name), most[name]) for name in most if not getattr(self, name) <= most[name]}
 
     @classmethod
     def of(cls, problem, solved, adjoint_of):

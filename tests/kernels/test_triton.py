@@ -129,11 +129,7 @@ def test_instructions_are_counted_in_the_innermost_loop_with_weights():
 @pytest.mark.by_name(nightly=r"2\^16 (?!float16)", slow=r"2\^16 float16")
 @pytest.mark.parametrize("setting", half_emulation.SETTINGS, ids=str)
 def test_half_precision_is_as_accurate_as_is_promised(setting):
-    found = half_emulation.accuracy(setting)
-    assert found.above <= half_emulation.FLOOR
-    assert found.of_bound <= 1.1
-    assert max(found.query, found.keys, found.beta) <= 5e-3
-    assert found.rounding <= 5e-4
+    assert not half_emulation.accuracy(setting).broken
 
 
 @pytest.mark.parametrize("dtype", half_emulation.DTYPES, ids=str)

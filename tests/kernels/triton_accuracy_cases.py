@@ -1,13 +1,15 @@
 """Cases for half precision: what the kernels say is true in float64, and they are what the emulation is."""
 
+import contextlib
 import math
 import random
 
 import torch
-from half_emulation import FLOOR, noise
-from triton_harness import BF16, FP16, cases, guarded
+from half_emulation import ADJOINT_RTOL, FLOOR, SETTINGS, Accuracy, Half, noise
+from triton_adjoint_cases import AdjointRule, solve_adjoint
+from triton_harness import BF16, FP16, cases, error, guarded, problem_of
 from triton_oracle import Dense
-from triton_solve_cases import STOP, solve
+from triton_solve_cases import STOP, check_solved, solve
 
 from implicit_attention import Status
 from implicit_attention.kernels import Attention
@@ -109,3 +111,71 @@ def half_random(dtype, seeds):
     problems, some, wrong = tried(dtype, seeds, lambda *words: found.append(words))
     assert some > 0.7 * problems, f"solved {some} of {problems}"
     assert not wrong, f"{wrong} of {problems}: {found}"
+
+
+EMULATED = {
+    "several_tiles": dict(lead=(2,), n=40, m=90),
+    "grouped_causal": dict(lead=(2, 2), keys_lead=(2, 1), n=20, m=70, dim=5, first=30),
+    "wide": dict(lead=(1,), n=20, m=70, dim=128, beta=1.5),
+    "masked": dict(lead=(2,), n=30, m=50, dim=16, mask=True),
+}
+
+
+@cases(
+    **{
+        f"{short}_{name}": dict(dtype=dtype, **options)
+        for short, dtype in (("fp16", FP16), ("bf16", BF16))
+        for name, options in EMULATED.items()
+    }
+)
+def half_is_emulated(dtype, mask=False, **options):
+    """One coarse evaluation, budgets whose last evaluation is fine, and solves to fine tolerances."""
+    problem = problem_of(dtype=dtype, exact=True, **options)
+    if mask:
+        problem = problem.paired(torch.rand(1, *problem.query.shape[-2:-1], problem.keys.shape[-2]) < 0.6)
+    dense = Dense.of(problem)
+    budget = STOP._replace(rtol=0.0, max_steps=1)
+    moved, near = solve(problem, problem.query, budget).state, Half(dense, dtype).solve(problem.query, budget).state
+    exact = dense.mapped(dense.attend(problem.query.double())[0])
+    ours, theirs = error(moved, exact), error(near, exact)
+    assert 0.5 * theirs < ours < 1.5 * theirs, (ours, theirs)
+    for rtol, steps in ((0.0, 1), (0.0, 4), (1e-3, 30), (1e-4, 30), (1e-5, 30)):
+        stop = STOP._replace(rtol=rtol, max_steps=steps)
+        check_solved(problem, solve(problem, problem.query, stop), stop)
+
+
+@contextlib.contextmanager
+def wide_tiles():
+    """So few tiles that the interpreter does many keys in seconds."""
+    from implicit_attention.kernels.triton import layout
+
+    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
+    layout.TILES.update({kernel: {max(table): layout.Tiles(16, 1024, 4, 1)} for kernel, table in tables.items()})
+    try:
+        yield
+    finally:
+        layout.TILES.update(tables)
+
+
+@cases(
+    **{
+        f"{short}_{name}": dict(dtype=dtype, count=count, rows=rows)
+        for short, dtype in (("fp16", FP16), ("bf16", BF16))
+        for name, count, rows in (("of_few", 2**9, 12), ("of_many", 2**16, 3))
+    }
+)
+def half_accuracy(dtype, count, rows):
+    """What is promised of the emulation holds of the kernels."""
+    for setting in SETTINGS:
+        if (setting.dtype, setting.count) != (dtype, count) or (rows == 3 and setting.anchor == 0):
+            continue
+        problem = setting._replace(rows=rows).problem()
+        with wide_tiles():
+            solved = solve(problem, problem.query, STOP._replace(max_steps=100))
+            assert bool((solved.status == Status.CONVERGED).all())
+
+            def adjoint_of(cotangent, there=(solved.mean, solved.logsumexp), problem=problem, state=solved.state):
+                return solve_adjoint(problem, state, cotangent, *there, AdjointRule(ADJOINT_RTOL, 60))
+
+            broken = Accuracy.of(problem, solved, adjoint_of).broken
+        assert not broken, (str(setting), broken)

@@ -67,7 +67,9 @@ def check_solved(problem, solved, stop=STOP, initial=None):
     mean, logsumexp = dense.attend(z)
     rough_mean, rough_logsumexp = attend(z.float())
     check_error("mean", solved.mean[fine], rough_mean[fine], mean[fine])
-    check_error("logsumexp", solved.logsumexp[fine], rough_logsumexp[fine], logsumexp[fine])
+    # The interpreter sums one product after the other.
+    order = 0.0 if dtype == FP32 else 4 * torch.finfo(FP32).eps
+    check_error("logsumexp", solved.logsumexp[fine], rough_logsumexp[fine], logsumexp[fine], slack=order)
     f = dense.mapped(mean)
     rough_f = dense.mapped(rough_mean)
     residual, tolerance = (f - z).norm(dim=-1), stop.atol + stop.rtol * f.norm(dim=-1)
