@@ -116,7 +116,7 @@ def half_random(dtype, seeds):
 EMULATED = {
     "several_tiles": dict(lead=(2,), n=40, m=90),
     "grouped_causal": dict(lead=(2, 2), keys_lead=(2, 1), n=20, m=70, dim=5, first=30),
-    "wide": dict(lead=(1,), n=20, m=70, dim=128, beta=1.5),
+    "wide": dict(lead=(1,), n=40, m=70, dim=128, beta=1.5),
     "masked": dict(lead=(2,), n=30, m=50, dim=16, mask=True),
 }
 
