@@ -32,10 +32,17 @@ ARCHES = {
 }
 #: The compilers whose runs the tables show: that of constraints.txt, and that of torch 2.11, which cards run.
 TRITONS = ("3.9.0", "3.6.0")
-#: Kernels with a loop over the keys, and the steps between two of those loops.
-KERNELS = {"evaluate": "_attend_kernel", "product": "_attend_kernel", "keys": "_keys_kernel"}
+#: Kernels with a loop over the keys, and the steps between two of those loops. Fine ones are of half precision.
+KERNELS = {
+    "evaluate": "_attend_kernel",
+    "fine evaluate": "_attend_kernel",
+    "product": "_attend_kernel",
+    "fine product": "_attend_kernel",
+    "keys": "_keys_kernel",
+}
 STEPS = {"step": "_step_kernel", "conjugate": "_conjugate_kernel"}
-DIMS = {"bfloat16": (32, 64, 128, 256), "float16": (32, 64, 128, 256), "float32": (32, 64, 128)}
+#: Operands of keys in bfloat16 and float16 are float16 both.
+DIMS = {"bfloat16": (32, 64, 128, 256), "float32": (32, 64, 128)}
 #: Of queries: all keys, those up to its own place, those that a mask allows.
 KINDS = ("plain", "causal", "masked")
 #: Registers and threads of a multiprocessor, and shared memory that every program takes beside its own.
@@ -51,7 +58,8 @@ COUNTED = {
 NOTES = (
     "A kernel in the tiles of a large problem, as the compiler of that Triton makes it; no GPU took part. `stack`: "
     "bytes per thread in local memory, and `spills`, how often a loop over the keys goes there: once per tile. "
-    "Programs: of one multiprocessor, by registers, warps and shared memory. A step has queries and no loop.",
+    "Programs: of one multiprocessor, by registers, warps and shared memory. A step has queries and no loop. In half "
+    "precision an evaluation has a coarse and a fine loop in one kernel, whose operands are float16 for both dtypes.",
 )
 
 
@@ -79,6 +87,7 @@ CASES = (
         Case(kernel, dtype, dim, kind)
         for kernel, (dtype, dims) in itertools.product(KERNELS, DIMS.items())
         for dim, kind in itertools.product(dims, KINDS)
+        if dtype != "float32" or not kernel.startswith("fine")
     ),
     # Steps are in float32 for all keys, and see neither keys nor masks.
     *(Case(step, "bfloat16", dim, "plain") for step, dim in itertools.product(STEPS, DIMS["bfloat16"])),
@@ -191,7 +200,7 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
     launch, made = JITFunction.run, {}
 
     def only_compile(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        made[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
+        made.setdefault(kernel.__name__, []).append(launch(kernel, *arguments, grid=grid, warmup=True, **options))
 
     JITFunction.run = only_compile
     # Nothing runs that could end, and no device is there to ask.
@@ -201,7 +210,9 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
     for case in cases:
         made.clear()
         chosen = _call(case)
-        found[case.name] = chosen._asdict() | _measured(made[names[case.kernel]], chosen.warps, arch)
+        # The last product of an adjoint solve is fine.
+        kernels = made[names[case.kernel]]
+        found[case.name] = chosen._asdict() | _measured(kernels[-1 if "fine" in case.kernel else 0], case, chosen, arch)
     return found
 
 
@@ -216,23 +227,28 @@ def _call(case: Case) -> Any:
     x = torch.zeros(2, 2, 1024, case.dim, dtype=getattr(torch, case.dtype))
     mask = torch.ones(2, 1, 1, 1024, dtype=torch.bool) if case.kind == "masked" else None
     problem = Attention.of(x, x, 1.0, 0.5, mask, first=0 if case.kind == "causal" else None)
-    if case.kernel in ("evaluate", "step"):
+    kernel = case.kernel.removeprefix("fine ")
+    if kernel in ("evaluate", "step"):
         solve(problem, x, FusedRule(1e-3, 0.0, 1, 1))
     else:
         z = x.float()
         solve_adjoint(problem, z, z, z, z[..., 0].contiguous(), AdjointRule(1e-2, 1))
-    return step_tiles(problem) if case.kernel in STEPS else tiles(case.kernel, problem)
+    return step_tiles(problem) if kernel in STEPS else tiles(kernel, problem)
 
 
-def _measured(kernel: Any, warps: int, arch: str) -> Row:
+def _measured(kernel: Any, case: Case, chosen: Any, arch: str) -> Row:
     text = _tool("--dump-resource-usage", kernel.asm["cubin"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     shared = kernel.metadata.shared
     _, of_all, _ = ARCHES[arch]
     # Registers are given out to warps, 256 at a time.
-    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256 * warps)
-    programs = min(by_registers, WARPS // warps, of_all // (shared + RESERVED))
-    loop = loop_of(_tool("-sass", kernel.asm["cubin"]))
+    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256 * chosen.warps)
+    programs = min(by_registers, WARPS // chosen.warps, of_all // (shared + RESERVED))
+    bodies = loops_of(_tool("-sass", kernel.asm["cubin"]))
+    if case.kernel.endswith("evaluate") and case.dtype != "float32":
+        half = len(bodies) // 2
+        bodies = bodies[half:] if "fine" in case.kernel else bodies[:half]
+    loop = counted(bodies)
     return {"registers": registers, "stack": stack, "shared": shared, "programs": programs, "loop": loop}
 
 
@@ -247,12 +263,8 @@ def _tool(option: str, code: bytes) -> str:
         return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def loop_of(text: str) -> dict[str, int]:
-    """Count the instructions of the first innermost loop with weights, and the most spills of one of them.
-
-    Weights are exponentials between products of matrices. The first is a loop over whole tiles of keys. Without such a
-    loop there is nothing to count.
-    """
+def loops_of(text: str) -> list[list[str]]:
+    """The instructions of the innermost loops with weights, which are exponentials between products of matrices."""
     listed = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
     loops: dict[tuple[int, int], list[str]] = {}
     for at, code in listed:
@@ -263,12 +275,16 @@ def loop_of(text: str) -> dict[str, int]:
             within = any(first <= begin and end <= at for begin, end in loops)
             if all(_count(body, COUNTED[part]) for part in ("tensor", "exp2")) and not within:
                 loops[first, at] = body
-    if not loops:
+    return list(loops.values())
+
+
+def counted(bodies: list[list[str]]) -> dict[str, int]:
+    """The instructions of the first loop, which is over whole tiles of keys, and the most spills of any."""
+    if not bodies:
         return {}
-    bodies = list(loops.values())
-    counted = {name: _count(bodies[0], begins) for name, begins in COUNTED.items()}
+    found = {name: _count(bodies[0], begins) for name, begins in COUNTED.items()}
     spills = max(_count(body, COUNTED["spills"]) for body in bodies)
-    return {"instructions": len(bodies[0]), **counted, "spills": spills}
+    return {"instructions": len(bodies[0]), **found, "spills": spills}
 
 
 def _count(body: list[str], begins: tuple[str, ...]) -> int:

@@ -151,12 +151,9 @@ def kernels(folder: Path = report.RESULTS) -> dict[str, list[str]]:
         for arch in ("kernels_sm_90a", "kernels_sm_80")
     }
     if found := list(itertools.chain.from_iterable(runs.values())):
-        plain = [
-            {**run, "rows": [row for row in run["rows"] if row["kind"] == "plain" and row["dtype"] != "float16"]}
-            for _, run in found
-        ]
+        plain = [{**run, "rows": [row for row in run["rows"] if row["kind"] == "plain"]} for _, run in found]
         source = (
-            f"From {', '.join(f'`{path.name}`' for path, _ in found)} in `benchmarks/results/`, which have float16, "
+            f"From {', '.join(f'`{path.name}`' for path, _ in found)} in `benchmarks/results/`, which have "
             "causal and masked queries, too."
         )
         made["kernels"] = [*_whole(compiled_kernels, *plain), source]

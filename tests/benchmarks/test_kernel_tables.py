@@ -55,11 +55,11 @@ def test_every_kernel_of_a_card_is_in_the_committed_run(arch, triton):
     assert all(row["shared"] <= limit and row["programs"] > 0 for row in run["rows"])
     # Of the tiles as they are: what was compiled is what runs.
     for row in (row for row in run["rows"] if row["kernel"] in compiled_kernels.KERNELS):
-        kind = row["kernel"], row["dtype"] != "float32"
+        kind = row["kernel"].removeprefix("fine "), row["dtype"] != "float32"
         table = layout.EARLIER.get(kind, layout.TILES[kind]) if arch == "sm_80" else layout.TILES[kind]
         tile = table[min(size for size in table if size >= row["dim"])]
         assert [row[name] for name in tile._fields[:4]] == list(tile[:4]), row["name"]
-        assert row["registers"] <= (tile.registers or 255)
+        assert row["registers"] <= (255 if row["kernel"] == "fine product" else tile.registers or 255)
         # Keys arrive in parts of 16 bytes, in the background.
         assert row["loop"]["loads"] > 0 or row["dtype"] == "float32", row["name"]
 
@@ -70,7 +70,7 @@ def test_the_committed_loops_for_an_h100_stay_in_registers():
         [row for row in run["rows"] if row["kernel"] in names]
         for names in (compiled_kernels.KERNELS, compiled_kernels.STEPS)
     )
-    rows = [row for row in loops if row["dtype"] != "float16" and row["dim"] <= 128]
+    rows = [row for row in loops if row["dim"] <= 128]
     # Products of float32 in three parts take more registers than there are.
     spilled = {row["name"] for row in rows if row["loop"]["spills"]}
     assert all("float32-128" in name for name in spilled), spilled

@@ -153,9 +153,9 @@ def check_noted(found, solved):
     for evaluations, (listed, order, counts) in enumerate(found, 1):
         going = sets > evaluations
         assert torch.equal(counts.sum(-1, dtype=torch.int32), going.sum(-1, dtype=torch.int32))
-        for numbers, (coarse, fine), left in zip(order.view(-1, rows), counts, going, strict=listed):
-            told = torch.cat([numbers[:coarse], numbers[rows - fine :]])
-            assert torch.equal(told.sort().values.long(), left.nonzero()[:, 0])
+        for numbers, (first, last), left in zip(order.view(-1, rows), counts, going, strict=listed):
+            numbers = torch.cat([numbers[:first], numbers[rows - last :]])
+            assert torch.equal(numbers.sort().values.long(), left.nonzero()[:, 0])
 
 
 def tile_by_tile(problem, rows, stop):

@@ -77,15 +77,15 @@ def solve_adjoint(
         kernel = _conjugate_kernel if step <= steps else _end_kernel
         placed.launch(kernel, left.programs(chosen), chosen, *given, picked=left.listed)
 
-    left = Left(problem, answer.status, product.chosen, fine=rule.rtol < COARSE_RTOL)
+    left = Left(problem, answer.status, product.chosen)
     for step in range(steps + 1):
         if step:
             if not left.next():
                 break
-            product(left, *course[:3], course.search, course.spread)
+            product(left, *course[:3], course.search, course.spread, fine=rule.rtol < COARSE_RTOL)
         run(step, left)
-    left = Left(problem, answer.status, product.chosen, fine=True)
-    product(left, *course[:3], answer.value, course.spread)
+    left = Left(problem, answer.status, product.chosen)
+    product(left, *course[:3], answer.value, course.spread, fine=True)
     run(steps + 1, left)
     if keys.numel():
         gradient_of_keys(placed, operands, answer.by_keys)

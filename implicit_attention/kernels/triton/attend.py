@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import InMemory, Left, tiles
+from .layout import InMemory, Left, is_half, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
     LIFT,
@@ -174,14 +174,20 @@ class OverKeys:
         self.placed, self.chosen, self.centred = placed, tiles(kind, placed.problem), kind == "product"
         self.given = *placed.rows, MaskTiles.of(placed, self.chosen, by_keys=False), *placed.sizes
 
-    def __call__(self, left: Left, state: Tensor, mean: Tensor, logsumexp: Tensor, *vectors: Tensor) -> None:
+    def __call__(
+        self, left: Left, state: Tensor, mean: Tensor, logsumexp: Tensor, *vectors: Tensor, fine: bool = False
+    ) -> None:
         """Write the means and log-sum-exps of the states; or of `vectors` the products of the first to the second.
 
-        The log-sum-exps before are those by which scores are shifted, if they are numbers and near enough.
+        The log-sum-exps before are those by which scores are shifted, if they are numbers and near enough. In half
+        precision a product is coarse or `fine`.
         """
         given = Queries(state, mean, logsumexp, *(vectors or (state, mean))), left.noted, *self.given
-        options = {"picked": left.listed, "centred": self.centred}
-        self.placed.launch(_attend_kernel, left.programs(self.chosen), self.chosen, *given, **options)
+        fine = fine and is_half(self.placed.problem)
+        # Operands with a rest need the registers of a third program.
+        chosen = self.chosen._replace(registers=None) if fine else self.chosen
+        options = {"picked": left.listed, "centred": self.centred, "fine": fine}
+        self.placed.launch(_attend_kernel, left.programs(chosen), chosen, *given, **options)
 
 
 @kernel
@@ -211,14 +217,14 @@ def _attend_kernel(
     if P.half:
         unit, most = tl.load(keys.unit + of_keys), tl.load(keys.most + of_keys)
     given = (batch * N + first, local, dims, real, tl.load(beta + batch), unit, most, over)
-    if P.half:
+    if P.half and not P.centred:
         fine = real & (tl.load(left.fine + batch * N + first + local, mask=real, other=0) != 0)
         if any_of(real & ~fine):
             _write(queries, real & ~fine, given, P, False)
         if any_of(fine):
             _write(queries, fine, given, P, True)
     else:
-        _write(queries, real, given, P, False)
+        _write(queries, real, given, P, P.fine)
 
 
 @triton.jit

@@ -77,6 +77,7 @@ class KernelPlan:
     half: bool  # whether operands of products are float16
     picked: bool  # whether a tile's queries are listed, instead of standing side by side
     centred: bool  # whether vectors are multiplied by the covariance of the keys, instead of states evaluated
+    fine: bool  # whether operands of those products have a rest; evaluations know of each query
 
 
 def largest_dim(dtype: torch.dtype) -> int:
@@ -131,7 +132,9 @@ def alike(problem: Attention) -> bool:
     return problem.first is None and (problem.pairs is None or problem.pairs.shape[-2] == 1)
 
 
-def plan(problem: Attention, chosen: Tiles, picked: bool = False, centred: bool = False) -> KernelPlan:
+def plan(
+    problem: Attention, chosen: Tiles, picked: bool = False, centred: bool = False, fine: bool = False
+) -> KernelPlan:
     mask, dim = problem.pairs, problem.query.shape[-1]
     dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
     return KernelPlan(
@@ -146,6 +149,7 @@ def plan(problem: Attention, chosen: Tiles, picked: bool = False, centred: bool 
         half=is_half(problem),
         picked=picked,
         centred=centred,
+        fine=fine,
     )
 
 
@@ -297,10 +301,10 @@ class Left:
     status: (*batch, N), which it makes UNFINISHED; those are left.
     listed: whether they are listed, so that tiles are full of them: where there are several tiles of queries, and none
         has a mask of its own.
-    fine: whether the first products are, with keys in half precision; all those of others are.
+    fine: whether the first evaluations are, with keys in half precision; all those of others are.
     """
 
-    def __init__(self, problem: Attention, status: Tensor, chosen: Tiles, *, fine: bool) -> None:
+    def __init__(self, problem: Attention, status: Tensor, chosen: Tiles, fine: bool = False) -> None:
         rows, device = problem.query.shape[-2], status.device
         self.sets, self.rows = status.numel() // rows, rows
         self.status, self.listed = status.fill_(UNFINISHED), lists(problem, chosen)
