@@ -68,8 +68,9 @@ def outcome(request, tmp_path_factory, worker_id):
 @pytest.mark.cases(4)
 @pytest.mark.by_name(
     slow=r"\[(trust|.*_shape|.*_mask_(?!per_query|bias_padding)|.*_tiles_(?!documents)|adjoint_of_every_scale)"
-    r"|\[(solve_listed_(shape|causal|bf16|mask_of_keys|in_any)|adjoint_scale_(fp16_small|bf16|fp32_tiny))",
-    nightly=r"\[(.*_shape_pair|solve_mask_laid_out_(?!three|keys_of_heads))"
+    r"|\[(solve_listed_(shape|causal|bf16|mask_of_keys|in_any)|adjoint_scale_(fp16_small|bf16|fp32_tiny))"
+    r"|\[half_(accuracy|random_.*first)",
+    nightly=r"\[(.*_shape_pair|half_random_.*_rest|solve_mask_laid_out_(?!three|keys_of_heads))"
     r"|\[solve_listed_(fp16|at_the|budget|bias|mask_of_(pairs|keys_causal)|in_any_order_(?!fp32))"
     r"|\[trust_(broken_(product|begin|conjugate|end)_un[lc]|that_every_output_is_compared_(?!evaluate|end|keys))",
 )
