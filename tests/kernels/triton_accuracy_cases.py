@@ -1,13 +1,12 @@
 """Cases for half precision: what the kernels say is true in float64, and they are what the emulation is."""
 
-import contextlib
 import math
 import random
 
 import torch
 from half_emulation import ADJOINT_RTOL, FLOOR, SETTINGS, Accuracy, Half, noise
 from triton_adjoint_cases import AdjointRule, solve_adjoint
-from triton_harness import BF16, FP16, cases, error, guarded, problem_of
+from triton_harness import BF16, FP16, cases, error, guarded, problem_of, wide_tiles
 from triton_oracle import Dense
 from triton_solve_cases import STOP, check_solved, solve
 
@@ -142,19 +141,6 @@ def half_is_emulated(dtype, mask=False, **options):
     for rtol, steps in ((0.0, 1), (0.0, 4), (1e-3, 30), (1e-4, 30), (1e-5, 30)):
         stop = STOP._replace(rtol=rtol, max_steps=steps)
         check_solved(problem, solve(problem, problem.query, stop), stop)
-
-
-@contextlib.contextmanager
-def wide_tiles():
-    """So few tiles that the interpreter does many keys in seconds."""
-    from implicit_attention.kernels.triton import layout
-
-    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
-    layout.TILES.update({kernel: {max(table): layout.Tiles(16, 1024, 4, 1)} for kernel, table in tables.items()})
-    try:
-        yield
-    finally:
-        layout.TILES.update(tables)
 
 
 @cases(

@@ -1,5 +1,6 @@
 """What the cases for the Triton kernels share: their registry, tensors that give misuse away, problems, errors."""
 
+import contextlib
 import itertools
 import random
 
@@ -310,6 +311,19 @@ def shrink_tiles():
         small = {kernel: {max(SHIPPED[kernel]): layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
         small |= {("keys", bits): {max(SHIPPED["keys", bits]): layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
         layout.TILES.update(small)
+
+
+@contextlib.contextmanager
+def wide_tiles():
+    """So few tiles that the interpreter does many keys in seconds."""
+    from implicit_attention.kernels.triton import layout
+
+    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
+    layout.TILES.update({kernel: {max(table): layout.Tiles(16, 1024, 4, 1)} for kernel, table in tables.items()})
+    try:
+        yield
+    finally:
+        layout.TILES.update(tables)
 
 
 def tile_of(kernel, dtype):
