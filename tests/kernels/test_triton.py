@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import half_emulation
 import pytest
 import torch
 import triton_cases
@@ -66,9 +67,10 @@ def outcome(request, tmp_path_factory, worker_id):
 
 @pytest.mark.cases(4)
 @pytest.mark.by_name(
-    slow=r"\[(trust|half_(?!floor|solve)|.*_shape|.*_mask_(?!per_query|bias_padding)|.*_tiles_(?!documents)|adjoint_of_every_scale)"
-    r"|\[(solve_listed_(shape|causal|bf16|mask_of_keys|in_any)|adjoint_scale_(fp16_small|bf16|fp32_tiny))",
-    nightly=r"\[(.*_shape_pair|solve_mask_laid_out_(?!three|keys_of_heads))"
+    slow=r"\[(trust|half_(?!floor|solve|is_emulated)|.*_shape|.*_mask_(?!per_query|bias_padding))"
+    r"|\[(.*_tiles_(?!documents)|adjoint_of_every_scale|adjoint_scale_(fp16_small|bf16|fp32_tiny))"
+    r"|\[solve_listed_(shape|causal|bf16|mask_of_keys|in_any)",
+    nightly=r"\[(.*_shape_pair|half_random_.*_rest|solve_mask_laid_out_(?!three|keys_of_heads))"
     r"|\[solve_listed_(fp16|at_the|budget|bias|mask_of_(pairs|keys_causal)|in_any_order_(?!fp32))"
     r"|\[trust_(broken_(product|begin|conjugate|end)_un[lc]|that_every_output_is_compared_(?!evaluate|end|keys))",
 )
@@ -121,6 +123,41 @@ def test_instructions_are_counted_in_the_innermost_loop_with_weights():
     text = "".join(f"        /*{16 * at:04x}*/  {code} ;" for at, code in enumerate([*lines, "BRA 0x0000"]))
     found = compiled_kernels.counted(compiled_kernels.loops_of(text))
     assert found == {"instructions": 5, "tensor": 1, "exp2": 1, "loads": 1, "barriers": 0, "spills": 1}
+
+
+@pytest.mark.cases(6)
+@pytest.mark.by_name(nightly=r"2\^16 (?!float16)", slow=r"2\^16 float16")
+@pytest.mark.parametrize("setting", half_emulation.SETTINGS, ids=str)
+def test_half_precision_is_as_accurate_as_is_promised(setting):
+    assert not half_emulation.accuracy(setting).broken
+
+
+@pytest.mark.parametrize("dtype", half_emulation.DTYPES, ids=str)
+def test_coarse_products_alone_would_not_tell_the_residual(dtype):
+    problem = half_emulation.Setting("Gaussian", 2.0, 0.0, 2**9, dtype).problem()
+    dense = half_emulation.Dense.of(problem)
+    z, half = problem.query.float(), half_emulation.Half(dense, dtype)
+    exact = dense.attend(z.double())[0]
+    all_rows = torch.ones(z.shape[:-1], dtype=torch.bool)
+    coarse, fine = (half_emulation.relative(half.attend(z, rows)[0], exact) for rows in (~all_rows, all_rows))
+    assert 10 * half_emulation.FLOOR < coarse < 3e-4
+    assert fine < half_emulation.FLOOR / 4
+
+
+@pytest.mark.parametrize(
+    ("count", "lost"), [(2**13, 1e-3), (2**16, 1e-2), pytest.param(2**18, 3e-2, marks=pytest.mark.slow)]
+)
+def test_gradients_of_many_keys_keep_their_digits(count, lost):
+    """Weights of 1/M, in units of 16 lest they overflow, are subnormal numbers of float16; not in units of 2^-12."""
+    problem = half_emulation.Setting("Gaussian", 1.0, 0.5, count, torch.float16, rows=4).problem()
+    dense, z = half_emulation.Dense.of(problem), 0.1 * problem.query.float()
+    u = torch.randn(z.shape, generator=torch.Generator().manual_seed(0))
+    exact, _ = half_emulation.adjoint(dense, problem, z.double(), u.double())[1](u.double())
+    there = z, *(t.float() for t in dense.attend(z.double())), u
+    halves = (half_emulation.Half(dense, torch.float16, weights) for weights in (half_emulation.UNIT, 1 / 16))
+    now, before = (half_emulation.relative(half.by_keys(*there), exact) for half in halves)
+    assert now < 5e-4
+    assert before > lost
 
 
 KERNELS = {"solve": ("_step_kernel",), "adjoint": ("_conjugate_kernel", "_end_kernel")}

@@ -14,7 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-import triton_adjoint_cases  # noqa: F401 - its cases register themselves
+import triton_accuracy_cases  # noqa: F401 - its cases register themselves
+import triton_adjoint_cases  # noqa: F401
 import triton_half_cases  # noqa: F401
 import triton_harness as harness
 import triton_solve_cases  # noqa: F401
@@ -26,7 +27,7 @@ PARTS = (
     *("solve_shape", "solve_mask", "solve_listed", "solve"),
     *("adjoint_shape", "adjoint"),
     *("trust_that", "trust_broken", "trust"),
-    *("half_function", "half"),
+    *("half_random_fp16", "half_random_bf16", "half_accuracy", "half_function", "half"),
 )
 
 
@@ -50,6 +51,8 @@ def main(path, device, *names):
     # NaN and infinite test data make the interpreter's numpy warn.
     warnings.simplefilter("ignore", RuntimeWarning)
     harness.shrink_tiles()
+    if device == "cpu":
+        harness.hasten()
     found = {}
     for name in names:
         try:

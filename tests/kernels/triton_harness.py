@@ -1,5 +1,6 @@
 """What the cases for the Triton kernels share: their registry, tensors that give misuse away, problems, errors."""
 
+import contextlib
 import itertools
 import random
 
@@ -286,6 +287,21 @@ def tiled_problem(name, dtype=FP32, **options):
 SHIPPED = {}
 
 
+def hasten():
+    """Let the interpreter prepare `triton.language` once for a function, and not at each call: half of the time."""
+    from triton.runtime import interpreter
+
+    prepared = set()
+
+    def call(function, *given, **options):
+        if function.fn not in prepared:
+            prepared.add(function.fn)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*given, **options)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 def shrink_tiles():
     """In the interpreter: tiles so small that small problems have several."""
     from implicit_attention.kernels.triton import layout
@@ -295,6 +311,19 @@ def shrink_tiles():
         small = {kernel: {max(SHIPPED[kernel]): layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
         small |= {("keys", bits): {max(SHIPPED["keys", bits]): layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
         layout.TILES.update(small)
+
+
+@contextlib.contextmanager
+def wide_tiles():
+    """So few tiles that the interpreter does many keys in seconds."""
+    from implicit_attention.kernels.triton import layout
+
+    tables = {kernel: dict(table) for kernel, table in layout.TILES.items()}
+    layout.TILES.update({kernel: {max(table): layout.Tiles(16, 1024, 4, 1)} for kernel, table in tables.items()})
+    try:
+        yield
+    finally:
+        layout.TILES.update(tables)
 
 
 def tile_of(kernel, dtype):

@@ -5,6 +5,9 @@ import dataclasses
 import torch
 
 EPS = torch.finfo(torch.float32).eps
+#: In half precision a query is evaluated finely from where its residual is its tolerance or this part of |f(z)|, or
+#: would be its tolerance at the next step if it shrank as at this one; and after so many steps.
+ROUNDING, PATIENCE = 1e-3, 24
 
 
 @dataclasses.dataclass
@@ -94,6 +97,10 @@ class Path:
     """Where the rule led every query; how many steps in all were accelerated, rejected, cut, and led down a hill."""
 
     state: torch.Tensor
+    mean: torch.Tensor
+    logsumexp: torch.Tensor
+    residual: torch.Tensor
+    tolerance: torch.Tensor
     status: torch.Tensor
     num_steps: torch.Tensor
     num_evals: torch.Tensor
@@ -103,25 +110,38 @@ class Path:
     downhill: int = 0
 
 
-def follow(dense, initial, stop, attend=None):
-    """The rule, written a second time: plain steps, then an accelerated one wherever it promises and keeps descent."""
+def chosen(rows, new, old):
+    """The new tensors where `rows` says so, the old ones elsewhere."""
+    return tuple(
+        torch.where(rows[..., None] if one.ndim > rows.ndim else rows, one, other)
+        for one, other in zip(new, old, strict=True)
+    )
+
+
+def follow(dense, initial, stop, attend=None, half=False):
+    """The rule, written a second time: plain steps, then an accelerated one wherever it promises and keeps descent.
+
+    half: `attend(z, fine)` takes which queries are evaluated finely: those that have been near, all in the end.
+    """
     attend = attend or dense.attend
     z = initial
     rows = z.shape[:-1]
     device = z.device
-    state, status = torch.full_like(z, torch.nan), torch.full(rows, -1, device=device)
+    held, status = None, torch.full(rows, -1, device=device)
     steps, evals = (
         torch.zeros(rows, dtype=torch.int64, device=device),
         torch.zeros(rows, dtype=torch.int64, device=device),
     )
     running = torch.ones(rows, dtype=torch.bool, device=device)
-    tried = torch.zeros_like(running)
+    tried, near = torch.zeros_like(running), torch.full_like(running, not half)
     base, counts = None, dict.fromkeys(("accelerated", "rejected", "cut", "downhill"), 0)
     for step in range(stop.max_steps + 1):
-        mean, logsumexp = attend(z)
-        r = dense.mapped(mean) - z
+        fine = near | (step == stop.max_steps)
+        mean, logsumexp = attend(z, fine) if half else attend(z)
+        f = dense.mapped(mean)
+        r, length = f - z, f.norm(dim=-1)
         size, energy = r.norm(dim=-1), dense.energy(z, logsumexp)
-        goal = stop.atol + stop.rtol * dense.mapped(mean).norm(dim=-1)
+        goal = stop.atol + stop.rtol * length
         finite = size.isfinite() & goal.isfinite()
         good = torch.ones_like(running)
         if base is not None:
@@ -130,12 +150,16 @@ def follow(dense, initial, stop, attend=None):
             good = ~tried | (finite & torch.where(need > 4 * noise, base[3] - energy >= need - noise, by_slope))
         counts["rejected"] += int((running & ~good).sum())
         now = running & good
-        state = torch.where(
-            (now & (finite | (step == 0)))[..., None], torch.where(finite[..., None], z, torch.nan), state
-        )
-        steps = torch.where(now & (finite | (step == 0)), step, steps)
+        kept = now & (finite | (step == 0))
+        here = (torch.where(finite[..., None], z, torch.nan), mean, logsumexp, size, goal)
+        held = here if held is None else chosen(kept, here, held)
+        steps = torch.where(kept, step, steps)
         evals = evals + running
-        met = now & finite & (size <= goal) & (not stop.fixed_budget)
+        soon = size <= torch.maximum(goal, ROUNDING * length)
+        if base is not None:
+            soon = soon | (size * (size / base[2]) <= goal)
+        near = near | (good & soon) | (step >= PATIENCE)
+        met = now & finite & fine & (size <= goal) & (not stop.fixed_budget)
         status = torch.where(met, 0, status)
         status = torch.where(now & ~finite, 7 if step == 0 else 6, status)
         running = running & ~met & ~(now & ~finite)
@@ -154,16 +178,9 @@ def follow(dense, initial, stop, attend=None):
         else:
             tried, move = torch.zeros_like(running), r
         fresh = (z, r, size, energy)
-        base = (
-            fresh
-            if base is None
-            else tuple(
-                torch.where(good[..., None] if new.ndim > good.ndim else good, new, old)
-                for new, old in zip(fresh, base, strict=True)
-            )
-        )
+        base = fresh if base is None else chosen(good, fresh, base)
         z = base[0] + torch.where(good[..., None], move, base[1])
-    return Path(state, torch.where(running, int(stop.exhausted), status), steps, evals, **counts)
+    return Path(*held, torch.where(running, int(stop.exhausted), status), steps, evals, **counts)
 
 
 def adjoint(dense, problem, state, cotangent):

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_harness as harness
+from half_emulation import FLOOR, Half
 from triton_harness import (
     BF16,
     FP16,
@@ -53,15 +54,22 @@ def check_solved(problem, solved, stop=STOP, initial=None):
     """Everything that a solve returns, against float64 at the very state, and the path against the oracle."""
     dense, dtype = Dense.of(problem), problem.keys.dtype
     initial = problem.query if initial is None else initial
-    path = follow(dense, initial.double(), stop)
-    rough = follow(dense, initial.float(), stop, dense.attend_in(dtype))
+    if dtype == FP32:
+        attend, path = dense.attend_in(dtype), follow(dense, initial.double(), stop)
+        rough = follow(dense, initial.float(), stop, attend)
+    else:
+        half = Half(dense, dtype)
+        attend, rough = half.finely, half.solve(initial, stop)
+        path = follow(dense, initial.double(), stop, lambda z, fine: dense.attend(z), half=True)
     fine = solved.status != Status.NONFINITE
     assert bool(solved.state[fine].isfinite().all())
     z = solved.state.double().nan_to_num()
     mean, logsumexp = dense.attend(z)
-    rough_mean, rough_logsumexp = dense.attend_in(dtype)(z.float())
+    rough_mean, rough_logsumexp = attend(z.float())
     check_error("mean", solved.mean[fine], rough_mean[fine], mean[fine])
-    check_error("logsumexp", solved.logsumexp[fine], rough_logsumexp[fine], logsumexp[fine])
+    # The interpreter sums one product after the other.
+    order = 0.0 if dtype == FP32 else 4 * torch.finfo(FP32).eps
+    check_error("logsumexp", solved.logsumexp[fine], rough_logsumexp[fine], logsumexp[fine], slack=order)
     f = dense.mapped(mean)
     rough_f = dense.mapped(rough_mean)
     residual, tolerance = (f - z).norm(dim=-1), stop.atol + stop.rtol * f.norm(dim=-1)
@@ -74,12 +82,12 @@ def check_solved(problem, solved, stop=STOP, initial=None):
     converged = solved.status == Status.CONVERGED
     assert bool((solved.residual <= solved.tolerance)[converged].all())
     check_error("state", solved.state[fine], rough.state[fine], path.state[fine], slack=1e-5)
-    if dtype == FP32:
-        same = (
-            (solved.num_steps == path.num_steps) & (solved.num_evals == path.num_evals) & (solved.status == path.status)
-        )
-        share = same.float().mean().item()
-        assert share >= (1.0 if harness.DEVICE == "cpu" else 0.95), f"another path for {1 - share:.1%} of the queries"
+    other = path if dtype == FP32 else rough
+    same = (solved.num_steps == other.num_steps) & (solved.num_evals == other.num_evals)
+    share = (same & (solved.status == other.status)).float().mean().item()
+    # Near a fine tolerance residuals may be rounding.
+    least = 1.0 if harness.DEVICE == "cpu" and dtype == FP32 else 0.85 if 0 < stop.rtol < 1e-3 else 0.95
+    assert share >= least, f"another path for {1 - share:.1%} of the queries"
     return path
 
 
@@ -140,7 +148,7 @@ def noted():
 
 
 def check_noted(found, solved):
-    """Every list holds the queries that are evaluated once more, each once."""
+    """Every list holds the queries that are evaluated once more, once: coarsely at the start, finely at the end."""
     sets, rows = solved.num_evals.flatten(0, -2), solved.num_evals.shape[-1]
     for evaluations, (listed, order, counts) in enumerate(found, 1):
         going = sets > evaluations
@@ -476,21 +484,21 @@ def solve_reads_no_tile_that_is_masked(name):
         assert torch.equal(field, before)
 
 
-@cases(fp16=dict(dtype=FP16, finest=1e-3), bf16=dict(dtype=BF16, finest=5e-3))
-def solve_half_precision_is_true(dtype, finest):
+@cases(fp16=dict(dtype=FP16), bf16=dict(dtype=BF16))
+def solve_half_precision_is_true(dtype):
     """CONVERGED, residual and tolerance hold in float64, at the default and at the finest tolerance that is taken."""
-    for anchor, beta in itertools.product((0.0, 0.2), (0.3, 16.0)):
+    for anchor, beta, rtol in itertools.product((0.0, 0.2), (0.3, 16.0), (None, 1e-5)):
         query, keys = 0.3 * torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
         query, keys = query[:16].to(harness.DEVICE), keys.to(harness.DEVICE)
-        found = hopfield_solve(query, keys, beta=beta, anchor=anchor, impl="triton")
+        found = hopfield_solve(query, keys, beta=beta, anchor=anchor, rtol=rtol, impl="triton")
         z = found.state.double()
         mapped = anchor * query.double() + (1 - anchor) * (beta * z @ keys.double().mT).softmax(-1) @ keys.double()
         residual, size = (mapped - z).norm(dim=-1), mapped.norm(dim=-1)
         assert bool((found.status == Status.CONVERGED).all())
-        assert bool((residual <= found.residual).all()), float((residual / size).max())
-        torch.testing.assert_close(found.tolerance.double(), 1e-8 + finest * size, rtol=0.01, atol=0)
-    with pytest.raises(UnsupportedImplementation, match=f"rounded, which may hide .*; use rtol >= {finest:g}"):
-        hopfield_solve(query, keys, beta=1.0, rtol=0.99 * finest, impl="triton")
+        assert bool(((residual - found.residual).abs() <= FLOOR * size).all())
+        torch.testing.assert_close(found.tolerance.double(), 1e-8 + (rtol or 1e-3) * size, rtol=1e-5, atol=0)
+    with pytest.raises(UnsupportedImplementation, match=r"residuals are known to 2e-06 .*; use rtol >= 1e-05, got"):
+        hopfield_solve(query, keys, beta=1.0, rtol=9.9e-6, impl="triton")
     assert bool(
         (hopfield_solve(query, keys, beta=1.0, rtol=0.0, atol=0.0, impl="triton").status == Status.BUDGET).all()
     )
@@ -501,7 +509,7 @@ def solve_auto_leaves_fine_tolerances_in_half_precision_to_others():
     query, keys = (t.to(harness.DEVICE, BF16) for t in torch.randn(2, 40, 16))
     devices, _solve.TRITON_DEVICES = _solve.TRITON_DEVICES, ("cpu", "cuda")
     try:
-        fine = hopfield_solve(query, keys, beta=0.3, rtol=1e-5)
+        fine = hopfield_solve(query, keys, beta=0.3, rtol=1e-6)
         coarse = hopfield_solve(query, keys, beta=0.3, impl="triton")
         assert torch.equal(hopfield_solve(query, keys, beta=0.3).state, coarse.state)
     finally:
