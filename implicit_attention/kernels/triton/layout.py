@@ -239,25 +239,25 @@ def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
     The largest number of bfloat16 that a query attends to becomes 2^14 or more: those down to 2^-31 times that keep all
     their digits. Sets with a key of smaller numbers alone become NaN.
     """
-    keys, convert = problem.keys.resolve_neg(), problem.keys.dtype == torch.bfloat16
+    keys = problem.keys.resolve_neg()
     own = keys[tuple(slice(1 if step == 0 else None) for step in keys.stride()[:-2])]
     size, used = torch.linalg.vector_norm(own, torch.inf, -1).float(), attended(problem, own.shape[:-1])
     size = size if used is None else size.where(used, 0.0)
     peak = size.amax(-1) if size.shape[-1] else size.sum(-1)
-    # The peak is less than two to this power; of one that is not finite nothing is known.
-    power = torch.frexp(peak.where(peak.isfinite(), 0.0)).exponent
-    least = (power - 15).clamp(min=-120) if convert else torch.zeros_like(power)
-    longest = power - least + math.ceil(math.log2(keys.shape[-1]) / 2)
-    # Powers of two by their bits.
-    unit, most = ((exponent + 127).bitwise_left_shift(23).view(torch.float32) for exponent in (least, longest))
-    if convert:
+    # Powers of two: the largest up to the peak, which is inf where that is not finite, and more than sqrt(D).
+    below = (peak.view(torch.int32) & 0x7F800000).view(torch.float32)
+    length = 2.0 ** math.ceil(math.log2(keys.shape[-1]) / 2 + 1)
+    if keys.dtype == torch.bfloat16:
+        unit, most = (below * 2.0**-14).clamp(min=2.0**-120), torch.full_like(peak, 2.0**14 * length)
         scaled = own * (1 / unit).to(own.dtype)[..., None, None]
         scaled = scaled if used is None else scaled.where(used[..., None], 0.0)
         own = rows_like(own, torch.float16).copy_(scaled)
-        lost = (size > 0) & (size < 2.0**-31 * peak[..., None])
-        unit = unit.masked_fill(lost.any(-1), torch.nan)
+        unit = unit.masked_fill(((size > 0) & (size < 2.0**-31 * peak[..., None])).any(-1), torch.nan)
+    else:
+        unit, most = torch.ones_like(peak), (below * length).clamp(min=2.0**-24)
     lead = keys.shape[:-2]
-    return in_rows(own.expand(keys.shape)), unit.expand(lead).flatten(), most.expand(lead).flatten()
+    unit, most = (number.expand(lead).flatten().contiguous() for number in (unit, most))
+    return in_rows(own.expand(keys.shape)), unit, most
 
 
 def attended(problem: Attention, keys: torch.Size) -> Tensor | None:
