@@ -22,11 +22,11 @@ from implicit_attention.kernels import Attention
 FLOOR = 2e-6
 #: Weights relative to 1 are multiplied by this before they are rounded.
 UNIT = 2.0**12
-#: The rule by default, and the tolerance of the adjoint at which gradients are within 5e-3.
+#: The rule by default, and the tolerance of the adjoint.
 RULE = SimpleNamespace(
     rtol=1e-3, atol=0.0, max_steps=100, plain_steps=2, fixed_budget=False, exhausted=Status.MAX_STEPS
 )
-ADJOINT_RTOL = 1e-3
+ADJOINT_RTOL = 3e-3
 DTYPES = torch.float16, torch.bfloat16
 
 
@@ -118,7 +118,7 @@ class Half:
     def solve(self, initial, stop):
         return follow(self.dense, initial.float(), stop, self.attend, half=True)
 
-    def adjoint(self, solved, cotangent, rtol=3e-3, max_steps=100):
+    def adjoint(self, solved, cotangent, rtol=ADJOINT_RTOL, max_steps=100):
         """Conjugate gradients for A u = cotangent, and the gradients that u carries."""
         there = solved.state, solved.mean, solved.logsumexp
         size = cotangent.norm(dim=-1)
@@ -135,7 +135,7 @@ class Half:
             turned = after + after.square().sum(-1, keepdim=True) / square * p
             u, r, p = chosen(running, (u + rate * p, after, turned), (u, r, p))
             running = running & (r.norm(dim=-1) > rtol * size)
-        return self.answer(*there, cotangent, u)
+        return self.answer(*there, cotangent, u + r)
 
     def answer(self, z, mean, logsumexp, cotangent, u):
         """What is told of u: the residual, and the gradients that it carries."""

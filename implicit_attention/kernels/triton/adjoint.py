@@ -142,7 +142,11 @@ def _conjugate_kernel(
     reached = tl.sum(r * r, 1)
     tolerance = tl.where(begun, tolerance, rtol * tl.sqrt(reached))
     still = real & ~blocked & (reached > tolerance * tolerance) & (local * 0 + step < max_steps)
-    tl.store(answer.value + whole, value + rate[:, None] * p, mask=inside)
+    value += rate[:, None] * p
+    if P.half:
+        # A = I - B with 0 <= B < 1 leaves B r of a residual r at u + r: one step more, for no product.
+        value += tl.where(still[:, None], 0.0, r)
+    tl.store(answer.value + whole, value, mask=inside)
     tl.store(course.remainder + whole, r, mask=inside)
     tl.store(course.search + whole, r + (reached / square)[:, None] * p, mask=inside)
     tl.store(course.square + at, reached, mask=real)
