@@ -6,7 +6,7 @@ import random
 import torch
 from half_emulation import ADJOINT_RTOL, FLOOR, SETTINGS, Accuracy, Half, noise
 from triton_adjoint_cases import AdjointRule, solve_adjoint
-from triton_harness import BF16, FP16, cases, error, guarded, problem_of, wide_tiles
+from triton_harness import BF16, FP16, case, cases, error, guarded, problem_of, wide_tiles
 from triton_oracle import Dense
 from triton_solve_cases import STOP, check_solved, solve
 
@@ -165,3 +165,44 @@ def half_accuracy(dtype, count, rows):
 
             broken = Accuracy.of(problem, solved, adjoint_of).broken
         assert not broken, (str(setting), broken)
+
+
+@cases(fp16=dict(dtype=FP16), bf16=dict(dtype=BF16))
+def half_starts_at_the_solution(dtype):
+    """A coarse evaluation within the tolerance does not say CONVERGED: a fine one follows."""
+    problem = problem_of(lead=(2,), n=20, dim=16, dtype=dtype, beta=1.0)
+    there = solve(problem, problem.query, STOP._replace(rtol=1e-5, max_steps=60)).state
+    found, dense = solve(problem, there, STOP._replace(rtol=1e-3)), Dense.of(problem)
+    z = found.state.double()
+    f = dense.mapped(dense.attend(z)[0])
+    assert bool((found.status == Status.CONVERGED).all())
+    assert bool((found.num_evals == 2).all())
+    assert bool(((found.residual - (f - z).norm(dim=-1)).abs() <= FLOOR * f.norm(dim=-1) + noise(dense, z)).all())
+
+
+@cases(
+    mask_of_keys=dict(mask=lambda n, m: torch.arange(m)[None] < 20),
+    mask_of_pairs=dict(mask=lambda n, m: (torch.arange(m) < 20) & (torch.arange(n)[:, None] != 3)),
+    causal=dict(first=0),
+)
+def half_garbage_behind_a_mask(mask=None, **options):
+    """Keys in bfloat16 that no query attends to, however large, change no bit of an answer."""
+    answers = []
+    for large in (1.0, 1e30):
+        problem = problem_of(lead=(2, 2), keys_lead=(1, 2), n=20, m=30, dim=8, dtype=BF16, exact=True, **options)
+        problem.keys[..., 20:, :] = large
+        if mask is not None:
+            problem = problem.paired(mask(20, 30)[None].to(problem.keys.device))
+        answers.append(solve(problem, problem.query, STOP))
+    for one, other in zip(*answers, strict=True):
+        assert torch.equal(one, other)
+
+
+@case
+def half_keys_of_too_many_sizes():
+    """A set of keys in bfloat16 where one is smaller than another by more than float16 holds has no silent answer."""
+    problem = problem_of(lead=(2,), n=20, m=30, dim=8, dtype=BF16, exact=True)
+    problem.keys[0, 3] *= 2.0**40
+    found = solve(problem, problem.query, STOP)
+    assert found.status[0].unique().tolist() == [Status.NONFINITE]
+    assert found.status[1].unique().tolist() == [Status.CONVERGED]
