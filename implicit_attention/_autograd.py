@@ -127,7 +127,7 @@ def backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-#: Half precision, in which a state would sit up to a percent away from its solution: solves are done in float32.
+#: Half precision, in which a state would sit up to a percent away from its solution: states are float32.
 HALF = (torch.float16, torch.bfloat16)
 
 

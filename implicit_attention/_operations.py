@@ -110,7 +110,7 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     state, mean, field = (t.masked_fill(unread[..., None], 0.0) for t in (state, mean, field))
     logsumexp = logsumexp.masked_fill(unread, 0.0)
     # Half precision that is widened has the tolerance of the precision in which products are then formed.
-    products = keys.dtype if in_half(Attention(field, keys, 1.0, 0.0), ctx.impl) else state.dtype
+    products = keys.dtype if in_half(_record(problem), ctx.impl) else state.dtype
     rtol = adjoint_rtol(ctx.rtol, products) if keys.dtype in (state.dtype, products) else None
     options = rtol, MAX_STEPS, ctx.impl, ctx.on_failure, site
     answer = AdjointAnswer(*adjoint_op(*problem, state, cotangent, *options, mean, logsumexp))

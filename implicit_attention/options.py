@@ -39,7 +39,8 @@ class SolveOptions:
     left out, or None, stays as it is. A solver that is given to a call brings its own `max_steps`.
 
     Args:
-        solver: the method that finds the equilibrium; default `Anderson()`, as `solve` has it for half precision.
+        solver: the method that finds the equilibrium; default `Anderson()`, with rtol 1e-3 where a card's
+            kernels solve half precision.
         adjoint: how the gradient is computed; default `Implicit()`, the exact gradient of an equilibrium, and
             `Unrolled()` for a solver with a fixed budget of steps (rtol = atol = 0).
         impl: which implementation runs. "auto" chooses. "reference" writes every product out. "native" is compiled for

@@ -556,7 +556,9 @@ def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Poten
         # A rounded temperature would shift all scores alike; the rounding of a product does not.
         z, beta = beta[..., None, None] * z, 1.0
     assert values is not None
-    return read_out(made(given._replace(beta=beta)), z.to(values.dtype), values, given.dropout)
+    # Scores that large have one key, which a shorter z attends to as well.
+    most = torch.finfo(values.dtype).max / z.detach().abs().amax(-1, keepdim=True)
+    return read_out(made(given._replace(beta=beta)), (z * most.clamp(max=1.0)).to(values.dtype), values, given.dropout)
 
 
 def _plainly(

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from triton_oracle import EPS, Dense, adjoint, chosen, follow
+from triton_oracle import EPS, FLOOR, Dense, adjoint, chosen, follow
 
 from implicit_attention import Status
 from implicit_attention.kernels import Attention
 
-#: What residuals are known to, in units of |f(z)|.
-FLOOR = 2e-6
 #: Weights relative to 1 are multiplied by this before they are rounded.
 UNIT = 2.0**12
 #: The rule by default, and the tolerance of the adjoint.
@@ -107,9 +105,8 @@ class Half:
     def by_keys(self, z, mean, logsumexp, u):
         """(df/dK)^T u, for every set of keys as the queries see it."""
         coarse = torch.zeros_like(logsumexp, dtype=torch.bool)[..., None]
-        scores, z_half, lost = self.scores(z, coarse)
-        z_unit, (half, unit) = by_rows(z, coarse)[1], by_rows(self.rest * u, coarse)
-        p = (scores - (logsumexp[..., None] - lost(mean))).exp()
+        (z_half, z_unit), (half, unit) = by_rows(z, coarse), by_rows(self.rest * u, coarse)
+        p = (self.scores(z, ~coarse)[0] - logsumexp[..., None]).exp()
         t = p * (half @ self.keys.mT - (mean / self.unit * half).sum(-1, keepdim=True))
         first = (rounded(self.weights * p, coarse) * unit).mT @ half
         second = (rounded(t * (self.weights / self.peak), coarse) * (unit * z_unit)).mT @ z_half

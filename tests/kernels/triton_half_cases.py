@@ -491,3 +491,12 @@ def half_llama():
     assert [solve.route.floor for solve in last_solves(narrow).values()] == [2e-6, 2e-6]
     errors = [float((logits.double() - right).norm() / right.norm()) for logits in (found, widened)]
     assert errors[0] < 1.2 * errors[1] < 0.1, errors
+
+
+@case
+def half_reads_out_where_scores_are_large():
+    """A temperature that takes states beyond the numbers of float16."""
+    keys, values = 20 * drawn(M, D, dtype=FP16, grad=False), drawn(M, E, dtype=FP16, grad=False)
+    with card():
+        found = equilibrium_attention(keys[:9], keys, values, scale=torch.tensor(2000.0, device=DEVICE))
+    assert torch.equal(found, values[:9])

@@ -8,6 +8,8 @@ EPS = torch.finfo(torch.float32).eps
 #: In half precision a query is evaluated finely from where its residual is its tolerance or this part of |f(z)|, or
 #: would be its tolerance at the next step if it shrank as at this one; and after so many steps.
 ROUNDING, PATIENCE = 1e-3, 24
+#: What residuals in half precision are known to, in units of |f(z)|.
+FLOOR = 2e-6
 
 
 @dataclasses.dataclass
@@ -159,7 +161,8 @@ def follow(dense, initial, stop, attend=None, half=False):
         if base is not None:
             soon = soon | (size * (size / base[2]) <= goal)
         near = near | (good & soon) | (step >= PATIENCE)
-        met = now & finite & fine & (size <= goal) & (not stop.fixed_budget)
+        known = FLOOR * length if half else 0.0
+        met = now & finite & fine & (size <= goal - known) & (not stop.fixed_budget)
         status = torch.where(met, 0, status)
         status = torch.where(now & ~finite, 7 if step == 0 else 6, status)
         running = running & ~met & ~(now & ~finite)

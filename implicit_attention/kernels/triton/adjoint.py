@@ -18,7 +18,7 @@ from .attend import OverKeys
 from .keys import KernelOperands, gradient_of_keys
 from .layout import InMemory, Left, counted, in_order, step_tiles
 from .solve import note
-from .tile import LOG2E, UNFINISHED, any_of, kernel, lost, narrow, power_of_two, query_tile, scaled
+from .tile import LOG2E, UNFINISHED, any_of, kernel, narrow, power_of_two, query_tile, rest_of, scaled
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 MAX_STEPS = tl.constexpr(int(Status.MAX_STEPS))
@@ -203,13 +203,16 @@ def _end_kernel(
     # A row that is not finite gives NaN.
     value = tl.where(dropped[:, None], 0.0, tl.where(finite[:, None], value, float("nan")))
     tl.store(answer.value + whole, value * unit[:, None] / lift[:, None], mask=inside)
-    # z and u' = (1 - anchor) u, rounded, and <mean, u'>. A query that adds nothing has probabilities exp2(-inf), even
-    # if it is not finite.
-    y, scale = scaled(z, P)
-    level = (tl.load(course.logsumexp + at, mask=real, other=0.0) - lost(m, z, scale, b, P)) * LOG2E
+    # z and u' = (1 - anchor) u as operands, and <mean, u'>. A query that adds nothing has probabilities exp2(-inf),
+    # even if it is not finite.
+    y, scale = scaled(tl.where(dropped[:, None], 0.0, z), P)
+    high = narrow(y, P)
+    tl.store(operands.state + whole, high, mask=inside)
+    if P.half:
+        tl.store(operands.state_rest + whole, rest_of(y, high), mask=inside)
+    level = tl.load(course.logsumexp + at, mask=real, other=0.0) * LOG2E
     tl.store(operands.state_scale + at, scale, mask=real)
     tl.store(operands.shift + at, tl.where(dropped, float("inf"), level), mask=real)
-    tl.store(operands.state + whole, narrow(tl.where(dropped[:, None], 0.0, y), P), mask=inside)
     value = rest * value
     if P.half:
         _, u_scale = scaled(tl.where(finite[:, None], value, 0.0), P)

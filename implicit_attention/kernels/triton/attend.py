@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import InMemory, Left, is_half, tiles
+from ..._autograd import HALF
+from .layout import InMemory, Left, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
-    LIFT,
+    INVERSE_PEAK,
     LN2,
     LOG2E,
-    UNLIFT,
+    PEAK,
     added,
     any_of,
     exponents,
@@ -76,7 +77,7 @@ def over_keys(
     """Shift (ROWS,), sum_j w_j (ROWS,) and sum_j w_j k_j (ROWS, DIMS) of weights w_j = exp2(by <z, k_j> - shift).
 
     z, v: rows as `scores_of` takes them, and if FINE the rest of each, by which the products have all digits.
-    KIND: RUNNING takes the largest score for the shift, in half precision less `LIFT`. SHIFTED takes the given one.
+    KIND: RUNNING takes the largest score for the shift, in half precision less `PEAK`. SHIFTED takes the given one.
         CENTRED takes that too, and multiplies the weights by <v, k_j> - centre.
     """
     ROWS: tl.constexpr = P.rows
@@ -140,7 +141,7 @@ def _met(
         shrink = tl.exp2(before - level)
         total, sums = total * shrink, sums * shrink[:, None]
         if P.half:
-            level -= LIFT
+            level -= PEAK
     else:
         level = shift
     if TAIL:
@@ -153,7 +154,7 @@ def _met(
     high = narrow(weights, P)
     sums = product(high, k, sums, P)
     if FINE:
-        sums = product(rest_of(weights, high, P), k, sums, P)
+        sums = product(rest_of(weights, high), k, sums, P)
     return shift, total + tl.sum(weights, 1), sums
 
 
@@ -183,7 +184,7 @@ class OverKeys:
         precision a product is coarse or `fine`.
         """
         given = Queries(state, mean, logsumexp, *(vectors or (state, mean))), left.noted, *self.given
-        fine = fine and is_half(self.placed.problem)
+        fine = fine and self.placed.problem.keys.dtype in HALF
         # Operands with a rest need the registers of a third program.
         chosen = self.chosen._replace(registers=None) if fine else self.chosen
         options = {"picked": left.listed, "centred": self.centred, "fine": fine}
@@ -234,7 +235,7 @@ def _operands(x, offsets, pointer, real, P: tl.constexpr):
     high = narrow(y, P)
     rows = (high, pointer, offsets, real)
     if P.half:
-        return (rows, rest_of(y, high, P)), scale
+        return (rows, rest_of(y, high)), scale
     else:
         return (rows, high), scale
 
@@ -262,7 +263,7 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
             level = (level - lost(m, z, scale, b, P)) * LOG2E
         if P.half:
             # |<v, k> - centre| is at most four times the longest row of keys.
-            bound = most * (0.5 * UNLIFT)
+            bound = most * (0.5 * INVERSE_PEAK)
             level += tl.log2(bound)
             size *= bound
         _, rest, total = over_keys(z_rows, by, level, v_rows, centre, *over, P, CENTRED, FINE)
@@ -284,7 +285,7 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
         if any_of(fresh):
             level, total, sums = over_keys(z_rows, by, by, z_rows, by, *over, P, RUNNING, FINE)
             if P.half:
-                level -= LIFT
+                level -= PEAK
             _store(sums, total, level, fresh, queries, scale, b, unit, at, whole, dims, P, FINE)
 
 

@@ -15,9 +15,9 @@ from .. import trust
 from .layout import InMemory, tiles
 from .mask_tiles import MaskTiles
 from .tile import (
-    LIFT,
+    INVERSE_PEAK,
     LOG2E,
-    UNLIFT,
+    PEAK,
     added,
     exponents,
     kernel,
@@ -35,10 +35,11 @@ MOST_SPLITS = 16
 
 
 class KernelOperands(NamedTuple):
-    """Per query, as it enters products: z and u' = (1 - anchor) u as operands and their scales, the log-sum-exp in
-    units of log 2, <mean, u'> in units of the scale of u'."""
+    """Per query, as it enters products: z and u' = (1 - anchor) u as operands and their scales, in half precision what
+    rounding cut off z, the log-sum-exp in units of log 2, <mean, u'> in units of the scale of u'."""
 
     state: Tensor
+    state_rest: Tensor
     state_scale: Tensor
     shift: Tensor
     value: Tensor
@@ -48,9 +49,9 @@ class KernelOperands(NamedTuple):
     @classmethod
     def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> KernelOperands:
         """Tensors made by `empty(size, dtype=)` for states of that shape and operands of that dtype."""
-        state, value = (empty(shape, dtype=dtype) for _ in range(2))
+        state, rest, value = (empty(shape, dtype=dtype) for _ in range(3))
         scale, shift, value_scale, centre = (empty(shape[:-1], dtype=torch.float32) for _ in range(4))
-        return cls(state, scale, shift, value, value_scale, centre)
+        return cls(state, rest, scale, shift, value, value_scale, centre)
 
 
 def gradient_of_keys(placed: InMemory, operands: KernelOperands, out: Tensor) -> None:
@@ -126,12 +127,16 @@ def _keys_tile(gradient, largest, start, given, P: tl.constexpr, TAIL: tl.conste
     if P.half:
         z_scale = tl.load(operands.state_scale + at, mask=real, other=0.0)
         u_scale = tl.load(operands.value_scale + at, mask=real, other=0.0)
-        by, middle, level = by * z_scale, middle / unit, level - LIFT
+        by, middle, level = by * z_scale, middle / unit, level - PEAK
     bias = 0.0
     if TAIL:
         bias = tl.where(real[None, :], added((start + local)[None, :], cols[:, None], pairs, N, M, P), float("-inf"))
     z_rows, u_rows = (z, operands.state + begin, local * D, real), (u, operands.value + begin, local * D, real)
     scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
+    if P.half:
+        # Large scores would lose digits to the rounding of z.
+        rest = tl.load(operands.state_rest + begin + places, mask=inside, other=0.0)
+        scores = product(k, tl.trans(rest), scores, P)
     p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
     centred = scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]
     if P.half:
@@ -201,7 +206,7 @@ def _keys_kernel(
                 start = _row_start(place, whole, visited, P, TAIL)
                 gradient, largest = _keys_tile(gradient, largest, start, given, P, TAIL)
     if P.half:
-        gradient = gradient * (largest * UNLIFT)
+        gradient = gradient * (largest * INVERSE_PEAK)
     out += split.to(tl.int64) * total + (batch * M + first) * D
     where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
     tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._autograd import HALF
 from ..problem import Attention
 
 #: Bytes that a thread reads at once, where they begin at a multiple of them.
@@ -83,20 +84,15 @@ class KernelPlan:
 
 def largest_dim(dtype: torch.dtype) -> int:
     """The largest head dimension: operands of 32 bits with more do not fit in a multiprocessor."""
-    return max(TILES["evaluate", dtype.itemsize == 2])
+    return max(TILES["evaluate", dtype in HALF])
 
 
 def whole_tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel for a problem that fills them."""
     keys = problem.keys
-    kind = kernel, keys.dtype.itemsize == 2
+    kind = kernel, keys.dtype in HALF
     table = EARLIER.get(kind, TILES[kind]) if is_earlier(keys.device) else TILES[kind]
     return table[min(size for size in table if size >= problem.query.shape[-1])]
-
-
-def is_half(problem: Attention) -> bool:
-    """Whether operands of products are float16."""
-    return problem.keys.dtype.itemsize == 2
 
 
 def is_earlier(device: torch.device) -> bool:
@@ -147,7 +143,7 @@ def plan(
         causal=problem.first is not None,
         mask="none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
         mask_rows=mask is not None and mask.shape[-2] > 1,
-        half=is_half(problem),
+        half=problem.keys.dtype in HALF,
         picked=picked,
         centred=centred,
         fine=fine,
@@ -192,7 +188,7 @@ class InMemory(NamedTuple):
     def of(cls, problem: Attention) -> InMemory:
         *lead, _, _ = problem.query.shape
         mask = problem.pairs
-        if is_half(problem):
+        if problem.keys.dtype in HALF:
             operands, unit, most = in_float16(problem)
             keys = Matrices.of(operands, lead)._replace(unit=unit, most=most)
         else:
@@ -237,7 +233,7 @@ def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Operands, unit and most of keys in half precision, as `Matrices` has them; those of float16 are the keys.
 
     The largest number of bfloat16 that a query attends to becomes 2^14 or more: those down to 2^-31 times that keep all
-    their digits. Sets with a key of smaller numbers alone become NaN.
+    their digits, and smaller ones are known to 2^-40 times that.
     """
     keys = problem.keys.resolve_neg()
     own = keys[tuple(slice(1 if step == 0 else None) for step in keys.stride()[:-2])]
@@ -252,7 +248,6 @@ def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
         scaled = own * (1 / unit).to(own.dtype)[..., None, None]
         scaled = scaled if used is None else scaled.where(used[..., None], 0.0)
         own = rows_like(own, torch.float16).copy_(scaled)
-        unit = unit.masked_fill(((size > 0) & (size < 2.0**-31 * peak[..., None])).any(-1), torch.nan)
     else:
         unit, most = torch.ones_like(peak), (below * length).clamp(min=2.0**-24)
     lead = keys.shape[:-2]
@@ -329,7 +324,7 @@ class Left:
         rows, device = problem.query.shape[-2], status.device
         self.sets, self.rows = status.numel() // rows, rows
         self.status, self.listed = status.fill_(UNFINISHED), lists(problem, chosen)
-        self.fine = torch.full_like(status, fine) if is_half(problem) else status
+        self.fine = torch.full_like(status, fine) if problem.keys.dtype in HALF else status
         numbers = torch.arange(rows if self.listed else 0, dtype=torch.int32, device=device)
         # Those of this step, and those of the next one.
         self.notes = [

@@ -16,7 +16,7 @@ from ... import _rule
 from ..._fused_rule import FusedRule
 from ...status import Status
 from .. import trust
-from ..problem import Attention, Solved
+from ..problem import FLOOR, Attention, Solved
 from .attend import OverKeys
 from .layout import InMemory, Left, counted, in_order, step_tiles
 from .tile import SMALLEST_NORMAL, UNFINISHED, any_of, kernel, power_of_two, query_tile
@@ -32,6 +32,8 @@ MOST_UNIT = tl.constexpr(2.0**100)
 # many steps products are fine anyway: scores may be too large for coarse ones.
 ROUNDING = tl.constexpr(1e-3)
 PATIENCE = tl.constexpr(24)
+# Fine residuals are true to this part of |f(z)|.
+KNOWN_TO = tl.constexpr(FLOOR)
 
 
 def _compiled(*functions: Any) -> Any:
@@ -161,7 +163,9 @@ def _step_kernel(
     square, past, numbers = tl.sum(r * r, 1), (before, residual_before), (EPS, SMALLEST_NORMAL, LEAST)
     accepted, tries, by_r, by_df = decide(square, residual, energy, *sums, *past, *truths, *numbers)
 
-    solved = accepted & finite & fine & (residual <= tolerance) & (index >= earliest)
+    # In half precision what a residual is not known to counts against it.
+    reached = residual <= (tolerance - KNOWN_TO * size if P.half else tolerance)
+    solved = accepted & finite & fine & reached & (index >= earliest)
     broken = accepted & ~finite
     still = real & ~solved & ~broken & (index < max_steps)
     end = tl.where(broken, tl.where(index > 0, DIVERGED, NONFINITE), tl.where(still, UNFINISHED, exhausted))

@@ -24,9 +24,9 @@ UNFINISHED = tl.constexpr(_UNFINISHED)
 LOWEST_BIAS = tl.constexpr(-2.0e38)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
-# Weights in float16 are in units of 2^-LIFT: those of 2^-26 have all digits, those of 1 do not overflow.
-LIFT = tl.constexpr(12.0)
-UNLIFT = tl.constexpr(2.0**-12)
+# The largest weight in float16 is 2^PEAK: those down to 2^-26 times that have all digits.
+PEAK = tl.constexpr(12.0)
+INVERSE_PEAK = tl.constexpr(2.0**-12)
 
 
 def kernel(function: Any) -> Any:
@@ -119,14 +119,14 @@ def narrow(x, P: tl.constexpr):
 
 
 @triton.jit
-def rest_of(x, high, P: tl.constexpr):
+def rest_of(x, high):
     """The part of x that `narrow` lost, in the dtype of products."""
     return (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def scaled(x, P: tl.constexpr):
-    """(y, scale) with x = y * scale: in half precision scales are powers of two and rows of y have lengths below 2."""
+    """(y, scale) with x = y * scale: in half precision scales are powers of two, rows of y have lengths from 1 to 2."""
     ROWS: tl.constexpr = P.rows
     if P.half:
         scale = power_of_two(tl.max(tl.abs(x), 1))
