@@ -237,9 +237,9 @@ def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """
     keys = problem.keys.resolve_neg()
     own = keys[tuple(slice(1 if step == 0 else None) for step in keys.stride()[:-2])]
-    size, used = torch.linalg.vector_norm(own, torch.inf, -1).float(), attended(problem, own.shape[:-1])
+    size, used = torch.linalg.vector_norm(own, torch.inf, -1), attended(problem, own.shape[:-1])
     size = size if used is None else size.where(used, 0.0)
-    peak = size.amax(-1) if size.shape[-1] else size.sum(-1)
+    peak = (size.amax(-1) if size.shape[-1] else size.sum(-1)).float()
     # Powers of two: the largest up to the peak, which is inf where that is not finite, and more than sqrt(D).
     below = (peak.view(torch.int32) & 0x7F800000).view(torch.float32)
     length = 2.0 ** math.ceil(math.log2(keys.shape[-1]) / 2 + 1)
