@@ -35,8 +35,7 @@ def unsupported(record: Attention) -> str | None:
     """Why the Triton kernels cannot do `record`, as "what is unsupported; what to use"; None if they can."""
     query, keys, beta, anchor, pairs = *record[:4], record.pairs
     dim = query.shape[-1]
-    reason: str | None = _absent(query.device)
-    if reason is not None:
+    if (reason := _absent(query.device)) is not None:
         return reason
     for name, tensor in (("field", query), ("keys", keys)):
         if tensor.dtype not in DTYPES:
@@ -52,7 +51,6 @@ def unsupported(record: Attention) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _absent(device: torch.device) -> str | None:
     """Why Triton kernels do not run on a device; None if they do."""
     if importlib.util.find_spec("triton") is None:
@@ -63,6 +61,10 @@ def _absent(device: torch.device) -> str | None:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='auto'"
     return None
+
+
+# Torch's compiler takes the answer for a constant, as by `torch.compiler.assume_constant_result`, which would import it.
+_absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def too_fine(keys: Tensor, rule: FusedRule) -> str | None:
