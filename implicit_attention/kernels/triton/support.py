@@ -63,7 +63,7 @@ def _absent(device: torch.device) -> str | None:
     return None
 
 
-# Torch's compiler takes the answer for a constant, as by `torch.compiler.assume_constant_result`, which would import it.
+# As by `torch.compiler.assume_constant_result`, which would import the compiler.
 _absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
