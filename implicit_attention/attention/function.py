@@ -558,7 +558,8 @@ def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Poten
     assert values is not None
     # Scores that large have one key, which a shorter z attends to as well.
     most = torch.finfo(values.dtype).max / z.detach().abs().amax(-1, keepdim=True)
-    return read_out(made(given._replace(beta=beta)), (z * most.clamp(max=1.0)).to(values.dtype), values, given.dropout)
+    z = z * most.clamp(max=1.0).nan_to_num(1.0)
+    return read_out(made(given._replace(beta=beta)), z.to(values.dtype), values, given.dropout)
 
 
 def _plainly(
