@@ -81,7 +81,10 @@ def check_solved(problem, solved, stop=STOP, initial=None):
     )
     converged = solved.status == Status.CONVERGED
     assert bool((solved.residual <= solved.tolerance)[converged].all())
-    check_error("state", solved.state[fine], rough.state[fine], path.state[fine], slack=1e-5)
+    # A query that stops a step earlier or later is as far from another as its tolerance lets it be.
+    alike = fine if dtype == FP32 else fine & (solved.num_steps == path.num_steps) & (rough.num_steps == path.num_steps)
+    if alike.any():
+        check_error("state", solved.state[alike], rough.state[alike], path.state[alike], slack=1e-5)
     other = path if dtype == FP32 else rough
     same = (solved.num_steps == other.num_steps) & (solved.num_evals == other.num_evals)
     share = (same & (solved.status == other.status)).float().mean().item()
