@@ -21,7 +21,6 @@ from torch import Tensor
 from . import _validate
 from ._autograd import (
     HALF,
-    applied,
     are_plain,
     backward_running,
     exact_precision,
@@ -36,20 +35,16 @@ from ._autograd import (
     unobserved,
 )
 from ._fused_rule import FusedRule
-from ._reporting import check_on_failure, left_out, report_failures, without_gradient
+from ._reporting import check_on_failure, report_failures, without_gradient
 from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
-from .adjoints.implicit import gradients_at
+from .adjoints.implicit import attached
 from .adjoints.linear_system import (
     Known,
-    conjugate_gradients,
     gradients_by_rows,
     jacobian_product,
-    least_size,
-    report_adjoint,
 )
 from .energies import AnchoredEnergy
-from .energies.anchored import between
 from .errors import UnsupportedImplementation
 from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_of
 from .kernels import trust
@@ -169,7 +164,7 @@ def solve(
         problem.check_state(initial)
         solution = solve_in_half(call, initial, plan_of(half_solver(own), adjoint, impl), report)
     elif call is not None and unobserved():
-        found = solve_plainly(call, initial, plan, report.on_failure, report.site, energy=problem.energy)
+        found = solve_plainly(call, initial, plan, report.on_failure, report.site, problem=problem)
         solution = None if found is None else found[1]  # type: ignore[assignment]
     if solution is None:
         whole.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
@@ -511,13 +506,17 @@ class Route:
         self.product = _kernel(call, self.impl) or "torch"
         answer, mean = found
         by_call = _by_tensors(live, answer, mean, by_bias)
-        tensors = problem.tensors()
-        wanted = [t for t in tensors if t.requires_grad]
-        sources = [(t, g) for t, g in by_call if isinstance(t, Tensor) and t.requires_grad and g is not None]
-        given = [t for t, _ in sources], wanted, [g for _, g in sources]
-        found_by = iter(torch.autograd.grad(*given, allow_unused=True) if wanted and sources else [None] * len(wanted))
-        gradients = tuple(next(found_by) if t.requires_grad else None for t in tensors)
+        sources = {t: g.to(t.dtype) for t, g in by_call if isinstance(t, Tensor) and t.requires_grad and g is not None}
+        if sources and not all(t.is_leaf for t in sources):
+            wanted = [t for t in problem.tensors() if t.requires_grad]
+            found_by = torch.autograd.grad([*sources], wanted, [*sources.values()], allow_unused=True)
+            sources = dict(zip(wanted, found_by, strict=True))
+        gradients = tuple(map(sources.get, problem.tensors()))
         return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature)
+
+    def widened(self) -> Route:
+        """The route of the same problem in float32, which kernels need not take."""
+        return dataclasses.replace(self, impl="auto", floor=None)
 
     def native_step(self, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], NativeStep] | None:
         """Return what makes the steps on a user's map natively, given states and rows; None where nothing can."""
@@ -895,7 +894,7 @@ def solve_plainly(
     *,
     wanted: bool = True,
     whole: bool = True,
-    energy: Callable[[Tensor], Tensor] | None = None,
+    problem: Problem | None = None,
 ) -> tuple[Tensor, SolveReport | None, int] | None:
     """The states of plain tensors by one call of the native library, differentiable, and how many failed, else None.
 
@@ -903,7 +902,7 @@ def solve_plainly(
 
     wanted, whole: whether the caller wants a report, which is there too where a query failed or has a derivative, and
         whether it is to be the whole solution.
-    energy: of states; by default made of the call when it is asked for.
+    problem: the energy of the call, which is made where it is needed.
     """
     if (rule := plan.rule) is None or plan.impl == "triton" or not fits_kernels(call, initial):
         return None
@@ -934,12 +933,12 @@ def solve_plainly(
         return state, None, 0
     report = AdjointReport(on_failure=on_failure, site=site)
     way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
+    outcome = Outcome(state, solved.record, evaluation=() if failed or not differentiated else (solved.mean,))
     if differentiated:
-        residual = None if failed else solved.residual
-        state = applied(_Equilibrium, way, report, residual, solved[:2], *call[:7])
-    energy_function = partial(_energy_at, call) if energy is None else energy
+        outcome = _differentiable(energy_of(call) if problem is None else problem, outcome, way, report)
+    energy_function = partial(_energy_at, call) if problem is None else problem.energy
     told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
-    state, made = concluded(Outcome(state, solved.record), plan.solver, report, plan.remedies, way, **told)
+    state, made = concluded(outcome, plan.solver, report, plan.remedies, way, **told)
     return state, made, failed
 
 
@@ -972,14 +971,18 @@ def solve_in_half(call: Attention, initial: Tensor, plan: Plan, report: AdjointR
     if found is None:
         return None
     way = Route(plan.solver, impl, False, initial.dtype, "triton", "triton", "triton", floor=FLOOR)
-    state = found.state
+    outcome, energy = Outcome(found.state, found.record, evaluation=found[1:3]), partial(_energy_at, call)
     if is_differentiated(*(t for t in call if isinstance(t, Tensor))):
-        apply = partial(applied, _Equilibrium) if unobserved() else _Equilibrium.apply
-        state = apply(way, report, found.residual, found[:3], *call[:7])
-    outcome, energy = Outcome(state, found.record), partial(_energy_at, call)
+        outcome = _differentiable(energy_of(call), outcome, way, report)
     solution = concluded(outcome, plan.solver, report, plan.remedies, way, energy_function=energy)[1]
     assert isinstance(solution, Solution)
     return solution
+
+
+def _differentiable(problem: Problem, known: Outcome, way: Route, report: AdjointReport) -> Outcome:
+    """The outcome of a kernel, its value differentiable as that of every other fixed point."""
+    request = Request(problem, known.value.detach(), way.solver, way.impl, False, report, route=way, known=known)
+    return known._replace(value=attached(request, *problem.tensors())[0])
 
 
 def _energy_at(call: Attention, z: Tensor) -> Tensor:
@@ -992,147 +995,13 @@ def energy_of(call: Attention) -> AnchoredEnergy:
     if first is not None and (mask is not None or bias is not None):
         lower = triangle(query.shape[-2], keys.shape[-2], first, query.device)
         mask, first = lower if mask is None else mask & lower, None
-    # Ones pass the checks of numbers.
+    # Ones pass the checks of numbers; where kernels take half precision beside float32, they pass those of dtypes.
+    one = torch.ones((), dtype=torch.float32, device=query.device)
+    field, shown, added = (one.expand(t.shape) if t is not None and t.dtype in HALF else t for t in (query, keys, bias))
     ones = [torch.ones_like(t) if isinstance(t, Tensor) else t for t in (beta, anchor)]
-    potential = LogSumExp(keys, ones[0], mask=mask, bias=bias, query_offset=first)
-    energy = AnchoredEnergy(potential, query, ones[1], unbounded="ignore")
+    potential = LogSumExp(shown, ones[0], mask=mask, bias=added, query_offset=first)
+    energy = AnchoredEnergy(potential, field, ones[1], unbounded="ignore")
     return energy.replace(*(t for t in (keys, beta, mask, bias, query, anchor) if isinstance(t, Tensor)))
-
-
-class _Equilibrium(torch.autograd.Function):
-    """(route, report, residual, evaluation, *call) -> the state, which is solved already.
-
-    evaluation: (state, mean), and for keys in half precision the log-sum-exp, too.
-    The call is without values and dropout: query, keys, beta, anchor, mask, bias, first.
-
-    The backward solve of a kernel has no derivative. One that may be differentiated again, or that is observed, is made
-    by `Implicit`.
-
-    residual: of the states; None if a query has no answer, so that a number may be NaN that must not reach others.
-    """
-
-    # Without `setup_context`: torch would bind the arguments by their signature at every call.
-    @staticmethod
-    def forward(ctx: Any, way: Route, report: AdjointReport, residual: Any, solved: Any, *call: Any) -> Tensor:
-        ctx.way, ctx.report, ctx.residual, ctx.kept = way, report, residual, len(solved)
-        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in call]
-        ctx.save_for_backward(*solved, *[t for t in call if isinstance(t, Tensor)])
-        return solved[0]  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        # They are unpacked once, as checkpointing demands.
-        saved = iter(ctx.saved_tensors)
-        state, mean, *more = (next(saved) for _ in range(ctx.kept))
-        call = Attention(*(next(saved) if part is Tensor else part for part in ctx.parts))
-        gradients, once = None, not torch.is_grad_enabled() and not transforms_active()
-        if more and once and not torch._C._functorch.is_legacy_batchedtensor(cotangent):
-            gradients = _half_gradients(call, ctx.way, ctx.report, state, (mean, *more), cotangent)
-        plain = not more and ctx.residual is not None and once and unobserved()
-        if plain and are_plain(state.dtype, cotangent, state, mean, call.query, call.keys):
-            gradients = _native_gradients(call, ctx.way, ctx.report, ctx.residual, state, mean, cotangent)
-        if gradients is None:
-            given = state, mean, cotangent, ctx.needs_input_grad[4:]
-            gradients = _by_implicit(call, ctx.way, ctx.report, *given)
-        return (None, None, None, None, *gradients, None)
-
-
-@functools.lru_cache(maxsize=256)
-def _adjoint_rule(solver: Solver, dtype: torch.dtype, dim: int) -> tuple[CG, AdjointRule, float]:
-    """The method of the backward solve, its rule, and the size below which a state counts as zero."""
-    method = conjugate_gradients(solver.rtol, dtype)
-    return method, AdjointRule(method.rtol, method.default_max_steps(dim)), least_size(solver, dim)
-
-
-def _native_gradients(
-    call: Attention, way: Route, report: AdjointReport, residual: Tensor, state: Tensor, mean: Tensor, cotangent: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """The gradients of the tensors of a call by the native backward solve, reported; None where it has none."""
-    method, rule, least = _adjoint_rule(way.solver, state.dtype, state.shape[-1])
-    residuals = None if report.on_failure == "ignore" else residual
-    run = partial(native.adjoint, call, state, mean, cotangent, rule, residuals=residuals, least=least)
-    found = _trusted("native", "hopfield_adjoint", call, run, way.impl)
-    if found is None or found[2]:
-        # Queries failed: saddles above all, which `Implicit` finishes.
-        return None
-    answer, error, _, doubtful = found
-    watched = not isinstance(report.on_failure, str) or (report.site is not None and report.site.tally is not None)
-    if doubtful or watched or error is None or report.status is not None or report.lead is not None:
-
-        def mapped() -> Tensor:
-            return energy_of(call.detached()).fixed_point_map(state)
-
-        solution = LinearSolution(answer.record, answer.value, answer.negative_curvature)
-        report_adjoint(report, way.solver, method, solution, True, state, cotangent, mapped)
-    else:
-        # There is nothing to warn of, and nothing to add to.
-        report.status, report.residual, report.tolerance, report.num_steps = answer.record[:4]
-        report.negative_curvature, report.gradient_error = answer.negative_curvature, error
-    by_query, by_keys, by_beta, by_anchor, _ = (g for _, g in _by_tensors(call, answer, mean, None))
-    return by_query, by_keys, by_beta, by_anchor, None, None
-
-
-def _half_gradients(
-    call: Attention,
-    way: Route,
-    report: AdjointReport,
-    state: Tensor,
-    evaluation: tuple[Tensor, ...],
-    cotangent: Tensor,
-) -> tuple[Tensor | None, ...] | None:
-    """The same by a card's kernel from keys in half precision."""
-    method, rule, _ = _adjoint_rule(way.solver, call.keys.dtype, state.shape[-1])
-    # A failed query that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
-    unread = (~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1))[..., None]
-    query, state, mean = (t.masked_fill(unread, 0.0) for t in (call.query, state, evaluation[0]))
-    evaluation = mean, evaluation[1].masked_fill(unread[..., 0], 0.0)
-    own = _isolated(call._replace(query=query), state)[0]
-
-    def solved(cotangent: Tensor) -> AdjointAnswer | None:
-        found = adjoint_by_kernel(own, state, cotangent, *rule, way.impl, evaluation)
-        # Saddles above all, which `Implicit` finishes.
-        stalled = found is None or (may_look(state) and bool((found[0].status == Status.STALLED).any()))
-        return None if found is None or stalled else found[0]
-
-    def mapped() -> Tensor:
-        anchor = call.anchor[..., None, None] if isinstance(call.anchor, Tensor) else call.anchor
-        return mean if type(anchor) is not Tensor and anchor == 0 else between(mean, query.to(mean.dtype), anchor)
-
-    if (answer := solved(cotangent)) is None:
-        return None
-    solution = LinearSolution(answer.record, answer.value, answer.negative_curvature)
-    report_adjoint(report, way.solver, method, solution, True, state, cotangent, mapped)
-    if (rest := left_out(report.on_failure, answer.status, cotangent)) is not None:
-        answer = solved(rest) or answer
-    by_query, by_keys, by_beta, by_anchor, _ = (
-        g if g is None or not isinstance(t, Tensor) else g.to(t.dtype) for t, g in _by_tensors(own, answer, mean, None)
-    )
-    return by_query, by_keys, by_beta, by_anchor, None, None
-
-
-def _by_implicit(
-    call: Attention,
-    way: Route,
-    report: AdjointReport,
-    state: Tensor,
-    mean: Tensor,
-    cotangent: Tensor,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
-    half = call.keys.dtype in HALF
-    # Kernels need not take as large a head dimension in float32.
-    route = dataclasses.replace(way, impl="auto") if half else way
-    energy, evaluation = energy_of(call.to(state.dtype)), () if half else (mean,)
-    request = Request(energy, state, way.solver, route.impl, False, report, route=route, evaluation=evaluation)
-    # Keys, beta, mask, bias, query, anchor: the order of `energy.tensors()`.
-    parts = {i: t for i in (1, 2, 4, 5, 0, 3) if isinstance(t := call[i], Tensor)}
-    derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in parts])
-    way.product = route.product
-    gradients: list[Tensor | None] = [None] * 6
-    for (i, part), gradient in zip(parts.items(), derivatives, strict=True):
-        gradients[i] = None if gradient is None else gradient.to(part.dtype)
-    return tuple(gradients)
 
 
 # Calls of the operations that torch knows by name.

@@ -65,19 +65,21 @@ class Request:
     route: Any = None
     #: The `Outcome.evaluation` at the state at which the gradient is taken.
     evaluation: tuple[Tensor, ...] = ()
+    #: The outcome, where a kernel has it already.
+    known: Outcome | None = None
 
     def without_tensors(self) -> Request:
         """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
         # One for each: modules would take equal ones for a parameter that they share.
         empty = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
-        return dataclasses.replace(self, problem=empty, initial=torch.empty(0), evaluation=())
+        return dataclasses.replace(self, problem=empty, initial=torch.empty(0), evaluation=(), known=None)
 
     def solved(self, problem: Problem, initial: Tensor, *, differentiated: bool = False) -> Outcome:
         """The outcome for `problem` without a graph, by a kernel where `impl` has or wants one.
 
         differentiated: whether its `evaluation` is wanted, for the backward solve.
         """
-        found: Outcome | None = self.route.outcome(problem, initial, differentiated)
+        found: Outcome | None = self.known or self.route.outcome(problem, initial, differentiated)
         return self.run(problem, initial) if found is None else found
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:

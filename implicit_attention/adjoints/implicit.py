@@ -1,8 +1,7 @@
 """The exact gradient of a fixed point, from the implicit function theorem, differentiable to any order.
 
-z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. There are two autograd functions: `_FixedPoint` solves
-the problem, `_AdjointSolve` the linear system. The backward of each calls `_AdjointSolve`, so that it can be
-differentiated again.
+z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. The linear system x = J x + g is a fixed point, too: the
+derivatives of every order are those of one autograd function, `FixedPoint`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import _validate
 from .._autograd import (
     applied,
+    at_least_single,
     exact_precision,
-    grad,
     host_may_look,
     is_batched,
     is_differentiated,
@@ -168,7 +167,7 @@ def fixed_point(
     if not transforms_active() and not is_differentiated(*tensors):
         with torch.no_grad(), exact_precision(request.initial):
             return request.solved(request.problem.undifferentiated(), request.initial)
-    value, *fields = _apply(_FixedPoint, request, request.initial, *tensors)
+    value, *fields = attached(request, *tensors)
     return Outcome(value, Record(*fields[:5]), Trace.of(*fields[5:]) if request.trace else None)
 
 
@@ -183,10 +182,10 @@ def gradients_at(
         raise RuntimeError(
             "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
         )
-    problem = request.problem
+    problem, linear = request.problem, isinstance(request.problem, LinearSystem)
+    recorded = torch.is_grad_enabled() or transforms_active()
     # A failed problem that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
-    plain = not torch.is_grad_enabled() and not transforms_active()
-    if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
+    if not linear and not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
         lost, unread = ~torch.isfinite(z), cotangent == 0
         if problem.event_ndim:
             lost = lost.flatten(z.ndim - problem.event_ndim).any(-1)
@@ -197,32 +196,66 @@ def gradients_at(
         known = tuple(t.masked_fill(along(left_out, t), 0.0) for t in request.evaluation)
         request = dataclasses.replace(request, evaluation=known)
     with exact_precision(z):
-        if plain:
+        if not (linear or recorded):
             problem = problem.replace(*(t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)))
-            return adjoint_gradients(request, problem, z.detach(), cotangent)
+            if (gradients := adjoint_gradients(request, problem, z.detach(), cotangent)) is not None:
+                return gradients
+        if request.route.floor is not None:
+            # Products in half precision have no further derivatives, and no kernel in the place of the one.
+            wide = tuple(map(at_least_single, tensors))
+            request = dataclasses.replace(request, route=request.route.widened(), evaluation=())
+            found = gradients_at(request, z, wide, cotangent, needed)
+            return tuple(None if g is None else g.to(t.dtype) for t, g in zip(tensors, found, strict=True))
         problem = problem.replace(*tensors)
-        u = _apply(_AdjointSolve, request, True, z, cotangent, *tensors)
-        u = stays_out(request.report.on_failure, u, cotangent, problem.event_ndim)
+        u = _linear_answer(request, problem, True, z, cotangent)
+        if not linear:
+            u = stays_out(request.report.on_failure, u, cotangent, problem.event_ndim)
         return pullback(problem, z, u, needed)
 
 
-def _lifted(
-    request: Request, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]
-) -> tuple[Request, tuple[Tensor, ...]]:
-    """The request and the tensors with one more leading axis, for vmap."""
-    moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
-    dims = tuple(None if d is None else 0 for d in in_dims)
-    return dataclasses.replace(request, problem=VmappedProblem(request.problem, moved, dims)), moved
+def _linear_answer(request: Request, problem: Problem, transpose: bool, z: Tensor, rhs: Tensor) -> Tensor:
+    """x with (I - J) x = rhs, or (I - J^T) x = rhs, for the Jacobian J of f at z; differentiable."""
+    if isinstance(problem, LinearSystem):
+        # J is its matrix.
+        problem, transpose, z = problem.inner, transpose != problem.transpose, problem.z
+    system = LinearSystem(problem, transpose, z, rhs)
+    request = dataclasses.replace(request, problem=system, initial=rhs.detach(), trace=False, evaluation=())
+    answer: Tensor = attached(request, *system.tensors())[0]
+    return answer
 
 
-class _FixedPoint(torch.autograd.Function):
-    """(request, initial, *tensors) -> (value, *record, *trace or *evaluation)."""
+class LinearSystem(Problem):
+    """x = J x + rhs, or x = J^T x + rhs with `transpose`, for the Jacobian J of a problem's f at z.
+
+    It is a fixed point itself: so the derivative of every order is that of a fixed point.
+    """
+
+    def __init__(self, inner: Problem, transpose: bool, z: Tensor, rhs: Tensor) -> None:
+        self.inner, self.transpose, self.z, self.rhs = inner, transpose, z, rhs
+        self.event_ndim = inner.event_ndim
+
+    def fixed_point_map(self, x: Tensor) -> Tensor:
+        mapped = self.inner.fixed_point_map
+        product = vjp(mapped, self.z)[1](x)[0] if self.transpose else jvp_by_vjp(mapped, (self.z,), (x,))
+        return cast(Tensor, product) + self.rhs
+
+
+class FixedPoint(torch.autograd.Function):
+    """(request, initial, *tensors) -> (value, *record, *trace or *evaluation): a solution, whatever made it.
+
+    Its derivative is the answer of a linear system, which is a fixed point, too.
+    """
 
     @staticmethod
     def forward(request: Request, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # A copy: what modules keep here, without a graph, they must not read in the backward pass.
+        problem = request.problem.replace(*tensors)
         with exact_precision(initial):
-            # A copy: what modules keep here, without a graph, they must not read in the backward pass.
-            outcome = request.solved(request.problem.replace(*tensors), initial, differentiated=True)
+            if isinstance(problem, LinearSystem):
+                answer = solve_system(request, problem.inner, problem.z, problem.rhs, transpose=problem.transpose)
+                outcome = Outcome(answer.value, answer.record)
+            else:
+                outcome = request.solved(problem, initial, differentiated=True)
         fields = (outcome.value, *outcome.record, *(outcome.trace or ()), *outcome.evaluation)
         # Forward mode cannot attach tangents to outputs that are views.
         return tuple(t.clone() if t._is_view() else t for t in fields if t is not None)
@@ -255,82 +288,35 @@ class _FixedPoint(torch.autograd.Function):
         request = cast(Request, ctx.request)
         with exact_precision(z):
             forcing = _pushforward(request.problem, z, tensors, tangents[2:])
-            dz = z * 0 if forcing is None else _apply(_AdjointSolve, request, False, z, forcing, *tensors)
+            problem = request.problem.replace(*tensors)
+            dz = z * 0 if forcing is None else _linear_answer(request, problem, False, z, forcing)
         return (dz, *(None,) * (ctx.num_outputs - 1))
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], request: Request, initial: Tensor, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        lifted, moved = _lifted(request, tensors, in_dims[2:])
+        problem = _lifted(request.problem, tensors, in_dims[2:], info.batch_size)
         start = _batched_first(initial, in_dims[1], info.batch_size)
-        output = _apply(_FixedPoint, lifted, start, *moved)
+        output = attached(dataclasses.replace(request, problem=problem, initial=start), *problem.tensors())
         return output, (0,) * 6 + (1,) * (len(output) - 6)
 
 
-class _AdjointSolve(torch.autograd.Function):
-    """(request, transpose, z, rhs, *tensors) -> x with (I - J^T) x = rhs, or (I - J) x = rhs without `transpose`."""
-
-    @staticmethod
-    def forward(request: Request, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
-        return solve_system(request, request.problem.replace(*tensors), z, rhs, transpose=transpose)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        request, ctx.transpose, z, _, *tensors = inputs
-        ctx.request = request.without_tensors()
-        ctx.save_for_backward(z, output, *tensors)
-        ctx.save_for_forward(z, output, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        z, x, *tensors = ctx.saved_tensors
-        with exact_precision(z):
-            v = _apply(_AdjointSolve, ctx.request, not ctx.transpose, z, cotangent, *tensors)
-            left, right = (x, v) if ctx.transpose else (v, x)
-            by_z, *by_tensors = _bilinear_gradient(ctx.request.problem, z, tensors, left, right, _needed(ctx, tensors))
-        return (None, None, by_z, v, *by_tensors)
-
-    @tangent_rule
-    def jvp(ctx: Any, saved: list[Tensor], *tangents: Any) -> Tensor:
-        z, x, *tensors = saved
-        request = cast(Request, ctx.request)
-        _, _, dz, drhs, *dtensors = tangents
-        transpose = ctx.transpose
-        where = [i for i, t in enumerate(tensors) if t.is_floating_point() and dtensors[i] is not None]
-
-        def product(z: Tensor, *floating: Tensor) -> Tensor:
-            problem = request.problem.replace(*_filled(tensors, where, floating))
-            if transpose:
-                return cast(Tensor, vjp(problem.fixed_point_map, z)[1](x)[0])
-            return jvp_by_vjp(problem.fixed_point_map, (z,), (x,))
-
-        with exact_precision(z):
-            primals = (z, *(tensors[i] for i in where))
-            tangents = (torch.zeros_like(z) if dz is None else dz, *(dtensors[i] for i in where))
-            change = jvp_by_vjp(product, primals, tangents)
-            rhs = change if drhs is None else change + drhs
-            return cast(Tensor, _apply(_AdjointSolve, request, transpose, z, rhs, *tensors))
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        request: Request,
-        transpose: bool,
-        z: Tensor,
-        rhs: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, int]:
-        lifted, moved = _lifted(request, tensors, in_dims[4:])
-        z, rhs = (_batched_first(t, d, info.batch_size) for t, d in ((z, in_dims[2]), (rhs, in_dims[3])))
-        return _apply(_AdjointSolve, lifted, transpose, z, rhs, *moved), 0
+def _lifted(problem: Problem, tensors: Sequence[Tensor], in_dims: tuple[int | None, ...], size: int) -> Problem:
+    """The problem with one more leading axis, of its tensors too, for vmap."""
+    if isinstance(problem, LinearSystem):
+        inner = _lifted(problem.inner, tensors[:-2], in_dims[:-2], size)
+        ends = (_batched_first(t, d, size) for t, d in zip(tensors[-2:], in_dims[-2:], strict=True))
+        return LinearSystem(inner, problem.transpose, *ends)
+    moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
+    return VmappedProblem(problem, moved, tuple(None if d is None else 0 for d in in_dims))
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    if unobserved() and not any(isinstance(arg, Tensor) and is_functorch_wrapped_tensor(arg) for arg in args):
-        return applied(function, *args)
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+def attached(request: Request, *tensors: Tensor) -> Any:
+    """What `FixedPoint` returns, by the shortest way."""
+    if unobserved() and not any(map(is_functorch_wrapped_tensor, (request.initial, *tensors))):
+        return applied(FixedPoint, request, request.initial, *tensors)
+    return FixedPoint.apply(request, request.initial, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _needed(ctx: Any, tensors: list[Tensor]) -> list[bool]:
@@ -358,21 +344,6 @@ def _pushforward(problem: Problem, z: Tensor, tensors: list[Tensor], tangents: t
         return problem.replace(*_filled(tensors, where, moving)).fixed_point_map(z)
 
     return jvp_by_vjp(mapped, [tensors[i] for i in where], [tangents[i] for i in where])
-
-
-def _bilinear_gradient(
-    problem: Problem, z: Tensor, tensors: list[Tensor], left: Tensor, right: Tensor, needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of <left, J right> with respect to z and each tensor that is `needed`."""
-    where = [i for i, t in enumerate(tensors) if t.is_floating_point() and needed[i]]
-
-    def bilinear(z: Tensor, *floating: Tensor) -> Tensor:
-        _, by_state = vjp(problem.replace(*_filled(tensors, where, floating)).fixed_point_map, z)
-        return cast(Tensor, (by_state(left)[0] * right).sum())
-
-    by_z, *by_floating = grad(bilinear, argnums=tuple(range(1 + len(where))))(z, *(tensors[i] for i in where))
-    gradients = dict(zip(where, by_floating, strict=True))
-    return (by_z, *map(gradients.get, range(len(tensors))))
 
 
 def _filled(tensors: list[Tensor], where: list[int], new: tuple[Tensor, ...]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven, has_no_digits
 from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol
-from ..problem import Linearization, Problem
+from ..problem import Linearization, Problem, widened
 from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
 from ..status import Status
@@ -38,7 +38,7 @@ Gradients = tuple[Tensor | None, ...]
 Known = tuple[Gradients, LinearSolution]
 
 
-def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool) -> Tensor:
+def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool) -> LinearSolution:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs; the evidence goes to the request's report."""
 
     def mapped() -> Tensor:
@@ -51,35 +51,41 @@ def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, 
         report_adjoint(request.report, request.solver, method, answer, problem.symmetric, z, rhs, mapped)
         if policy_of(request.report.on_failure).backward == "zero":
             failed = (answer.status > Status.UNSTABLE) & ~lost(answer.status, rhs)
-            return torch.where(failed.reshape((*failed.shape, *(1,) * problem.event_ndim)), 0.0, answer.value)
-    return answer.value
+            answer = replace(answer, value=torch.where(along(failed, answer.value), 0.0, answer.value))
+    return answer
 
 
-def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: Tensor) -> Gradients:
+def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: Tensor) -> Gradients | None:
     """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
+
+    None where a kernel alone could have them, as it can products in half precision, and has not all.
 
     The tensors are leaves that nobody else keeps: those that need a gradient require grad.
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is kept.
     """
-    method = request.linear_solver or _default_method(problem, request.solver, z.dtype)
-    gradients, answer, tape = _gradients(request, method, problem, z, cotangent)
+    half = torch.float16 if request.route.floor is not None else z.dtype
+    method = request.linear_solver or _default_method(problem, request.solver, half)
+    found = _gradients(request, method, problem, z, cotangent)
+    if found is None:
+        return None
+    gradients, answer, tape = found
 
     def mapped() -> Tensor:
-        return problem.fixed_point_map(z) if tape is None else tape.mapped
+        return widened(problem)[0].fixed_point_map(z) if tape is None else tape.mapped
 
     report_adjoint(request.report, request.solver, method, answer, problem.symmetric, z, cotangent, mapped)
     rest = left_out(request.report.on_failure, answer.status, cotangent)
     if rest is not None:
         for tensor in problem.tensors():
             tensor.grad = None
-        gradients, _, _ = _gradients(request, method, problem, z, rest)
+        gradients, _, _ = _gradients(request, method, problem, z, rest) or found
     return gradients
 
 
 def _gradients(
     request: Request, method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor
-) -> tuple[Gradients, LinearSolution, Tape | None]:
+) -> tuple[Gradients, LinearSolution, Tape | None] | None:
     """The gradients, the solution of the linear system behind them, and the tape if one was recorded."""
     default = request.linear_solver is None and isinstance(method, CG)
     known: Known | None = None
@@ -87,6 +93,8 @@ def _gradients(
         known = request.route.gradients(problem, z, cotangent, method, request.evaluation)
         if known is not None and not bool((known[1].status == Status.STALLED).any()):
             return *known, None
+        if request.route.floor is not None:
+            return None
     if known is None:
         request.route.product = "torch"
     if known is None and (own := problem._adjoint(method, z, cotangent)) is not None:
@@ -318,7 +326,6 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
     return norm(states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None])
 
 
-@torch.no_grad()
 def _gradient_error(
     report: AdjointReport,
     solver: Solver,
