@@ -749,7 +749,7 @@ def adjoint_by_kernel(
             # A query that diverged has the mean of a later point than its state.
             if mean is None or not is_finite(mean):
                 mean = native.solve(wide, state, THERE)[0].mean
-            return native.adjoint(wide, state, mean, cotangent, rule, by_bias=by_bias)[0], mean
+            return native.adjoint(wide, state, mean, cotangent, rule, by_bias=by_bias), mean
         from .kernels.triton.adjoint import solve_adjoint as triton_adjoint
         from .kernels.triton.solve import solve as triton_solve
 

@@ -14,16 +14,11 @@ struct AdjointOperands {
   Operand state, mean, cotangent;
   double rtol;
   int64_t max_steps;
-  // Per query, contiguous; evidence that nobody wants is null.
+  // Per query, contiguous.
   T *value, *residual, *tolerance, *by_beta;
   int8_t *status;
   int32_t *steps;
   bool *negative;
-  // What is estimated of the error of a gradient where the residuals of the states are given, as in
-  // `adjoints/linear_system.py`: sqrt(D), the least size of a state, and the error from which on it is doubtful.
-  const T *moved;
-  T *error;
-  double root, least, unsure;
 };
 
 template <typename T>
@@ -43,8 +38,6 @@ struct AdjointTile {
   Pairs pairs[W];
   int64_t out[W];
   int lanes;
-  // `doubtful` are those whose estimate is large, or needs more care than it is given here.
-  int64_t failed = 0, doubtful = 0;
 
   static int64_t bytes(const Problem &p) {
     const int64_t wide = padded(p.dim, L);
@@ -95,12 +88,11 @@ struct AdjointTile {
     const int64_t to = p.axes.offset(p.out, set, at) + query;
     std::memset(given.value + to * p.dim, 0, p.dim * sizeof(T));
     given.by_beta[to] = 0;
-    if (given.residual) given.residual[to] = 0;
-    if (given.tolerance) given.tolerance[to] = 0;
-    if (given.status) given.status[to] = CONVERGED;
-    if (given.steps) given.steps[to] = 0;
-    if (given.negative) given.negative[to] = false;
-    if (given.error) given.error[to] = 0;
+    given.residual[to] = 0;
+    given.tolerance[to] = 0;
+    given.status[to] = CONVERGED;
+    given.steps[to] = 0;
+    given.negative[to] = false;
     return true;
   }
 
@@ -231,16 +223,11 @@ struct AdjointTile {
     for (int group = 0; group < groups(); ++group) {
       const int at = group * L;
       Vec<T> sum = all(T(0)), along = sum, scale = load(by_cov + at), part = load(share + at), power = load(unit + at);
-      Vec<T> solved_square = sum, product = sum, state_square = sum;
       for (int64_t d = 0; d < p.dim; ++d) {
         const int64_t i = d * W + at;
-        const Vec<T> spread_here = load(spread + i), here = load(u + i), right = load(g + i), place = load(z + i);
-        const Vec<T> rest = right - here + scale * spread_here;
+        const Vec<T> spread_here = load(spread + i), rest = load(g + i) - load(u + i) + scale * spread_here;
         sum = fma(rest, rest, sum);
-        along = fma(spread_here, place, along);
-        solved_square = fma(here, here, solved_square);
-        product = fma(here, right, product);
-        state_square = fma(place, place, state_square);
+        along = fma(spread_here, load(z + i), along);
       }
       const Mask<T> finite = sum < T(__builtin_inf());
       // What stalled adds nothing.
@@ -255,7 +242,6 @@ struct AdjointTile {
         const bool solved = finite[i] && left_over[i] <= T(SLACK) * tolerance[q] && !stopped;
         const bool stalled = stopped || (finite[i] && !solved && steps[q] < T(given.max_steps));
         const int8_t status = solved ? CONVERGED : stalled ? STALLED : finite[i] ? MAX_STEPS : NONFINITE;
-        failed += status > UNSTABLE;
         if (stalled) out_of_sums[i] = -1;
         const int64_t to = out[q];
         values[i] = given.value + to * p.dim;
@@ -264,20 +250,11 @@ struct AdjointTile {
         // Zero times what is not finite would not be zero.
         for (int64_t j = 0; stalled && j < held.read; ++j) held.weights[j * W + q] = held.centred[j * W + q] = 0;
         given.by_beta[to] = stalled ? T(0) : share[q] * along[i] * unit[q];
-        if (given.residual) given.residual[to] = left_over[i] * unit[q];
-        if (given.tolerance) given.tolerance[to] = tolerance[q] * unit[q];
-        if (given.status) given.status[to] = status;
-        if (given.steps) given.steps[to] = static_cast<int32_t>(steps[q]);
-        if (given.negative) given.negative[to] = stopped;
-        if (given.error) {
-          constexpr T smallest = sizeof(T) == 4 ? T(1e-31) : T(1e-292);
-          const T inverse = solved_square[i] / product[i], square = state_square[i];
-          const T size = std::sqrt(square) > T(given.least) ? std::sqrt(square) : T(given.least);
-          const T error = inverse * inverse * given.moved[to] * T(given.root) / size;
-          given.error[to] = error;
-          const bool ordinary = product[i] > 0 && square >= smallest && square < T(__builtin_inf());
-          doubtful += !(ordinary && error <= T(given.unsure));
-        }
+        given.residual[to] = left_over[i] * unit[q];
+        given.tolerance[to] = tolerance[q] * unit[q];
+        given.status[to] = status;
+        given.steps[to] = static_cast<int32_t>(steps[q]);
+        given.negative[to] = stopped;
       }
       const Vec<T> zero = all(T(0));
       for (int64_t d = 0; d < p.dim; ++d) {

@@ -175,11 +175,6 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   given.status = static_cast<int8_t *>(data[13]);
   given.steps = static_cast<int32_t *>(data[14]);
   given.negative = static_cast<bool *>(data[15]);
-  given.moved = static_cast<const T *>(data[16]);
-  given.error = static_cast<T *>(data[17]);
-  given.root = numbers[2];
-  given.least = numbers[3];
-  given.unsure = numbers[4];
   const int64_t sets = p.axes.sets, parts = by_bias ? 1 : parts_of_sums<T>(p), size = padded((p.rows() + parts - 1) / parts, WIDTH<T>);
   const int64_t wide = padded(p.dim, LANES<T>), numbers_of_set = p.count * wide;
   // Where nothing is left to sum the answer is written where it belongs; else each thread has sums of its own.
@@ -190,7 +185,6 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   if (!memory_of_turns.data) return NO_MEMORY;
   Turn *const turns = static_cast<Turn *>(memory_of_turns.data);
   for (int64_t set = 0; set < sets; ++set) new (turns + set) Turn{0};
-  std::atomic<int64_t> failed{0}, doubtful{0};
   std::atomic<bool> lost{false};
   const double operations = 16.0 * sets * p.rows() * p.count * p.dim;
   in_threads(sets * parts, operations, parallel_for, threads, [&](auto next) {
@@ -216,13 +210,8 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
         }
       turns[set].store(part + 1, std::memory_order_release);
     }
-    failed += tile.failed;
-    doubtful += tile.doubtful;
   });
-  if (lost) return NO_MEMORY;
-  // Two numbers in one.
-  const int64_t most = (int64_t{1} << 31) - 1;
-  return (doubtful < most ? doubtful.load() : most) << 32 | (failed < most ? failed.load() : most);
+  return lost ? NO_MEMORY : 0;
 }
 
 // How many rows have a better state after an evaluation, and how many are unfinished.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from array import array
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
-from ...solution import UNSURE
 from ..problem import AdjointAnswer, AdjointRule, Attention, Solved
 from ..trust import Errors, adjoint_errors, empty_like, several, small_problem, solve_errors
 from . import library
@@ -56,9 +54,7 @@ def adjoint(
     rule: AdjointRule,
     *,
     by_bias: Tensor | None = None,
-    residuals: Tensor | None = None,
-    least: float = 0.0,
-) -> tuple[AdjointAnswer, Tensor | None, int, int]:
+) -> AdjointAnswer:
     """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D) and of one dtype.
 
     The tensors are `in_memory`.
@@ -66,24 +62,14 @@ def adjoint(
     A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
 
     by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
-    residuals: those of the states, (*batch, N), contiguous, from which the error of the gradient is estimated, for
-        states that count as no smaller than `least`.
-
-    Returns the answer, the estimates (*batch, N) or None, how many queries failed, and how many estimates are large or
-    uncertain.
     """
     value, by_keys, kind = empty_like(cotangent), empty_like(record.keys), cotangent.dtype
-    kinds = kind, kind, kind, kind, torch.int8, torch.int32, torch.bool
-    by_beta, residual, tolerance, room, status, steps, negative = several(
-        cotangent.shape[:-1], cotangent.device, *kinds
-    )
-    estimates = None if residuals is None else room
-    written = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative, residuals, estimates)
+    kinds = kind, kind, kind, torch.int8, torch.int32, torch.bool
+    by_beta, residual, tolerance, status, steps, negative = several(cotangent.shape[:-1], cotangent.device, *kinds)
+    written = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative)
     outputs = [0 if t is None else t.data_ptr() for t in written]
-    numbers = (rule.rtol, rule.max_steps, math.sqrt(max(cotangent.shape[-1], 1)), least, UNSURE)
-    counts = call("adjoint", record, (cotangent, state, mean), numbers, outputs)
-    answer = AdjointAnswer(value, status, residual, tolerance, steps, negative, by_beta, by_keys)
-    return answer, estimates, counts & 0xFFFFFFFF, counts >> 32
+    call("adjoint", record, (cotangent, state, mean), (rule.rtol, rule.max_steps), outputs)
+    return AdjointAnswer(value, status, residual, tolerance, steps, negative, by_beta, by_keys)
 
 
 def call(
@@ -222,7 +208,7 @@ def check_solve(variant: NativeVariant) -> Errors:
 
 def check_adjoint(variant: NativeVariant) -> Errors:
     def measured(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
-        return adjoint(record, state, there.mean, g, stop)[0]
+        return adjoint(record, state, there.mean, g, stop)
 
     return adjoint_errors(_small(variant), _solved, measured)
 
