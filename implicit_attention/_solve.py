@@ -995,13 +995,14 @@ def energy_of(call: Attention) -> AnchoredEnergy:
     if first is not None and (mask is not None or bias is not None):
         lower = triangle(query.shape[-2], keys.shape[-2], first, query.device)
         mask, first = lower if mask is None else mask & lower, None
+    parts = [t for t in (keys, beta, mask, bias, query, anchor) if isinstance(t, Tensor)]
     # Ones pass the checks of numbers; where kernels take half precision beside float32, they pass those of dtypes.
     one = torch.ones((), dtype=torch.float32, device=query.device)
-    field, shown, added = (one.expand(t.shape) if t is not None and t.dtype in HALF else t for t in (query, keys, bias))
-    ones = [torch.ones_like(t) if isinstance(t, Tensor) else t for t in (beta, anchor)]
-    potential = LogSumExp(shown, ones[0], mask=mask, bias=added, query_offset=first)
-    energy = AnchoredEnergy(potential, field, ones[1], unbounded="ignore")
-    return energy.replace(*(t for t in (keys, beta, mask, bias, query, anchor) if isinstance(t, Tensor)))
+    beta, anchor = (torch.ones_like(t) if isinstance(t, Tensor) else t for t in (beta, anchor))
+    query, keys = (one.expand(t.shape) if t.dtype in HALF else t for t in (query, keys))
+    bias = one.expand(bias.shape) if bias is not None and bias.dtype in HALF else bias
+    potential = LogSumExp(keys, beta, mask=mask, bias=bias, query_offset=first)
+    return AnchoredEnergy(potential, query, anchor, unbounded="ignore").replace(*parts)
 
 
 # Calls of the operations that torch knows by name.

@@ -28,7 +28,6 @@ from .._autograd import (
     unobserved,
     vjp,
 )
-from .._declared import first_of
 from .._reporting import stays_out
 from ..linear import LinearSolver
 from ..linear._vectors import along
@@ -38,7 +37,7 @@ from ..solvers._rows import agree
 from ..solvers.iterate import Outcome
 from ..status import Status
 from .base import Adjoint, Request
-from .linear_system import adjoint_gradients, merged, rows_of, solve_system
+from .linear_system import adjoint_gradients, alone, merged, rows_of, solve_system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,20 +127,19 @@ class Implicit(Adjoint):
 
 def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tensor:
     """The value, with the gradient of the `fallback` where a problem has not converged."""
-    failed, value = ~outcome.record.converged, outcome.value
-    batched, index = is_batched(failed, value, *problem.tensors()), None
-    if not batched:
+    failed, value, index = ~outcome.record.converged, outcome.value, None
+    if not is_batched(failed, value, *problem.tensors()):
         if not bool(failed.any()):
             return value
         # Those that have converged make no steps, where the problem can be restricted.
-        index = first_of(failed)
-        part = None if index is None else problem.select(index)
-        if part is None or index is None or not (problem.separates or _separates(problem, part, index, failed, value)):
-            index, part = None, problem
-        problem = part
+        index, part = alone(problem, failed)
+        if index is None or problem.separates or _separates(problem, part, index, failed, value):
+            problem = part
+        else:
+            index = None
     steps = fallback.through(problem, rows_of(value.detach(), index))
     assert steps is not None
-    return merged(index, failed if index is None else failed.gather(-1, index), value, steps)
+    return merged(index, failed, value, steps)
 
 
 @torch.no_grad()
@@ -215,10 +213,10 @@ def gradients_at(
 
 def _linear_answer(request: Request, problem: Problem, transpose: bool, z: Tensor, rhs: Tensor) -> Tensor:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs, for the Jacobian J of f at z; differentiable."""
-    if isinstance(problem, LinearSystem):
-        # J is its matrix.
-        problem, transpose, z = problem.inner, transpose != problem.transpose, problem.z
     system = LinearSystem(problem, transpose, z, rhs)
+    if isinstance(problem, LinearSystem):
+        # The matrix of a system is its Jacobian.
+        system = LinearSystem(problem.inner, transpose != problem.transpose, problem.z, rhs)
     request = dataclasses.replace(request, problem=system, initial=rhs.detach(), trace=False, evaluation=())
     answer: Tensor = attached(request, *system.tensors())[0]
     return answer

@@ -135,11 +135,10 @@ def gradients_by_rows(
     fields = zip(*((*answer.record, answer.value, answer.negative_curvature) for answer in answers), strict=True)
     rows = [torch.cat(parts, dim=last) for parts in fields]
     gradients = tuple(t.grad for t in problem.tensors())
-    if known is not None and stalled is not None and chosen is not None:
+    if known is not None and stalled is not None:
         before, found = known
         whole = *found.record, found.value, found.negative_curvature
-        picked = stalled.gather(-1, chosen)
-        rows = [merged(chosen, picked, old, new.to(old.dtype)) for old, new in zip(whole, rows, strict=True)]
+        rows = [merged(chosen, stalled, old, new.to(old.dtype)) for old, new in zip(whole, rows, strict=True)]
         both = zip(before, gradients, strict=True)
         gradients = tuple(new if old is None else old if new is None else old + new for old, new in both)
     *record, value, negative_curvature = rows
@@ -175,12 +174,21 @@ def _tiles(problem: Problem, z: Tensor, chosen: Tensor | None = None) -> Iterato
         yield from indices
 
 
+def alone(problem: Problem, chosen: Tensor) -> tuple[Tensor | None, Problem]:
+    """The problems that are `chosen` (*lead) alone, and their indices; all, and None, where they cannot be had alone.
+
+    As few others as fit are among them.
+    """
+    index = first_of(chosen)
+    part = None if index is None else problem.select(index)
+    return (None, problem) if part is None else (index, part)
+
+
 def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """`old` (*lead, ...), in which those problems of `index` that are `chosen` come from `new`."""
+    """`old` (*lead, ...), in which those problems of `index` that are `chosen` (*lead) come from `new`."""
+    chosen = rows_of(chosen, index)
     rows = torch.where(along(chosen, old), new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), rows_of(old, index))
-    if index is None:
-        return rows
-    return put(old, index, rows.to(old.dtype))
+    return rows if index is None else put(old, index, rows.to(old.dtype))
 
 
 def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
@@ -188,60 +196,59 @@ def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
     return tensor if index is None else pick(tensor, index)
 
 
-class _AdjointSystem(NamedTuple):
-    """x - product(x) = rhs, with states (*lead, *event); the answer is lift(x)."""
+class _System(NamedTuple):
+    """x - J x = rhs on vectors (*lead, n): the map of the left side, the right one, and what makes the answer of x."""
 
-    product: LinearMap
+    matvec: LinearMap
     rhs: Tensor
     lift: LinearMap
 
     @classmethod
     def of(
         cls, method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
-    ) -> _AdjointSystem:
+    ) -> _System:
         """The system for a method; where J = H M with a metric M, and the method needs symmetry, a symmetric one.
 
         (I - M H) u = c is u = c + M^(1/2) y with (I - M^(1/2) H M^(1/2)) y = M^(1/2) H c, and (I - H M) x = c is
         x = c + H M^(1/2) y with the right-hand side M^(1/2) c.
         """
         if not (method.symmetric and problem.has_metric):
-            return cls(linear.vjp if transpose else linear.jvp, rhs, lambda x: x)
+            return cls.flat(linear.vjp if transpose else linear.jvp, problem, rhs, lambda x: x)
         outer = linear.outer
         assert outer is not None
 
         def root(v: Tensor) -> Tensor:
             return problem.metric_root_product(z, v)
 
-        given = root(outer(rhs) if transpose else rhs)
-        return cls(lambda v: root(outer(root(v))), given, lambda y: rhs + (root(y) if transpose else outer(root(y))))
+        def lift(y: Tensor) -> Tensor:
+            return rhs + (root(y) if transpose else outer(root(y)))
 
-    def flat(self, problem: Problem) -> tuple[LinearMap, Tensor]:
-        """The map v -> v - product(v) on (*lead, n), and the right-hand side in that shape."""
-        shape = self.rhs.shape
+        return cls.flat(lambda v: root(outer(root(v))), problem, root(outer(rhs) if transpose else rhs), lift)
+
+    @classmethod
+    def flat(cls, product: LinearMap, problem: Problem, rhs: Tensor, lift: LinearMap) -> _System:
+        """The system for states (*lead, *event)."""
+        shape = rhs.shape
         lead = shape[: len(shape) - problem.event_ndim]
-        flat = self.rhs.reshape(*lead, shape[len(lead) :].numel())
-        return lambda v: v - self.product(v.reshape(shape)).reshape(v.shape), flat
+        flat = rhs.reshape(*lead, shape[len(lead) :].numel())
+        return cls(lambda v: v - product(v.reshape(shape)).reshape(v.shape), flat, lambda x: lift(x.reshape(shape)))
 
 
-def _together(
-    method: LinearSolver[Any], problem: Problem, system: _AdjointSystem, apart: LinearSolution
-) -> LinearSolution:
+def _together(method: LinearSolver[Any], system: _System, apart: LinearSolution) -> LinearSolution:
     """The answer of all problems as one where that is nearer: they may read each other, as in batch normalisation.
 
     A Krylov method that takes them one by one need not converge then.
     """
-    shape = system.rhs.shape
-    product, rhs = system.flat(problem)
-    whole = method.solve(lambda v: product(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
+    matvec, rhs, _ = system
+    whole = method.solve(lambda v: matvec(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
     value = whole.value.reshape(rhs.shape)
-    residual = norm(rhs - product(value))
+    residual = norm(rhs - matvec(value))
     if not bool(norm(residual.reshape(1, -1)) < norm(apart.residual.reshape(1, -1))):
         return apart
     status = torch.where(residual <= apart.tolerance, int(Status.CONVERGED), whole.status.reshape(()))
     steps = apart.num_steps + whole.num_steps.reshape(())
     status, steps = status.to(apart.status.dtype), steps.to(apart.num_steps.dtype)
-    record = apart.record._replace(status=status, residual=residual, num_steps=steps)
-    return replace(apart, record=record, value=value.reshape(shape), checked=False)
+    return replace(apart.amended(status=status, residual=residual, num_steps=steps), value=value, checked=False)
 
 
 def _solve(
@@ -254,24 +261,23 @@ def _solve(
     tape: Tape | None = None,
 ) -> LinearSolution:
     """The answer, `checked` where the last product with the `tape` gave its gradients, too."""
-    system = _AdjointSystem.of(method, problem, linear, z, rhs, transpose)
-    both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
-    product, right = system.flat(problem)
-    # Problems that read each other take steps that know nothing of the residual.
-    check = both if problem.separates or both is not None else product
-    answer = method.solve(product, right, check=check)
-    answer = replace(answer, value=answer.value.reshape(rhs.shape))
+    system = _System.of(method, problem, linear, z, rhs, transpose)
+    check = None if tape is None else _System.flat(tape.vjp_both, problem, rhs, system.lift).matvec
+    if not problem.separates and check is None:
+        # Problems that read each other take steps that know nothing of the residual.
+        check = system.matvec
+    answer = method.solve(system.matvec, system.rhs, check=check)
     failed = answer.status > Status.UNSTABLE
     if not problem.separates and not is_batched(failed) and bool(failed.any()):
-        answer = _together(method, problem, system, answer)
+        answer = _together(method, system, answer)
     if isinstance(method, CG) and bool(answer.negative_curvature.any()):
-        answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)
-    size, given = (_norm(t, problem.event_ndim) for t in (answer.value, system.rhs))
+        answer = _finish_with_minres(method, problem, z, rhs, transpose, answer)
+    size, given = norm(answer.value), norm(system.rhs)
     # Of a singular system whose rounding happens to leave a curvature; a length that overflows tells nothing.
     empty = (answer.status <= Status.UNSTABLE) & has_no_digits(size, given) & (size < torch.inf)
     if not (host_may_look(empty) and not bool(empty.any())):
         status, residual = answer.status.masked_fill(empty, int(Status.STALLED)), answer.residual.where(~empty, given)
-        value = torch.where(along(empty, answer.value), 0.0, answer.value)
+        value = torch.where(empty[..., None], 0.0, answer.value)
         answer = replace(answer.amended(status=status, residual=residual), value=value, checked=False)
     stalled = (answer.status == Status.STALLED) & ~empty
     if not (host_may_look(stalled) and not bool(stalled.any())):
@@ -281,32 +287,20 @@ def _solve(
 
 
 def _finish_with_minres(
-    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, system: _AdjointSystem, first: LinearSolution
+    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, first: LinearSolution
 ) -> LinearSolution:
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
-    index = first_of(saddle)
-    part = None if index is None else problem.select(index)
-    if part is None or index is None:
-        index, part = None, problem
-    else:
-        rows = rows_of(z, index)
-        system = _AdjointSystem.of(again, part, part.linearize(rows), rows, rows_of(rhs, index), transpose)
-    chosen = saddle if index is None else saddle.gather(-1, index)
-    mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
-    system = system._replace(rhs=torch.where(mask, system.rhs, 0.0))
-    second = again.solve(*system.flat(part))
+    index, part = alone(problem, saddle)
+    rows = rows_of(z, index)
+    system = _System.of(again, part, part.linearize(rows), rows, rows_of(rhs, index), transpose)
+    second = again.solve(system.matvec, torch.where(rows_of(saddle, index)[..., None], system.rhs, 0.0))
     status = torch.where(second.converged, int(Status.UNSTABLE), second.status.to(torch.int64)).to(torch.int8)
-
-    num_steps = rows_of(first.num_steps, index) + second.num_steps
-    record = first.record._replace(
-        status=merged(index, chosen, first.status, status),
-        residual=merged(index, chosen, first.residual, second.residual),
-        num_steps=merged(index, chosen, first.num_steps, num_steps),
-    )
-    value = merged(index, chosen, first.value, second.value)
-    return replace(first, record=record, value=value, checked=False)
+    steps = rows_of(first.num_steps, index) + second.num_steps
+    new = {"status": status, "residual": second.residual, "num_steps": steps}
+    fields = {name: merged(index, saddle, getattr(first, name), field) for name, field in new.items()}
+    return replace(first.amended(**fields), value=merged(index, saddle, first.value, second.value), checked=False)
 
 
 def _default_method(problem: Problem, solver: Solver, dtype: torch.dtype) -> LinearSolver[Any]:
@@ -319,11 +313,6 @@ def _default_method(problem: Problem, solver: Solver, dtype: torch.dtype) -> Lin
 def conjugate_gradients(rtol: float, dtype: torch.dtype) -> CG:
     """The default method for symmetric problems whose states are solved to `rtol`."""
     return CG(rtol=adjoint_rtol(rtol, dtype))
-
-
-def _norm(states: Tensor, event_ndim: int) -> Tensor:
-    """|z| of every problem, (*lead), of any size."""
-    return norm(states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None])
 
 
 def _gradient_error(
