@@ -753,7 +753,7 @@ def adjoint_by_kernel(
         from .kernels.triton.adjoint import solve_adjoint as triton_adjoint
         from .kernels.triton.solve import solve as triton_solve
 
-        mean, logsumexp = evaluation or triton_solve(call, state, THERE)[1:3]
+        mean, logsumexp = evaluation if len(evaluation) == 2 else triton_solve(call, state, THERE)[1:3]
         return triton_adjoint(call, state, cotangent, mean, logsumexp, rule), mean
 
     found = _trusted(name, "hopfield_adjoint", wide, run, impl)

@@ -242,6 +242,32 @@ def test_studies_know_nothing_of_the_terminal():
         assert not re.search(r"^\s*(import|from) (typer|rich)\b", path.read_text(), re.MULTILINE), path
 
 
+#: Functions of autograd that are no fixed points' own, and what they are.
+OTHER_DERIVATIVES = {
+    "_no_derivative._Refusing": "an error",
+    "adjoints.reversible.ReversibleSteps": "steps that run backwards",
+    "distributed.derivatives.Attend": "attention over keys of several processes",
+    "distributed.sequence._AllToAll": "a message",
+    "layers.couplings._MeanOfOrders": "a mean over permutations",
+    "potentials._attention._Attention": "torch's attention kernels",
+    "potentials._bessel._WithSlope": "a function with a known slope",
+    "potentials._entmax._Maximum": "a maximum in closed form",
+    "potentials._entmax._Weights": "weights in closed form",
+    "spins._matrix_inverse._Inverse": "the inverse of a matrix",
+}
+
+
+def test_fixed_points_have_one_derivative():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = node.bases if isinstance(node, ast.ClassDef) else []
+            if any(ast.unparse(base).endswith("autograd.Function") for base in bases):
+                found.add(f"{dotted_name(path)}.{node.name}")
+    assert found - OTHER_DERIVATIVES.keys() == {"adjoints.implicit.FixedPoint"}
+    assert OTHER_DERIVATIVES.keys() <= found
+
+
 def test_only_ops_knows_triton():
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).parts[0] != "kernels":
