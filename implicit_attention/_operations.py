@@ -368,18 +368,16 @@ def _checked(
     wide = state_dtype(query.dtype)
     numbers: list[float | Tensor] = []
     for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
+        limits: dict[str, Any] = {"low": 0.0, "high": high, "open_low": name == "beta"}
+        number = _validate.check_per_batch(name, number, **limits, remedy="parametrise it")
         if isinstance(number, Tensor):
-            _validate.check_float_tensor(name, number)
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
-            _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
             # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
-            numbers.append(_validate.inside(number, low=0.0, high=high, open_low=name == "beta").to(wide))
-        else:
-            number = _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
-            if name == "anchor":
-                required = f"leave 1 - anchor its digits in {wide}"
-                _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
-            numbers.append(number)
+            number = _validate.inside(number, **limits).to(wide)
+        elif name == "anchor":
+            required = f"leave 1 - anchor its digits in {wide}"
+            _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
+        numbers.append(number)
     if mask is not None:
         pairs = (*query.shape[:-1], keys.shape[-2])
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
