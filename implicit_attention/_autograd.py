@@ -80,12 +80,6 @@ def _plain_keys() -> tuple[int, ...]:
         return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
-def applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """function.apply(*args) while `unobserved`, without torch's search for transforms."""
-    output: Tensor = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-    return output
-
-
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape but no numbers: on the device meta, or under torch's FakeTensorMode."""
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
@@ -93,9 +87,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether no derivative with respect to `tensors` can be asked for, so that kernels without one may be used."""
-    if transforms_active():
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return not (transforms_active() or is_differentiated(*tensors))
 
 
 def has_tangent(tensor: Tensor) -> bool:
@@ -425,6 +417,25 @@ def _primal(tensor: Tensor) -> Tensor:
         return functorch._add_batch_dim(_primal(functorch.get_unwrapped(tensor)), *place)
     primal: Tensor = forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
     return primal
+
+
+class _Refusing(torch.autograd.Function):
+    """(result, kind of the error, its message, *inputs) -> the result, whose derivative raises."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, kind: type[Exception], message: str, *inputs: Tensor) -> Tensor:
+        ctx.kind, ctx.message = kind, message
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ctx.kind(ctx.message)
+
+
+def refusing(result: Tensor, kind: type[Exception], message: str, *inputs: Tensor) -> Tensor:
+    """The result, with a backward pass that raises, where it or one of the inputs requires grad."""
+    refused: Tensor = _Refusing.apply(result, kind, message, *inputs)  # type: ignore[no-untyped-call]
+    return refused
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:

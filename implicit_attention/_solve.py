@@ -21,7 +21,6 @@ from torch import Tensor
 from . import _validate
 from ._autograd import (
     HALF,
-    applied,
     are_plain,
     backward_running,
     exact_precision,
@@ -936,7 +935,7 @@ def solve_plainly(
     way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
     if differentiated:
         residual = None if failed else solved.residual
-        state = applied(_Equilibrium, way, report, residual, solved[:2], *call[:7])
+        state = _Equilibrium.apply(way, report, residual, solved[:2], *call[:7])  # type: ignore[no-untyped-call]
     energy_function = partial(_energy_at, call) if energy is None else energy
     told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
     state, made = concluded(Outcome(state, solved.record), plan.solver, report, plan.remedies, way, **told)
@@ -974,8 +973,7 @@ def solve_in_half(call: Attention, initial: Tensor, plan: Plan, report: AdjointR
     way = Route(plan.solver, impl, False, initial.dtype, "triton", "triton", "triton", floor=FLOOR)
     state = found.state
     if is_differentiated(*(t for t in call if isinstance(t, Tensor))):
-        apply = partial(applied, _Equilibrium) if unobserved() else _Equilibrium.apply
-        state = apply(way, report, found.residual, found[:3], *call[:7])
+        state = _Equilibrium.apply(way, report, found.residual, found[:3], *call[:7])  # type: ignore[no-untyped-call]
     outcome, energy = Outcome(state, found.record), partial(_energy_at, call)
     solution = concluded(outcome, plan.solver, report, plan.remedies, way, energy_function=energy)[1]
     assert isinstance(solution, Solution)

@@ -13,11 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import _validate
 from .._autograd import (
-    applied,
     exact_precision,
     grad,
     host_may_look,
@@ -26,7 +24,6 @@ from .._autograd import (
     jvp_by_vjp,
     tangent_rule,
     transforms_active,
-    unobserved,
     vjp,
 )
 from .._declared import first_of
@@ -328,8 +325,6 @@ class _AdjointSolve(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    if unobserved() and not any(isinstance(arg, Tensor) and is_functorch_wrapped_tensor(arg) for arg in args):
-        return applied(function, *args)
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
