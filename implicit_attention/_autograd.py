@@ -150,19 +150,16 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._is_any_autocast_enabled():
-            return function(*args, **kwargs)
         lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
         if not lowered:
             return function(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            with torch.autocast(lowered[0], enabled=False):
-                return function(*args, **kwargs)
-        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        with contextlib.ExitStack() as exact:
-            for kind in lowered:
-                exact.enter_context(torch.autocast(kind, enabled=False))
-            result = function(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        first = 0 if compiling else torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        with torch.autocast(lowered[0], enabled=False):
+            # There may be another.
+            result = call(*args, **kwargs)
+        if compiling:
+            return result
         if torch.is_grad_enabled() and not transforms_active():
             _differentiate_exactly(result, first)
         return _with_exact_functions(result)  # type: ignore[no-any-return]
