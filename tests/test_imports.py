@@ -17,7 +17,7 @@ PACKAGE = Path(implicit_attention.__file__).parent
 
 # Part of the package -> the parts that it may import. Leaves are free for all.
 LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_rule", "_types"}
-LEAVES |= {"_validate", "_declared", "_autograd", "_matrices", "_norm"}
+LEAVES |= {"_validate", "_declared", "_autograd", "_matrices", "_no_derivative", "_norm"}
 ALLOWED = {
     "linear": {"solution"},
     # The face of the kernels names the operations, which are above them.

@@ -410,18 +410,16 @@ class LostDigits:
         self.numerator, self.denominator = fraction.numerator, fraction.denominator
         self.words = list(words)
         self.index = count if words else 0
-        #: The products before which a new integer is begun, as the last one would be too large with another digit.
-        self.turns, bound = set[int](), LARGEST
-        for index in range(count):
-            if bound * self.denominator + self.denominator > LARGEST:
-                self.turns.add(index)
-                bound = 0
+        #: The products whose digits one integer has room for.
+        self.room, bound = 0, 0
+        while self.room < count and bound * self.denominator + self.denominator <= LARGEST:
             bound = (bound * self.denominator + self.denominator - 1) // self.numerator
+            self.room += 1
 
     def multiply(self, x: Tensor) -> Tensor:
         """x n/m, up to n units; what it drops is kept."""
         quotient, word = divided(x, self.denominator)
-        if self.index not in self.turns:
+        if self.index % self.room:
             word.add_(self.words.pop(), alpha=self.denominator)
         if self.numerator > 1:
             word, rest = divided(word, self.numerator)
@@ -437,7 +435,7 @@ class LostDigits:
             x, rest = divided(x, self.numerator)
             word = rest.add_(word, alpha=self.numerator)
         word, rest = divided(word, self.denominator)
-        if self.index not in self.turns:
+        if self.index % self.room:
             self.words.append(word)
         return rest.add_(x, alpha=self.denominator)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, refusing
+from .._autograd import host_may_look
+from .._no_derivative import refusing
 
 #: Layers of a cache that can be read again and again.
 KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
