@@ -354,13 +354,7 @@ def vjp(function: Callable[..., Any], *primals: Tensor, has_aux: bool = False) -
 
 def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """torch.func.grad, under hooks on saved tensors, too."""
-    derivative = torch.func.grad(function, argnums=argnums, has_aux=has_aux)
-
-    def call(*arguments: Tensor) -> Any:
-        with without_hooks():
-            return derivative(*arguments)
-
-    return call
+    return without_hooks()(torch.func.grad(function, argnums=argnums, has_aux=has_aux))
 
 
 @contextlib.contextmanager

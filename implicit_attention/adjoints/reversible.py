@@ -23,7 +23,7 @@ from .._autograd import (
 )
 from .._norm import norm
 from .._reporting import report_failures
-from ..linear._vectors import choose
+from ..linear._vectors import along
 from ..problem import Problem, evaluate_pure, isolated
 from ..solution import AdjointReport, Record
 from ..solvers import Picard
@@ -136,7 +136,7 @@ class Reversible(Adjoint):
             # Once more without their tensors: NaN in their steps would be NaN in the gradients of all shared tensors.
             problem, start = isolated(problem, initial, failed)
             again = coupled_steps(pure(problem), start, steps, self.fraction)
-            value = choose(failed, value.detach(), again)
+            value = merged_rows(failed, value.detach(), again)
         return value if steps else value.clone(), failed
 
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
@@ -151,7 +151,7 @@ class Reversible(Adjoint):
                 outcome = plain.run(problem, request.initial.detach())
             # What became of the plain steps, too.
             status = torch.where(failed & outcome.record.failed, outcome.record.status, status)
-            value = choose(failed, outcome.value.detach(), value)
+            value = merged_rows(failed, outcome.value.detach(), value)
         residual = torch.full_like(failed, torch.nan, dtype=value.dtype)
         if request.measured:
             with torch.no_grad():
@@ -188,6 +188,11 @@ def coupled_steps(mapped: Callable[[Tensor], Tensor], start: Any, steps: int, da
         y = towards(mapped(z), y)
         z = towards(mapped(y), z)
     return z
+
+
+def merged_rows(chosen: Tensor, ours: Tensor, others: Tensor) -> Tensor:
+    """`ours` where a problem (*lead) is chosen, else `others`."""
+    return torch.where(along(chosen, others), ours, others)
 
 
 def largest(z: Tensor, event_ndim: int) -> Tensor:
@@ -290,7 +295,7 @@ class BackAndForth:
     ) -> tuple[Tensor | None, ...]:
         """The gradients of the start and of each tensor that is needed, by the ends of `there` and dL/dz."""
         problem, start = self.problem(failed if bool(failed.any()) else None)
-        by_z, steps = choose(failed, torch.zeros_like(by_z), by_z), self.request.solver.max_steps
+        by_z, steps = merged_rows(failed, torch.zeros_like(by_z), by_z), self.request.solver.max_steps
         # Compiled modules stay so, as plain ones would return other bits.
         problem, part, rest = problem.unwritten(), float(1 - self.fraction), float(self.fraction)
         units, digits = IntegerUnits(unit), LostDigits(self.fraction, 2 * steps, words)
@@ -314,7 +319,7 @@ class BackAndForth:
         problem, first = self.request.problem.replace(*inputs[1:]).apart(), inputs[0]
         if bool(failed.any()):
             problem, first = isolated(problem, first, failed)
-            cotangent = choose(failed, torch.zeros_like(cotangent), cotangent)
+            cotangent = merged_rows(failed, torch.zeros_like(cotangent), cotangent)
         value = coupled_steps(pure(problem), first, self.request.solver.max_steps, self.fraction)
         where = [i for i, n in enumerate((True, *self.needed)) if n and inputs[i].requires_grad]
         found = torch.autograd.grad(value, [inputs[i] for i in where], cotangent, create_graph=True, allow_unused=True)
