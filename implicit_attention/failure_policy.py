@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter, deque
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -84,7 +84,7 @@ class FailurePolicy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies, shallow ones too, and pickles have counted nothing.
-        return (partial(type(self), **dataclasses.asdict(self)), ())
+        return (functools.partial(type(self), **dataclasses.asdict(self)), ())
 
     @property
     def counts(self) -> bool:
@@ -182,16 +182,15 @@ def text_of(on_failure: Any) -> str:
     return given._text if isinstance(given, FailurePolicy) else given
 
 
+@functools.cache
 def of_text(text: str) -> Any:
-    """The word, or the policy of `text_of`."""
+    """The word, or the policy of `text_of`: one for each text, which goes on counting."""
     if " " not in text:
         return text
-    if text not in _POLICIES:
-        forward, backward, tolerate, window, over = text.split()
-        given: dict[str, Any] = {"forward": forward, "backward": backward, "over": over}
-        _POLICIES[text] = FailurePolicy(tolerate=float(tolerate), window=int(window), **given)
-    return _POLICIES[text]
+    forward, backward, tolerate, window, over = text.split()
+    given: dict[str, Any] = {"forward": forward, "backward": backward, "over": over}
+    return FailurePolicy(tolerate=float(tolerate), window=int(window), **given)
 
 
-#: Policies by their words, and by their texts.
-_POLICIES: dict[Any, FailurePolicy] = {word: FailurePolicy(tolerate=0.0, window=1, over=word) for word in WORDS}
+#: Policies by their words.
+_POLICIES: dict[Word, FailurePolicy] = {word: FailurePolicy(tolerate=0.0, window=1, over=word) for word in WORDS}
