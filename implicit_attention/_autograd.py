@@ -80,12 +80,6 @@ def _plain_keys() -> tuple[int, ...]:
         return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
-def applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """function.apply(*args) while `unobserved`, without torch's search for transforms."""
-    output: Tensor = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-    return output
-
-
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape but no numbers: on the device meta, or under torch's FakeTensorMode."""
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
@@ -93,9 +87,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether no derivative with respect to `tensors` can be asked for, so that kernels without one may be used."""
-    if transforms_active():
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return not (transforms_active() or is_differentiated(*tensors))
 
 
 def has_tangent(tensor: Tensor) -> bool:
@@ -158,19 +150,16 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._is_any_autocast_enabled():
-            return function(*args, **kwargs)
         lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
         if not lowered:
             return function(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            with torch.autocast(lowered[0], enabled=False):
-                return function(*args, **kwargs)
-        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        with contextlib.ExitStack() as exact:
-            for kind in lowered:
-                exact.enter_context(torch.autocast(kind, enabled=False))
-            result = function(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        first = 0 if compiling else torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        with torch.autocast(lowered[0], enabled=False):
+            # There may be another.
+            result = call(*args, **kwargs)
+        if compiling:
+            return result
         if torch.is_grad_enabled() and not transforms_active():
             _differentiate_exactly(result, first)
         return _with_exact_functions(result)  # type: ignore[no-any-return]
@@ -365,13 +354,7 @@ def vjp(function: Callable[..., Any], *primals: Tensor, has_aux: bool = False) -
 
 def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """torch.func.grad, under hooks on saved tensors, too."""
-    derivative = torch.func.grad(function, argnums=argnums, has_aux=has_aux)
-
-    def call(*arguments: Tensor) -> Any:
-        with without_hooks():
-            return derivative(*arguments)
-
-    return call
+    return without_hooks()(torch.func.grad(function, argnums=argnums, has_aux=has_aux))
 
 
 @contextlib.contextmanager

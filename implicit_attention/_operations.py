@@ -75,7 +75,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     if may_look(answer.status):
         # A compiled graph has no other place that could report its backward pass.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
-        reported = forgiven(answer.record, cotangent)
+        reported = answer.record._replace(status=forgiven(answer.status, cotangent))
         report_failures(on_failure, what, reported, CG.remedies, site=site, side="backward")
     if (rest := left_out(on_failure, answer.status, cotangent)) is not None:
         again = adjoint_solved(call, given[0], rest, *given[2:], evaluation=evaluation)

@@ -97,11 +97,11 @@ def _too_many(policy: FailurePolicy, site: FailureSite | None, side: Side, faile
     """Return the text on the window after this call, empty where calls are not counted; None for tolerated failures."""
     if not policy.counts:
         return ""
-    counted = (site or policy._site).window(side, policy).add(failed)
+    counted = (site or policy._site).count(side, policy, failed)
     if counted is None or counted[0] <= policy.tolerate * counted[1]:
         return None
     calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
-    return f" {counted[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {counted[1]:.0f}."
+    return f" {counted[0]} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {counted[1]:.0f}."
 
 
 def _tell(
@@ -112,12 +112,13 @@ def _tell(
     message: str,
     too_many: str = "",
     received: str = "the solution",
+    but: str = "",
 ) -> None:
+    """Raise or warn as the policy says, with what the window holds; `but` follows a warning."""
     if policy.over == "raise":
-        raise ConvergenceError(
-            f"{message}.{too_many} Pass on_failure='warn' or 'ignore' to receive {received} all the same."
-        )
-    _warn(site, side, kind, f"{message}.{too_many[:-1]}" if too_many else message)
+        remedy = f"Pass on_failure='warn' or 'ignore' to receive {received} all the same."
+        raise ConvergenceError(f"{message}.{too_many} {remedy}")
+    _warn(site, side, kind, f"{message}{f'.{too_many[:-1]}' if too_many else ''}{but}")
 
 
 def tell(
@@ -138,12 +139,8 @@ def tell(
     if policy.over == "ignore" or is_batched(failed) or backward_running():
         return
     too_many = _too_many(policy, site, "layer", failed)
-    if too_many is None or not bool(failed.any()):
-        return
-    text = message()
-    if policy.over == "raise":
-        _tell(policy, site, "forward", OTHER_KIND, text, too_many, received)
-    _warn(site, "forward", OTHER_KIND, f"{text}{f'.{too_many[:-1]}' if too_many else ''}{but}")
+    if too_many is not None and bool(failed.any()):
+        _tell(policy, site, "forward", OTHER_KIND, message(), too_many, received, but)
 
 
 def report_gradients(
@@ -214,7 +211,7 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
     """
     if policy_of(on_failure).backward == "keep":
         return None
-    failed = (status > Status.UNSTABLE) & ~lost(status, cotangent)
+    failed = forgiven(status, cotangent) > Status.UNSTABLE
     if host_may_look(status) and not bool(failed.any()):
         return None
     return cotangent.masked_fill(_per_problem(failed, cotangent), 0.0)
@@ -238,11 +235,9 @@ def lost(status: Tensor, cotangent: Tensor) -> Tensor:
     return ~(finite.flatten(status.ndim).all(-1) if finite.ndim > status.ndim else finite)
 
 
-def forgiven(record: Record, cotangent: Tensor) -> Record:
-    """The record of a backward solve without the problems whose `cotangent` is `lost`."""
-    if host_may_look(record.status) and not bool(record.failed.any()):
-        return record
-    return record._replace(status=record.status.masked_fill(lost(record.status, cotangent), int(Status.CONVERGED)))
+def forgiven(status: Tensor, cotangent: Tensor) -> Tensor:
+    """The status of backward solves, of which those whose `cotangent` is `lost` have not failed."""
+    return status.masked_fill(lost(status, cotangent), int(Status.CONVERGED))
 
 
 def _per_problem(failed: Tensor, value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import numbers
 import re
 from collections.abc import Iterable
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ._autograd import host_may_look, is_fake
 
+_Number = TypeVar("_Number", bound=float | Tensor)
 #: The largest index of a query among the keys: 64 bits leave room for those after it.
 LARGEST_OFFSET = 2**62
 #: What torch says of tensors that do not fit each other, or are no single number.
@@ -162,8 +163,6 @@ def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: 
 
 def plain(value: Any) -> Any:
     """A number of numpy or another library as a Python number, which tensors require."""
-    if type(value) in (bool, int, float):
-        return value
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         return value.item()
     if isinstance(value, int | float) or not isinstance(value, numbers.Real):
@@ -195,9 +194,13 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(message(argument, "be a number", repr(value), remedy))
     finite = torch.compiler.is_compiling() or math.isfinite(value)
-    inside = (value > low if open_low else value >= low) and value <= high and finite
-    require(inside, argument, f"be {_bounds(low, high, open_low)}", value, remedy)
+    fits = _within(value, low, high, open_low) and finite
+    require(fits, argument, f"be {_bounds(low, high, open_low)}", value, remedy)
     return value
+
+
+def _within(value: Any, low: float, high: float, open_low: bool) -> Any:
+    return (value > low if open_low else value >= low) & (value <= high)
 
 
 def _bounds(low: float, high: float, open_low: bool) -> str:
@@ -235,11 +238,7 @@ def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning:
         raise ValueError(message(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}"))
 
 
-@overload
-def inside(value: float, *, low: float, high: float = ..., open_low: bool = ...) -> float: ...
-@overload
-def inside(value: Tensor, *, low: float, high: float = ..., open_low: bool = ...) -> Tensor: ...
-def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_low: bool = False) -> float | Tensor:
+def inside(value: _Number, *, low: float, high: float = math.inf, open_low: bool = False) -> _Number:
     """A tensor with NaN where it lies outside [low, high], so that the problems that read it report it.
 
     For numbers that the host cannot read without waiting, and for parameters that change after they were checked. A
@@ -247,8 +246,7 @@ def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_lo
     """
     if not isinstance(value, Tensor):
         return value
-    fits = ((value > low) if open_low else (value >= low)) & (value <= high)
-    return torch.where(fits, value, torch.nan)
+    return torch.where(_within(value, low, high, open_low), value, torch.nan)  # type: ignore[return-value]
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
@@ -264,9 +262,9 @@ def check_range(
     """All entries in [low, high], where the host can look without waiting; NaN is bad data, not a bad argument."""
     if not host_may_look(value):
         return
-    inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
-    if not bool(inside.all()):
-        worst = value.detach()[~inside].flatten()[0].item()
+    fits = _within(value, low, high, open_low) | value.isnan()
+    if not bool(fits.all()):
+        worst = value.detach()[~fits].flatten()[0].item()
         raise ValueError(message(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy))
 
 

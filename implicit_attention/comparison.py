@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,14 @@ from . import _validate
 from ._solve import solve
 from .diagnostics import is_saddle
 from .problem import Problem
-from .solution import Solution, Trace
+from .solution import Solution, Trace, status_counts
 from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard, Solver
-from .status import Status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["SolverComparison", "SolverRecord", "compare_solvers"]
 
-#: Names of the statuses by their numbers.
-STATUS_NAMES = {int(status): status.name for status in Status}
 #: The columns of a table of records.
 HEADERS = ("solver", "evaluations\nmedian/max", "residual\nmax", "converged", "saddles", "seconds", "status")
 MISSING = "-"
@@ -254,11 +250,6 @@ def summary(
 def median(values: Tensor) -> float | None:
     """The lower median of a vector; None of an empty one."""
     return float(values.sort().values[(len(values) - 1) // 2]) if len(values) else None
-
-
-def status_counts(status: Tensor) -> dict[str, int]:
-    """Count the problems by the name of their status."""
-    return {STATUS_NAMES[code]: count for code, count in sorted(Counter(status.flatten().tolist()).items())}
 
 
 def _cells(record: SolverRecord) -> tuple[str, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter, deque
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -84,48 +84,12 @@ class FailurePolicy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies, shallow ones too, and pickles have counted nothing.
-        return (partial(type(self), **dataclasses.asdict(self)), ())
+        return (functools.partial(type(self), **dataclasses.asdict(self)), ())
 
     @property
     def counts(self) -> bool:
         """Whether calls without a failure are counted too."""
         return self.over != "ignore" and (self.window > 1 or self.tolerate > 0)
-
-
-class FailureWindow:
-    """Problems and failures of the last calls."""
-
-    def __init__(self, length: int) -> None:
-        self._calls: deque[tuple[Any, int]] = deque(maxlen=length)
-        self._failed = self._problems = self._since = 0
-        # Whether `_failed` is of all calls.
-        self._current = True
-
-    def add(self, failed: Tensor) -> tuple[float, float] | None:
-        """Count a call; returns failed problems and problems of a full window, or None where nobody looks."""
-        calls, length = self._calls, self._calls.maxlen or 1
-        on_host = failed.device.type == "cpu"
-        oldest = calls[0] if len(calls) == length else (0, 0)
-        count: Any = int(failed.sum()) if on_host else failed.sum()
-        calls.append((count, failed.numel()))
-        self._problems += failed.numel() - oldest[1]
-        self._since += 1
-        if on_host and self._current:
-            self._failed += count - int(oldest[0])
-        elif on_host:
-            # The layer was moved from a device whose counts were not read yet.
-            self._failed, self._current = sum(int(f) for f, _ in calls), True
-        elif self._since % length:
-            self._current = False
-            return None
-        else:
-            counted = torch.stack([torch.as_tensor(f, device=count.device) for f, _ in calls])
-            self._failed = int(counted.sum())
-            self._current = True
-        return self._failed, self._problems * (length / len(calls))
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
 
 class FailureSite:
@@ -149,7 +113,9 @@ class FailureSite:
         self._failing_calls: Counter[Side] = Counter()
         self._lines: Counter[Side] = Counter()
         self._kinds: set[tuple[Side, int]] = set()
-        self._windows: dict[tuple[Side, FailurePolicy], FailureWindow] = {}
+        #: Failures and problems of the last calls, by side and policy, and the calls that there were.
+        self._windows: dict[tuple[Side, FailurePolicy], deque[tuple[Any, int]]] = {}
+        self._calls: Counter[tuple[Side, FailurePolicy]] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (FailureSite, (self.what,))
@@ -159,9 +125,16 @@ class FailureSite:
         """The site with this handle, if it still is."""
         return None if handle is None else cls._all.get(int(handle))
 
-    def window(self, side: Side, policy: FailurePolicy) -> FailureWindow:
-        """Return the window in which a policy counts failures here."""
-        return self._windows.setdefault((side, policy), FailureWindow(policy.window))
+    def count(self, side: Side, policy: FailurePolicy, failed: Tensor) -> tuple[int, float] | None:
+        """Count a call; returns failures and problems of a full window of the policy, or None where nobody looks."""
+        window = self._windows.setdefault((side, policy), deque(maxlen=policy.window))
+        self._calls[side, policy] += 1
+        on_host = failed.device.type == "cpu"
+        window.append((int(failed.sum()) if on_host else failed.sum(), failed.numel()))
+        if not on_host and self._calls[side, policy] % policy.window:
+            return None
+        failures, problems = map(sum, zip(*((int(f), n) for f, n in window), strict=True))
+        return failures, problems * (policy.window / len(window))
 
     def again(self, side: Side, kind: int) -> str | None:
         """Return the text that follows a warning of this kind; None where the warning is not due.
@@ -209,16 +182,15 @@ def text_of(on_failure: Any) -> str:
     return given._text if isinstance(given, FailurePolicy) else given
 
 
+@functools.cache
 def of_text(text: str) -> Any:
-    """The word, or the policy of `text_of`."""
+    """The word, or the policy of `text_of`: one for each text, which goes on counting."""
     if " " not in text:
         return text
-    if text not in _POLICIES:
-        forward, backward, tolerate, window, over = text.split()
-        given: dict[str, Any] = {"forward": forward, "backward": backward, "over": over}
-        _POLICIES[text] = FailurePolicy(tolerate=float(tolerate), window=int(window), **given)
-    return _POLICIES[text]
+    forward, backward, tolerate, window, over = text.split()
+    given: dict[str, Any] = {"forward": forward, "backward": backward, "over": over}
+    return FailurePolicy(tolerate=float(tolerate), window=int(window), **given)
 
 
-#: Policies by their words, and by their texts.
-_POLICIES: dict[Any, FailurePolicy] = {word: FailurePolicy(tolerate=0.0, window=1, over=word) for word in WORDS}
+#: Policies by their words.
+_POLICIES: dict[Word, FailurePolicy] = {word: FailurePolicy(tolerate=0.0, window=1, over=word) for word in WORDS}

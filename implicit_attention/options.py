@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import torch
 from typing_extensions import TypedDict, Unpack
 
 from . import _validate
@@ -83,28 +82,13 @@ class SolveOptions:
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
         """These options with some replaced; None keeps an option as it is."""
-        for name, value in given.items():
-            if value is not None or name not in _NAMES:
-                break
-        else:
-            return self
-        # Not for policies: equal ones count failures separately.
-        if isinstance(given.get("on_failure", self.on_failure), str) and not torch.compiler.is_compiling():
-            try:
-                return _overridden(self, **given)
-            except TypeError:
-                # An unknown option, for which `_overridden` raises, or a solver that has no hash.
-                pass
-        return self._overridden(**given)
-
-    def _overridden(self, **given: Any) -> SolveOptions:
         for name in given:
             if name not in _NAMES:
                 raise TypeError(
                     f"unexpected keyword argument {name!r}; beside the arguments that are named in the signature there "
                     f"are the options of the solve: {', '.join(_NAMES)} (see SolveOptions)"
                 )
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if "solver" in changes:
             changes.setdefault("max_steps", None)
         return dataclasses.replace(self, **changes) if changes else self
@@ -135,7 +119,3 @@ class SolveOptions:
         solver = self.effective_solver
         unrolls = self.adjoint is None and solver.fixed_budget and solver.differentiable
         return Unrolled() if unrolls else self.adjoint
-
-
-#: The options of calls, by the options that they replaced: calls are many, their options few.
-_overridden = functools.lru_cache(maxsize=256, typed=True)(SolveOptions._overridden)

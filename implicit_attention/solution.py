@@ -287,8 +287,7 @@ class SolveReport(Recorded):
     @property
     def _parts(self) -> dict[str, Any]:
         """The fields that all kinds of reports have."""
-        told = {"remedies": self.remedies, "tolerances": self.tolerances, "route": self.route}
-        return {"record": self.record, "adjoint": self.adjoint, **told}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(SolveReport)}
 
     @property
     def _size(self) -> Tensor:
@@ -321,15 +320,12 @@ class SolveReport(Recorded):
         if count == 0:
             return "no problems"
         worst = self.record.worst(index)
-        text = self._sentence(worst)
+        text, relative = self.record.message(worst, self.remedies), float(self.relative_residual[worst])
+        if self.adjoint.awaited and self.adjoint.unsolved is not None and bool(self.failed[worst]):
+            text = f"{text}; {NO_GRADIENT}"
+        if int(self.status[worst]) == Status.CONVERGED and relative > LOOSE:
+            text = f"{text}; that is {relative:.1e} of |value|: {_REMEDY}"
         return text if count == 1 else f"the worst of {count} problems, {shown_index(worst)}: {text}"
-
-    def _sentence(self, index: tuple[int, ...]) -> str:
-        text, adjoint = self.record.message(index, self.remedies), self.adjoint
-        wrong = adjoint.awaited and adjoint.unsolved is not None and bool(self.failed[index])
-        text, relative = f"{text}; {NO_GRADIENT}" if wrong else text, float(self.relative_residual[index])
-        loose = int(self.status[index]) == Status.CONVERGED and relative > LOOSE
-        return f"{text}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else text
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The report with `function` applied to every field, as where heads or sites get axes of their own.
@@ -449,12 +445,16 @@ def summarize(
     """
     if is_batched(status) or is_fake(status):
         return f"problems {tuple(status.shape)}, which the host cannot see"
-    codes = Counter(status.flatten().tolist())
-    counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
     if status.numel() == 0:
         return "no problems"
+    counts = ", ".join(f"{count} {name}" for name, count in status_counts(status).items())
     spent = f"evaluations median {int(num_evals.flatten().median())}, max {int(num_evals.max())}"
     return f"{counts}; {_accuracy(residual, tolerance, size)}; {spent}"
+
+
+def status_counts(status: Tensor) -> dict[str, int]:
+    """The number of problems by the name of their status."""
+    return {Status(code).name: count for code, count in sorted(Counter(status.flatten().tolist()).items())}
 
 
 def _accuracy(residual: Tensor, tolerance: Tensor | None, size: Tensor | None) -> str:

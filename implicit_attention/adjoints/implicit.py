@@ -12,11 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import _validate
 from .._autograd import (
-    applied,
     at_least_single,
     exact_precision,
     host_may_look,
@@ -25,7 +23,6 @@ from .._autograd import (
     jvp_by_vjp,
     tangent_rule,
     transforms_active,
-    unobserved,
     vjp,
 )
 from .._reporting import stays_out
@@ -311,9 +308,7 @@ def _lifted(problem: Problem, tensors: Sequence[Tensor], in_dims: tuple[int | No
 
 
 def attached(request: Request, *tensors: Tensor) -> Any:
-    """What `FixedPoint` returns, by the shortest way."""
-    if unobserved() and not any(map(is_functorch_wrapped_tensor, (request.initial, *tensors))):
-        return applied(FixedPoint, request, request.initial, *tensors)
+    """What `FixedPoint` returns."""
     return FixedPoint.apply(request, request.initial, *tensors)  # type: ignore[no-untyped-call]
 
 

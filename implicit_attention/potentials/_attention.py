@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .._autograd import applied, exact_precision, is_exporting, is_plain, transforms_active, unobserved, vjp
+from .._autograd import exact_precision, is_exporting, is_plain, transforms_active, vjp
 from ..kernels.problem import Attention
 from ..kernels.trust import Errors, KernelComparison, Use, Written, answer, normal, poisoned, third_masked
 
@@ -263,8 +263,7 @@ def differentiable(
     if torch.compiler.is_compiling():
         # The compiler differentiates the kernel once by itself, and refuses second derivatives of any function.
         return sdpa(query, keys, values, attn_mask=attn_mask, scale=scale, first=first)
-    apply = partial(applied, _Attention) if unobserved() else _Attention.apply
-    return (apply(query, keys, values, attn_mask, scale, first),)
+    return (_Attention.apply(query, keys, values, attn_mask, scale, first),)  # type: ignore[no-untyped-call]
 
 
 def attend(

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._autograd import applied, is_plain, tangent_rule, unobserved
+from .._autograd import is_plain, tangent_rule
 from . import _debye
 
 #: Bytes of t that are read at a time, of G alone and of functions that keep all dimensions on the way in memory.
@@ -243,8 +243,7 @@ class _Smooth:
         x = torch._C._functorch.unwrap_if_dead(x)
         if is_plain(x):
             return self.values(x, dim)
-        apply = functools.partial(applied, _WithSlope) if unobserved() else _WithSlope.apply
-        return cast("tuple[Tensor, ...]", apply(x, dim, self))
+        return cast("tuple[Tensor, ...]", _WithSlope.apply(x, dim, self))  # type: ignore[no-untyped-call]
 
     def values(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """The formula of parts of x, one after the other."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import solve
-from ..comparison import status_counts
+from ..solution import status_counts
 from ..solvers import Anderson
 from .contenders import STOP
 from .data import TASKS, DataSample

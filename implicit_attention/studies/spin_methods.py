@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import spins
-from ..comparison import status_counts
-from ..solution import SolveReport
+from ..solution import SolveReport, status_counts
 from ..spins import (
     Approximation,
     DrivenPath,

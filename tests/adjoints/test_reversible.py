@@ -120,6 +120,14 @@ def test_states_that_outgrow_their_integers_are_diverged_and_get_no_gradient():
         solve(problem, start, solver=budget(20), adjoint=Reversible())
 
 
+def test_where_all_problems_diverge_the_gradient_is_there_and_zero():
+    factor = torch.full((2, 1), 8.0, dtype=torch.float64, requires_grad=True)
+    start, problem = random(2, 2000), FixedPointMap(lambda z, a: a * z, PerSample(factor), event_ndim=1)
+    value = solve(problem, start, solver=budget(30), adjoint=Reversible(), on_failure="ignore").value
+    (gradient,) = torch.autograd.grad(value.sum(), factor)
+    assert gradient.eq(0).all()
+
+
 def test_infinities_of_a_problem_that_diverged_reach_no_shared_tensor():
     factor, shared = torch.tensor([[0.3], [3.0]]).double(), torch.ones((), dtype=torch.float64, requires_grad=True)
 
