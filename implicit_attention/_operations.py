@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _validate
 from ._autograd import is_fake, may_have_tangent, state_dtype
 from ._fused_rule import FusedRule
-from ._reporting import forgiven, left_out, lost, report_failures
+from ._reporting import forgiven, left_out, lost, report_failures, unread
 from ._types import Impl, OnFailure
 from .errors import UnsupportedImplementation
 from .failure_policy import FailureSite, of_text, text_of
@@ -104,11 +104,9 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
         return (None,) * 14
     refuse_tangents("hopfield_solve", cotangent)
     problem = (field, keys, beta, anchor, mask, ctx.first)
-    # A failed query without a cotangent must not reach the gradients that it shares with others: 0 * NaN is NaN.
-    # One with a cotangent stays NaN: its backward solve fails and is reported.
-    unread = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
-    state, mean, field = (t.masked_fill(unread[..., None], 0.0) for t in (state, mean, field))
-    logsumexp = logsumexp.masked_fill(unread, 0.0)
+    rest = unread(state, cotangent, 1)
+    state, mean, field = (t.masked_fill(rest[..., None], 0.0) for t in (state, mean, field))
+    logsumexp = logsumexp.masked_fill(rest, 0.0)
     # Half precision that is widened has the tolerance of the precision in which products are then formed.
     products = keys.dtype if in_half(_record(problem), ctx.impl) else state.dtype
     rtol = adjoint_rtol(ctx.rtol, products) if keys.dtype in (state.dtype, products) else None

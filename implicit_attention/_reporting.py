@@ -235,6 +235,17 @@ def lost(status: Tensor, cotangent: Tensor) -> Tensor:
     return ~(finite.flatten(status.ndim).all(-1) if finite.ndim > status.ndim else finite)
 
 
+def unread(z: Tensor, cotangent: Tensor, event_ndim: int) -> Tensor:
+    """(*lead), where a state is not finite and the loss does not read it.
+
+    It must not reach tensors that problems share: 0 * NaN is NaN. One with a cotangent stays: its solve fails.
+    """
+    lost, zero = ~torch.isfinite(z), cotangent == 0
+    if not event_ndim:
+        return lost & zero
+    return lost.flatten(z.ndim - event_ndim).any(-1) & zero.flatten(z.ndim - event_ndim).all(-1)
+
+
 def forgiven(status: Tensor, cotangent: Tensor) -> Tensor:
     """The status of backward solves, of which those whose `cotangent` is `lost` have not failed."""
     return status.masked_fill(lost(status, cotangent), int(Status.CONVERGED))

@@ -35,7 +35,7 @@ from ._autograd import (
     unobserved,
 )
 from ._fused_rule import FusedRule
-from ._reporting import check_on_failure, report_failures, without_gradient
+from ._reporting import check_on_failure, report_failures, unread, without_gradient
 from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.implicit import attached
@@ -1052,9 +1052,8 @@ def adjoint_solved(
     least = FLOAT32_RTOL if state.dtype == torch.float32 else 0.0
     method = CG(rtol=min(max(rule.rtol, least), 1.0), max_steps=max(rule.max_steps, 1))
     with torch.no_grad(), exact_precision(state):
-        # A state without a cotangent adds nothing, even if it is not finite.
-        idle = ~torch.isfinite(state).all(-1) & (cotangent == 0).all(-1)
-        energy, state = isolated(_read_energy(call.to(state.dtype), impl), state, idle)
+        whole = _read_energy(call.to(state.dtype), impl)
+        energy, state = isolated(whole, state, unread(state, cotangent, 1))
         keys, *others = energy.tensors()
         energy = energy.replace(keys.requires_grad_(), *others)
         known = None

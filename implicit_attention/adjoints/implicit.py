@@ -25,7 +25,7 @@ from .._autograd import (
     transforms_active,
     vjp,
 )
-from .._reporting import stays_out
+from .._reporting import stays_out, unread
 from ..linear import LinearSolver
 from ..linear._vectors import along
 from ..problem import Linearization, Problem, isolated, pullback
@@ -179,13 +179,8 @@ def gradients_at(
         )
     problem, linear = request.problem, isinstance(request.problem, LinearSystem)
     recorded = torch.is_grad_enabled() or transforms_active()
-    # A failed problem that the loss leaves out must not reach tensors that it shares with others: 0 * NaN is NaN.
     if not linear and not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
-        lost, unread = ~torch.isfinite(z), cotangent == 0
-        if problem.event_ndim:
-            lost = lost.flatten(z.ndim - problem.event_ndim).any(-1)
-            unread = unread.flatten(z.ndim - problem.event_ndim).all(-1)
-        left_out = lost & unread
+        left_out = unread(z, cotangent, problem.event_ndim)
         problem, z = isolated(problem.replace(*tensors), z, left_out)
         tensors = problem.tensors()
         known = tuple(t.masked_fill(along(left_out, t), 0.0) for t in request.evaluation)
