@@ -29,7 +29,7 @@ from .._autograd import (
     unobserved,
     vjp,
 )
-from .._declared import first_of
+from .._declared import changed, first_of
 from .._reporting import stays_out
 from ..linear import LinearSolver
 from ..linear._vectors import along
@@ -167,7 +167,7 @@ def fixed_point(
     request = dataclasses.replace(request, initial=request.initial.detach(), linear_solver=linear_solver)
     if not transforms_active() and not is_differentiated(*tensors):
         with torch.no_grad(), exact_precision(request.initial):
-            return request.solved(request.problem.undifferentiated(), request.initial)
+            return request.solved(changed(request.problem, lambda t: t), request.initial)
     value, *fields = _apply(_FixedPoint, request, request.initial, *tensors)
     return Outcome(value, Record(*fields[:5]), Trace.of(*fields[5:]) if request.trace else None)
 

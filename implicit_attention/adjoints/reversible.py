@@ -21,6 +21,7 @@ from .._autograd import (
     transforms_active,
     without_hooks,
 )
+from .._declared import changed
 from .._norm import norm
 from .._reporting import report_gradients
 from ..linear._vectors import along
@@ -144,7 +145,7 @@ class Reversible(Adjoint):
     @torch.no_grad()
     def _evidence(self, request: Request, value: Tensor, failed: Tensor) -> tuple[Record, Tensor | None]:
         """The record of the value, and what stands in for it where a problem failed."""
-        problem, steps, instead = request.problem.undifferentiated(), request.solver.max_steps, None
+        problem, steps, instead = changed(request.problem, lambda t: t), request.solver.max_steps, None
         count = torch.full_like(failed, steps, dtype=torch.int32)
         status = torch.full_like(count, int(Status.BUDGET if steps else Status.EXPLICIT), dtype=torch.int8)
         status = status.masked_fill(failed, int(Status.DIVERGED))
@@ -380,7 +381,7 @@ class Pull:
             z = z.detach().requires_grad_()
             mapped = self.problem.fixed_point_map(z)
             if not mapped.requires_grad:
-                check_graph(self.problem._map_name(), mapped, self.problem.fixed_point_map, z)
+                check_graph(self.problem._name(), mapped, self.problem.fixed_point_map, z)
                 return mapped, torch.zeros_like(z)
             # To the leaves, which are nobody else's, and add up what they get.
             torch.autograd.backward(mapped, u, inputs=[z, *self.wanted])

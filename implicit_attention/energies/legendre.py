@@ -120,10 +120,6 @@ class LegendreEnergy(_Activated, Fielded):
         """Plain steps descend for every convex potential."""
         return self.potential.convex
 
-    @property
-    def knows_own(self) -> bool:  # type: ignore[override]
-        return super().knows_own and self.potential.knows_own and self.lagrangian.knows_own
-
     def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(x), one number per problem."""
         g = self.activation(z)
