@@ -179,8 +179,6 @@ def _text(name: str, value: Any) -> str:
         return f"{name} {tuple(value.shape)}"
     if isinstance(value, Declared):
         return value._shown()
-    if isinstance(value, nn.Module):
-        return type(value).__name__
     if isinstance(value, tuple | list | dict):
         parts = value.values() if isinstance(value, dict) else value
         texts = [text for part in parts if (text := _text("", part).strip())]
@@ -232,24 +230,29 @@ class Declared:
         for name, method in list(vars(cls).items()):
             if isinstance(method, FunctionType) and not name.startswith("_"):
                 setattr(cls, name, in_own_precision(method))
-        # The classes that define each name, found before any is replaced: what the first of them says is read.
+        # The class that defines each name, by its number in the order of inheritance, before any is replaced.
         names = {name for source, followers in cls._follows.items() for name in (source, *followers)}
-        owners = {name: [base for base in cls.__mro__ if name in vars(base)] for name in names}
+        places = {name: [i for i, base in enumerate(cls.__mro__) if name in vars(base)] for name in names}
         for source, followers in cls._follows.items():
             for name in followers:
-                if _is_lost(cls, owners[source], owners[name]):
-                    formulas = [vars(base)[name] for base in owners[name] if vars(base).get("_general")]
-                    if formulas and hasattr(formulas[0], "_abstract"):
-                        cls._refuse(source, name, owners[name][0].__name__)
-                    setattr(cls, name, formulas[0] if formulas else None)
+                if places[source] and places[source][:1] < places[name][:1]:
+                    cls._replace(name, source, cls.__mro__[places[name][0]])
 
     @classmethod
-    def _refuse(cls, source: str, name: str, owner: str) -> None:
-        base = next(base.__name__ for base in cls.__mro__ if "_follows" in vars(base))
-        raise TypeError(
-            f"`{cls.__name__}` overrides `{source}`, of which the `{name}` of {owner} knows nothing; define it, write "
-            f"`{name} = {owner}.{name}` in the class if that still holds, or subclass {base} in place of {owner}"
-        )
+    def _replace(cls, name: str, source: str, owner: type) -> None:
+        """Take the general formula where `owner` derived one from a `source` that is overridden now."""
+        if vars(owner).get("_general"):
+            return
+        formulas = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
+        if formulas and hasattr(formulas[0], "_abstract"):
+            kind, base = owner.__name__, next(base.__name__ for base in cls.__mro__ if "_follows" in vars(base))
+            raise TypeError(
+                f"`{cls.__name__}` overrides `{source}`, of which the `{name}` of {kind} knows nothing; define it, "
+                f"write `{name} = {kind}.{name}` in the class if that still holds, or subclass {base} in place of "
+                f"{kind}"
+            )
+        # Of what has no formula the class has none.
+        setattr(cls, name, formulas[0] if formulas else None)
 
     def __repr__(self) -> str:
         """One line of shapes and Python numbers: no tensor is read, so that it works inside transforms and graphs."""
@@ -348,13 +351,6 @@ class Declared:
 
 #: What may hold tensors.
 HOLDERS = (Tensor, nn.Module, tuple, list, dict, Declared)
-
-
-def _is_lost(cls: type, sources: list[type], owners: list[type]) -> bool:
-    """Whether what the first of the `owners` says does not hold for a class, which overrides the source of it."""
-    if not sources or not owners or vars(owners[0]).get("_general"):
-        return False
-    return cls.__mro__.index(sources[0]) < cls.__mro__.index(owners[0])
 
 
 def restricted(declared: _D, index: Tensor, **own: int) -> _D:

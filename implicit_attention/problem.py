@@ -316,14 +316,14 @@ class Problem(Declared, general=True):
     def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
         if not self.all_declared:
-            find_undeclared(self, z, "a tensor", DECLARE)
+            find_undeclared(self, z)
 
 
 #: How to declare a tensor.
 DECLARE = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
 
 
-def find_undeclared(problem: Problem, z: Tensor, reads: str, remedy: str) -> None:
+def find_undeclared(problem: Problem, z: Tensor, reads: str = "a tensor", remedy: str = DECLARE) -> None:
     """Raise if f reads what `Problem.check_undeclared` refuses, in these words about what it `reads`."""
     tensors = problem.tensors()
     apart = problem.apart()
