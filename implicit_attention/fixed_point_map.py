@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import numbers
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,10 +66,6 @@ class Shared:
     value: Any
 
 
-#: Function -> the cases for which it passed `check_undeclared`: further problems of one function are not checked again.
-_PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
-
-
 class UserProblem(Problem):
     """A problem of a user's function(z, *inputs) or module; its tensors are those of `inputs` and of the module."""
 
@@ -102,9 +96,6 @@ class UserProblem(Problem):
         # Modules have no tensors of single problems.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))
-        # Other objects among the inputs may make the next problem read another tensor.
-        legible = all(isinstance(leaf, Tensor | numbers.Number | str | None) for _, leaf in walk(self.inputs))
-        self._passed = _passed_by(function) if legible else set()
 
     @property
     def mixes(self) -> bool:  # type: ignore[override]
@@ -126,13 +117,8 @@ class UserProblem(Problem):
                 )
 
     def check_undeclared(self, z: Tensor) -> None:
-        tracked, reads = tuple(t.requires_grad for t in self.tensors()), closed_over(self.function)
-        known = (type(self), getattr(self.function, "training", None), tracked, reads)
-        if transforms_active() or known not in self._passed:
-            remedy = f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
-            find_undeclared(self, z, reads, remedy)
-        if not transforms_active():
-            self._passed.add(known)
+        remedy = f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
+        find_undeclared(self, z, lambda: closed_over(self.function), remedy)
 
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
@@ -203,14 +189,6 @@ class UserProblem(Problem):
     def _name(self) -> str:
         function = getattr(self.function, "_orig_mod", self.function)
         return getattr(function, "__name__", type(function).__name__)
-
-
-def _passed_by(function: Callable[..., Any]) -> set[Any]:
-    try:
-        return _PASSED.setdefault(function, set())
-    except TypeError:
-        # The function has no hash, or no weak references.
-        return set()
 
 
 def closed_over(function: Any) -> str:

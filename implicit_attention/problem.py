@@ -316,14 +316,11 @@ class Problem(Declared, general=True):
     def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
         if not self.all_declared:
-            find_undeclared(self, z)
+            remedy = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
+            find_undeclared(self, z, lambda: "a tensor", remedy)
 
 
-#: How to declare a tensor.
-DECLARE = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
-
-
-def find_undeclared(problem: Problem, z: Tensor, reads: str = "a tensor", remedy: str = DECLARE) -> None:
+def find_undeclared(problem: Problem, z: Tensor, reads: Callable[[], str], remedy: str) -> None:
     """Raise if f reads what `Problem.check_undeclared` refuses, in these words about what it `reads`."""
     tensors = problem.tensors()
     apart = problem.apart()
@@ -343,7 +340,7 @@ def find_undeclared(problem: Problem, z: Tensor, reads: str = "a tensor", remedy
     hidden = is_batched(result) and not is_batched(z, *tensors)
     if result.requires_grad or has_tangent(result) or hidden:
         raise ValueError(
-            f"`{problem._name()}` reads {reads}, which requires grad but is not declared, so its gradient would"
+            f"`{problem._name()}` reads {reads()}, which requires grad but is not declared, so its gradient would"
             f" silently be zero; {remedy}"
         )
 
