@@ -159,7 +159,7 @@ def solve(
         # What kernels and the loop share, which checks the parts.
         problem = energy_of(given)
     whole, origin = problem, None
-    if (moved := problem.about_origin() if type(problem) is AnchoredEnergy else None) is not None:
+    if (moved := problem._about_origin() if type(problem) is AnchoredEnergy else None) is not None:
         problem.check_state(initial)
         problem, origin = moved
         initial = initial - origin

@@ -347,7 +347,7 @@ def find_undeclared(problem: Problem, z: Tensor, reads: Callable[[], str], remed
 
 def check_start(problem: Problem, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
     """Raise if parts that several processes share cannot start a solve with the arguments `given`, by name."""
-    own = {name: value for name, value in vars(problem).items() if isinstance(value, Tensor | float)}
+    own = {name: value for name, value in vars(problem).items() if isinstance(value, Tensor | float | int)}
     for part in problem._within():
         if hasattr(part, "check_start"):
             part.check_start({**own, **given}, solver, adjoint)

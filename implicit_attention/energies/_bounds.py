@@ -18,10 +18,9 @@ from ..potentials._rays import Ray
 MARGIN = 1e-6
 
 
-def falls(potential: Potential, anchor: float | Tensor) -> Tensor | None:
-    """Whether |z|^2/2 - (1 - anchor) Phi certainly falls without end, (*batch); None if no entry can be known to."""
-    ray = potential.falling_ray() if potential.event_ndim == 1 else None
-    return None if ray is None else _beyond(ray, anchor) > 1 + MARGIN
+def falls(ray: Ray, anchor: float | Tensor) -> Tensor:
+    """Whether |z|^2/2 - (1 - anchor) Phi certainly falls without end along a ray of the potential, (*batch)."""
+    return _beyond(ray, anchor) > 1 + MARGIN
 
 
 def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word) -> bool:
@@ -38,7 +37,7 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
         lowest = float(anchor.detach().amin()) if anchor.numel() else 1.0
     # No ray is looked for above the largest scale.
     ray = potential.falling_ray(1 - lowest)
-    if ray is None or not bool((_beyond(ray, anchor) > 1 + MARGIN).any()):
+    if ray is None or not bool(falls(ray, anchor).any()):
         return ray is not None
     ray = potential.falling_ray()
     if ray is not None and unbounded != "ignore":

@@ -159,7 +159,7 @@ class AnchoredEnergy(Anchored, Energy):
     def row_block(self) -> int:  # type: ignore[override]
         return self.potential.row_block
 
-    def about_origin(self) -> tuple[Self, Tensor] | None:
+    def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
         found = self.potential._about_origin()
         if found is None:
@@ -232,12 +232,11 @@ class AnchoredEnergy(Anchored, Energy):
         return Linearization(product, product, pullback)
 
     def bottomless(self, z: Tensor | None = None) -> Tensor | None:
-        found = None if self._checked else falls(self.potential, self.anchor)
-        ray = None if found is None or z is None else self.potential.falling_ray()
-        if found is None or z is None or ray is None:
-            return found
+        ray = None if self._checked or self.event_ndim != 1 else self.potential.falling_ray()
+        if ray is None or z is None:
+            return None if ray is None else falls(ray, self.anchor)
         along = ray.direction.to(z)[..., None, :].expand(z.shape)
-        return found[..., None] & ((along * self.hessian_product(z, along)).sum(-1) < 0)
+        return falls(ray, self.anchor)[..., None] & ((along * self.hessian_product(z, along)).sum(-1) < 0)
 
     def _is_own(self) -> bool:
         return tuple(name for name in vars(self) if name != "_checked") == self._attributes
