@@ -236,10 +236,10 @@ class Declared:
         for source, followers in cls._follows.items():
             for name in followers:
                 if places[source] and places[source][:1] < places[name][:1]:
-                    cls._replace(name, source, cls.__mro__[places[name][0]])
+                    cls._take_general(name, source, cls.__mro__[places[name][0]])
 
     @classmethod
-    def _replace(cls, name: str, source: str, owner: type) -> None:
+    def _take_general(cls, name: str, source: str, owner: type) -> None:
         """Take the general formula where `owner` derived one from a `source` that is overridden now."""
         if vars(owner).get("_general"):
             return
@@ -361,7 +361,7 @@ def restricted(declared: _D, index: Tensor, **own: int) -> _D:
         index: which problems, for each batch entry.
         own: for each attribute that numbers problems, how many of its axes belong to one. Numbers are left alone.
     """
-    clone = declared.replace(*declared.tensors())
+    clone: _D = changed(declared, lambda tensor: tensor)
     for name, count in own.items():
         tensor = getattr(clone, name)
         if isinstance(tensor, Tensor):

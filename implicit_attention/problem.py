@@ -293,8 +293,22 @@ class Problem(Declared, general=True):
     if_random: str = "call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
 
     def cause(self, z: Tensor) -> str:
-        """Return why the problem may have failed, with the remedy, once its best states z are known; maybe empty."""
-        return randomness(self, z)
+        """Return why the problem may have failed, with the remedy, once its best states z are known; maybe empty.
+
+        f is random if two evaluations at one state differ by more than rounding.
+        """
+        if self.separates or transforms_active():
+            return ""
+        with torch.no_grad(), exact_precision(z):
+            first, second = (self.apart().fixed_point_map(z.detach()) for _ in range(2))
+        size = first.where(torch.isfinite(first), 0.0).norm()
+        off = float((second - first).nan_to_num(0.0, 0.0, 0.0).norm() / size)
+        if not off > torch.finfo(z.dtype).eps ** (2 / 3):
+            return ""
+        return (
+            f"`{self._name()}` is random: two evaluations at one state differ by {off:.1e} of its size, so that no "
+            f"state solves it; {self.if_random}"
+        )
 
     def as_attention(self) -> Attention | None:
         """The tensors of attention whose equilibrium solves this problem, for kernels; None if it is another one.
@@ -418,22 +432,6 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
         if same(others(filled), expected):
             return filled, z
     return problem, z
-
-
-def randomness(problem: Problem, z: Tensor) -> str:
-    """Say that f is random, with the remedy, if two evaluations at one state differ by more than rounding."""
-    if problem.separates or transforms_active():
-        return ""
-    with torch.no_grad(), exact_precision(z):
-        first, second = (problem.apart().fixed_point_map(z.detach()) for _ in range(2))
-    size = first.where(torch.isfinite(first), 0.0).norm()
-    off = float((second - first).nan_to_num(0.0, 0.0, 0.0).norm() / size)
-    if not off > torch.finfo(z.dtype).eps ** (2 / 3):
-        return ""
-    return (
-        f"`{problem._name()}` is random: two evaluations at one state differ by {off:.1e} of its size, so that no "
-        f"state solves it; {problem.if_random}"
-    )
 
 
 def lost_rows(z: Tensor, event_ndim: int) -> Tensor:
