@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -44,6 +44,15 @@ class Fielded(Problem):
         clone = self.replace(*tensors)
         clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
         return clone
+
+    def _rows(self, index: Tensor, potential: Potential) -> Self | None:
+        """The problems `index`, (*batch, K), of which each has a row of the field and of `self.potential`."""
+        part = potential.select(index)
+        if part is None or self.event_ndim != 1:
+            return None
+        clone: Any = restricted(self, index, field=1)
+        clone.potential = part
+        return clone  # type: ignore[no-any-return]
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -246,12 +255,7 @@ class AnchoredEnergy(Anchored, Energy):
         return None if bound is None else (1 - self.anchor) * bound
 
     def select(self, index: Tensor) -> Self | None:
-        potential = self.potential.select(index)
-        if potential is None or self.event_ndim != 1 or not self._is_own():
-            return None
-        clone = restricted(self, index, field=1)
-        clone.potential = potential
-        return clone
+        return self._rows(index, self.potential) if self._is_own() else None
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
