@@ -210,9 +210,10 @@ def _scope(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a function reads by name (closure, globals, bound object), or a module by other names."""
     # Methods of potentials are wrapped by decorators.
     code_of = inspect.unwrap(type(function).forward if isinstance(function, nn.Module) else function)
-    if inspect.isfunction(code_of) or inspect.ismethod(code_of):
-        read = inspect.getclosurevars(code_of)
-        yield from (*read.nonlocals.items(), *read.globals.items())
+    if (code := getattr(code_of, "__code__", None)) is not None:
+        cells, read = zip(code.co_freevars, code_of.__closure__ or (), strict=False), code_of.__globals__
+        yield from ((name, cell.cell_contents) for name, cell in cells)
+        yield from ((name, read[name]) for name in code.co_names if name in read)
     bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     for name, value in getattr(bound, "__dict__", {}).items():
         if bound is not function or name[:1] != "_":
