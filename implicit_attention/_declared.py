@@ -17,57 +17,41 @@ from typing_extensions import Self
 from ._autograd import in_own_precision
 
 _D = TypeVar("_D", bound="Declared")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and then the buffers with their names, each once, as `nn.Module` names them."""
-    found, parts = [], parts_of(module)
-    for kind in ("_parameters", "_buffers"):
-        seen = set()
-        for part, prefix in parts.items():
-            for name, tensor in getattr(part, kind).items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found.append((f"{prefix}{name}", tensor))
-    return found
-
-
-def parts_of(module: nn.Module) -> dict[nn.Module, str]:
-    """The modules of the tree, each once, with what their names put before those of their tensors."""
-    parts: dict[nn.Module, str] = {}
-
-    def visit(part: nn.Module, prefix: str) -> None:
-        if part not in parts:
-            parts[part] = prefix
-            for name, inner in part._modules.items():
-                if inner is not None:
-                    visit(inner, f"{prefix}{name}.")
-
-    visit(module, "")
-    return parts
+    """The parameters and then the buffers with their names, each once."""
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _tree(
-    module: nn.Module, own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]], copies: dict[int, nn.Module]
+    module: nn.Module,
+    own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]],
+    copies: dict[int, nn.Module],
+    *,
+    compiled: bool = True,
 ) -> nn.Module:
     """A copy of the module tree, shared parts shared.
 
     own(module, attributes) changes the attributes that the copy of each is to have, and returns its class.
+    compiled: whether copies of what torch.compile made are compiled, too.
     """
+    if not compiled and "dynamo_ctx" in vars(module):
+        module = cast(nn.Module, module._modules["_orig_mod"])
     if id(module) not in copies:
         state = dict(module.__dict__)
         state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
         kind = own(module, state)
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
-        clone.__dict__ = state
-        if state["_modules"]:
-            state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
+        clone.__dict__, inner = state, state["_modules"]
+        inner |= {name: _tree(part, own, copies, compiled=compiled) for name, part in inner.items() if part is not None}
         if "dynamo_ctx" in state:
             # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
-        elif (compiled := state.get("_compiled_call_impl")) is not None:
-            state["_compiled_call_impl"] = _compiled_like(compiled, clone._call_impl)
+        elif (call := state.get("_compiled_call_impl")) is not None:
+            state["_compiled_call_impl"] = _compiled_like(call, clone._call_impl) if compiled else None
     return copies[id(module)]
 
 
@@ -95,18 +79,6 @@ def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
 
 def _is_compiled(module: nn.Module) -> bool:
     return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    """The module itself; for a result of torch.compile(module) the one inside."""
-    return cast(nn.Module, module._modules["_orig_mod"]) if "dynamo_ctx" in vars(module) else module
-
-
-def _kept_apart(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
-    """For `_tree`: not compiled, and with buffers of its own where it may write to them."""
-    state["_compiled_call_impl"] = None
-    state["_modules"] = {n: m if m is None else _inside(m) for n, m in state["_modules"].items()}
-    return _own_buffers(module, state)
 
 
 def _own_buffers(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
@@ -144,22 +116,36 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
     return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
 
 
-def named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in `value` with their names, which begin with `name`."""
-    if isinstance(value, Tensor):
+def walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested tuples, lists, dicts and `Declared` objects, and these objects, with names behind `name`."""
+    if isinstance(value, Declared):
         yield name, value
-    elif isinstance(value, Declared):
-        for inner, tensor in value.named_tensors():
-            yield f"{name}.{inner}", tensor
-    elif isinstance(value, nn.Module):
-        for inner, tensor in _module_tensors(value):
-            yield f"{name}.{inner}", tensor
+        for attribute, part in vars(value).items():
+            if isinstance(part, HOLDERS):
+                yield from walk(part, f"{name}.{attribute}" if name else attribute)
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from named(item, f"{name}[{i}]")
+            yield from walk(item, f"{name}[{i}]")
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from named(item, f"{name}[{key!r}]")
+            yield from walk(item, f"{name}[{key!r}]")
+    else:
+        yield name, value
+
+
+def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in `value` with their names, which begin with `name`."""
+    for path, leaf in walk(value, name):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+        elif isinstance(leaf, nn.Module):
+            for inner, tensor in _module_tensors(leaf):
+                yield f"{path}.{inner}", tensor
+
+
+def modules_in(value: Any) -> Iterator[nn.Module]:
+    """The modules in `value` and their parts, in all places where `named` looks for tensors."""
+    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in leaf.modules())
 
 
 def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Any:
@@ -183,26 +169,6 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return _mapped(value, change, lambda module: module)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists and dicts."""
-    if not isinstance(value, tuple | list | dict):
-        yield value
-        return
-    for part in value.values() if isinstance(value, dict) else value:
-        yield from leaves(part)
-
-
-def modules_in(value: Any) -> Iterator[nn.Module]:
-    """The modules in `value`, in all places where `named` looks for tensors."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, Declared | tuple | list | dict):
-        parts = vars(value) if isinstance(value, Declared) else value
-        for part in parts.values() if isinstance(parts, dict) else parts:
-            if isinstance(part, HOLDERS):
-                yield from modules_in(part)
-
-
 #: How many entries of a tuple, list or dict are named where an object is shown.
 _SHOWN = 4
 
@@ -212,9 +178,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{name} {tuple(value.shape)}"
     if isinstance(value, Declared):
-        return f"{value._name()}({', '.join(value._shown())})"
-    if isinstance(value, nn.Module):
-        return type(value).__name__
+        return value._shown()
     if isinstance(value, tuple | list | dict):
         parts = value.values() if isinstance(value, dict) else value
         texts = [text for part in parts if (text := _text("", part).strip())]
@@ -234,18 +198,10 @@ def _text(name: str, value: Any) -> str:
     return text if len(text) <= 60 and " at 0x" not in text else f"{name} {type(value).__name__}"
 
 
-class Withdrawn:
-    """Replaces an inherited formula that does not hold for a class, and raises where it is read."""
-
-    def __init__(self, name: str, cause: str, owner: str) -> None:
-        self.name, self.cause, self.owner = name, cause, owner
-
-    def __get__(self, instance: object, cls: type | None = None) -> Any:
-        who = (type(instance) if cls is None else cls).__name__
-        raise AttributeError(
-            f"`{who}` overrides `{self.cause}`, of which the `{self.name}` of {self.owner} knows nothing; define it, "
-            f"or write `{self.name} = {self.owner}.{self.name}` in the class if that still holds"
-        )
+def abstract(method: _F) -> _F:
+    """A method that a general class leaves to its subclasses."""
+    method._abstract = True  # type: ignore[attr-defined]
+    return method
 
 
 class Declared:
@@ -256,16 +212,17 @@ class Declared:
 
     Methods without an underscore compute in the precision of their tensors, also inside torch.autocast.
 
-    A subclass that overrides a method inherits no closed form that was derived from the method of its base. The
-    methods that `_follows` names for it are those of the `general` base again, or `Withdrawn` where that has none.
+    A subclass that overrides a method inherits no closed form that was derived from the method of its base: what
+    `_follows` names for it are the formulas of the `general` base again, None where that has no such method. What is
+    `abstract` there the subclass has to define, or it is not made.
     """
 
     #: method -> the methods and claims that were derived from it, and do not hold where a subclass overrides it.
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {}
-    #: The methods that the general class cannot derive from others.
-    _underived: ClassVar[tuple[str, ...]] = ()
     #: Whether the methods of this class hold for all of its subclasses.
     _general: ClassVar[bool] = True
+    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
+    declares_all: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, general: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -273,47 +230,59 @@ class Declared:
         for name, method in list(vars(cls).items()):
             if isinstance(method, FunctionType) and not name.startswith("_"):
                 setattr(cls, name, in_own_precision(method))
-        names = {name for cause, followers in cls._follows.items() for name in (cause, *followers)}
-        # The number in the order of inheritance of the class that defines each; -1 if none does.
-        places = {name: next((i for i, base in enumerate(cls.__mro__) if name in vars(base)), -1) for name in names}
-        for cause, followers in cls._follows.items():
+        # The class that defines each name, by its number in the order of inheritance, before any is replaced.
+        names = {name for source, followers in cls._follows.items() for name in (source, *followers)}
+        places = {name: [i for i, base in enumerate(cls.__mro__) if name in vars(base)] for name in names}
+        for source, followers in cls._follows.items():
             for name in followers:
-                owner = cls.__mro__[places[name]]
-                if 0 <= places[cause] < places[name] and not vars(owner).get("_general"):
-                    setattr(cls, name, cls._without_closed_form(name, cause, owner.__name__))
+                if places[source] and places[source][:1] < places[name][:1]:
+                    cls._take_general(name, source, cls.__mro__[places[name][0]])
 
     @classmethod
-    def _without_closed_form(cls, name: str, cause: str, owner: str) -> Any:
-        general = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
-        return general[0] if general and name not in cls._underived else Withdrawn(name, cause, owner)
+    def _take_general(cls, name: str, source: str, owner: type) -> None:
+        """Take the general formula where `owner` derived one from a `source` that is overridden now."""
+        if vars(owner).get("_general"):
+            return
+        formulas = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
+        if formulas and hasattr(formulas[0], "_abstract"):
+            kind, base = owner.__name__, next(base.__name__ for base in cls.__mro__ if "_follows" in vars(base))
+            raise TypeError(
+                f"`{cls.__name__}` overrides `{source}`, of which the `{name}` of {kind} knows nothing; define it, "
+                f"write `{name} = {kind}.{name}` in the class if that still holds, or subclass {base} in place of "
+                f"{kind}"
+            )
+        # Of what has no formula the class has none.
+        setattr(cls, name, formulas[0] if formulas else None)
 
     def __repr__(self) -> str:
         """One line of shapes and Python numbers: no tensor is read, so that it works inside transforms and graphs."""
         kinds = {f"{t.dtype}".removeprefix("torch.") for t in self.tensors() if t.is_floating_point()}
         places = {f"{t.device}" for t in self.tensors() if t.device.type != "cpu"}
-        return f"{self._name()}({', '.join([*self._shown(), *sorted(kinds), *sorted(places)])})"
+        return self._shown(*sorted(kinds), *sorted(places))
+
+    def _shown(self, *more: str) -> str:
+        """Its class and attributes as text, and `more` of them."""
+        texts = (_text(name, value) for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join([*filter(None, texts), *more])})"
 
     def _name(self) -> str:
+        """Its name in messages."""
         return type(self).__name__
 
-    def _shown(self) -> Iterator[str]:
-        """Its attributes as text."""
-        for name, value in vars(self).items():
-            if not name.startswith("_") and (text := _text(name, value)):
-                yield text
+    def _within(self) -> Iterator[Declared]:
+        """The object itself, and all `Declared` objects in its attributes."""
+        return (leaf for _, leaf in walk(self) if isinstance(leaf, Declared))
 
-    def attributes(self) -> Iterator[str]:
-        """The names of its attributes, and of the attributes of `Declared` objects in them."""
-        for name, value in vars(self).items():
-            yield name
-            for part in leaves(value):
-                if isinstance(part, Declared):
-                    yield from part.attributes()
+    @property
+    def all_declared(self) -> bool:
+        """Whether every tensor that is read is certainly declared, and a NaN in one reaches the problems that read it.
+
+        True for this library's classes (`declares_all`), not for their subclasses.
+        """
+        return all(vars(type(part)).get("declares_all") and part.declares_all for part in self._within())
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in vars(self).items():
-            if isinstance(value, HOLDERS):
-                yield from named(value, name)
+        return named(self)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the object reads, in a fixed order."""
@@ -337,17 +306,11 @@ class Declared:
         Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
         in a module gives the module up for all later calls.)
         """
-        if not any(_is_compiled(part) or part.training for module in modules_in(self) for part in parts_of(module)):
-            return self
-        copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda tensor: tensor, lambda module: _tree(_inside(module), _kept_apart, copies))
+        return self._with_copies(lambda part: _is_compiled(part) or part.training, _own_buffers, compiled=False)
 
     def unwritten(self) -> Self:
         """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
-        if not any(part.training for module in modules_in(self) for part in parts_of(module)):
-            return self
-        copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _own_buffers, copies))
+        return self._with_copies(lambda part: part.training, _own_buffers)
 
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.
@@ -355,10 +318,20 @@ class Declared:
         These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
         where their computation changes buffers.
         """
-        if not any(_computes(part) for module in modules_in(self) for part in parts_of(module)):
+        return self._with_copies(_computes, _computed)
+
+    def _with_copies(
+        self,
+        changes: Callable[[nn.Module], bool],
+        own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]],
+        *,
+        compiled: bool = True,
+    ) -> Self:
+        """The same object with copies of its modules as `_tree` makes them, if any part of these `changes`."""
+        if not any(map(changes, modules_in(self))):
             return self
         copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _computed, copies))
+        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, own, copies, compiled=compiled))
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -388,7 +361,7 @@ def restricted(declared: _D, index: Tensor, **own: int) -> _D:
         index: which problems, for each batch entry.
         own: for each attribute that numbers problems, how many of its axes belong to one. Numbers are left alone.
     """
-    clone = declared.replace(*declared.tensors())
+    clone: _D = changed(declared, lambda tensor: tensor)
     for name, count in own.items():
         tensor = getattr(clone, name)
         if isinstance(tensor, Tensor):

@@ -60,7 +60,7 @@ from .potentials import LogSumExp
 from .potentials._attention import triangle
 from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp
-from .problem import Problem, isolated, widened
+from .problem import Problem, check_start, isolated, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, SolveReport
 from .solvers import Anderson, Outcome, Picard, Solver
 from .solvers.exported import check_budget, check_no_evidence, stepped
@@ -154,7 +154,7 @@ def solve(
         # What kernels and the loop share, which checks the parts.
         problem = energy_of(given)
     whole, origin = problem, None
-    if (moved := problem._about_origin()) is not None:
+    if (moved := problem._about_origin() if type(problem) is AnchoredEnergy else None) is not None:
         problem.check_state(initial)
         problem, origin = moved
         initial = initial - origin
@@ -167,7 +167,7 @@ def solve(
         found = solve_plainly(call, initial, plan, report.on_failure, report.site, problem=problem)
         solution = None if found is None else found[1]  # type: ignore[assignment]
     if solution is None:
-        whole.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
+        check_start(whole, {"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
         request = Request(problem, initial, solver, impl, trace, report, callback)
         solution = by_adjoint(request, adjoint, verbose=every > 0)
     assert isinstance(solution, Solution)

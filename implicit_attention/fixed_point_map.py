@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import numbers
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +15,8 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import HALF, transforms_active
-from ._declared import HOLDERS, changed, leaves, modules_in, named, parts_of, picked
-from .problem import Problem, counted, is_like, refuse_writes
+from ._declared import HOLDERS, changed, modules_in, named, picked, walk
+from .problem import Problem, counted, find_undeclared, is_like, refuse_writes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,10 +66,6 @@ class Shared:
     value: Any
 
 
-#: Function -> the cases for which it passed `check_undeclared`: further problems of one function are not checked again.
-_PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
-
-
 class UserProblem(Problem):
     """A problem of a user's function(z, *inputs) or module; its tensors are those of `inputs` and of the module."""
 
@@ -102,15 +96,11 @@ class UserProblem(Problem):
         # Modules have no tensors of single problems.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))
-        # Other objects among the inputs may make the next problem read another tensor.
-        legible = all(isinstance(leaf, Tensor | numbers.Number | str | None) for leaf in leaves(self.inputs))
-        self._passed = _passed_by(function) if legible else set()
 
     @property
     def mixes(self) -> bool:  # type: ignore[override]
         """Whether a batch normalisation takes its statistics from the batch."""
-        parts = (part for module in modules_in(self) for part in parts_of(module))
-        norms = (part for part in parts if isinstance(part, _BatchNorm))
+        norms = (part for part in modules_in(self) if isinstance(part, _BatchNorm))
         return any(norm.training or norm.running_mean is None for norm in norms)
 
     def check_state(self, z: Tensor) -> None:
@@ -127,19 +117,11 @@ class UserProblem(Problem):
                 )
 
     def check_undeclared(self, z: Tensor) -> None:
-        tracked = tuple(t.requires_grad for t in self.tensors())
-        known = (type(self), getattr(self.function, "training", None), tracked, self._read_by())
-        if transforms_active() or known not in self._passed:
-            super().check_undeclared(z)
-        if not transforms_active():
-            self._passed.add(known)
+        remedy = f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
+        find_undeclared(self, z, lambda: closed_over(self.function), remedy)
 
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
-
-    def undifferentiated(self) -> Self:
-        # No backward pass will ask for its modules, which need no copies then.
-        return self
 
     def without(self, left_out: Tensor) -> Self:
         def filled(tensor: Tensor) -> Tensor:
@@ -174,7 +156,7 @@ class UserProblem(Problem):
             # Torch speaks of sizes that the caller never wrote.
             if type(error) is not RuntimeError or _validate.OF_SHAPES.search(str(error)) is None:
                 raise
-            required = f"have a shape that `{self._map_name()}` takes"
+            required = f"have a shape that `{self._name()}` takes"
             received = f"states of shape {tuple(z.shape)}, for which it raised: {error}"
             axes = f"of which the last {self.event_ndim} axes form one problem"
             remedy = f"start from a tensor of the shape that it returns, {axes}"
@@ -187,10 +169,10 @@ class UserProblem(Problem):
             if z.dtype not in HALF:
                 told = f"take states of {z.dtype}", f"one that raised: {error}"
                 remedy = "convert what it reads with .to(z.dtype)"
-                raise ValueError(_validate.message(self._map_name(), *told, remedy)) from error
+                raise ValueError(_validate.message(self._name(), *told, remedy)) from error
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
-        name = self._map_name()
+        name = self._name()
         if not isinstance(result, Tensor):
             received, remedy = type(result).__name__, remedy or _validate.joined(result)
             raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", received, remedy))
@@ -204,33 +186,19 @@ class UserProblem(Problem):
                 raise ValueError(_validate.message(name, required, got, remedy))
         return result
 
-    def _map_name(self) -> str:
+    def _name(self) -> str:
         function = getattr(self.function, "_orig_mod", self.function)
         return getattr(function, "__name__", type(function).__name__)
 
-    def _read_by(self) -> str:
-        return _closed_over(self.function)
 
-    def _how_to_declare(self) -> str:
-        return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
-
-
-def _passed_by(function: Callable[..., Any]) -> set[Any]:
-    try:
-        return _PASSED.setdefault(function, set())
-    except TypeError:
-        # The function has no hash, or no weak references.
-        return set()
-
-
-def _closed_over(function: Any) -> str:
+def closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
     names = []
-    for part in parts_of(function) if isinstance(function, nn.Module) else (function,):
+    for part in function.modules() if isinstance(function, nn.Module) else (function,):
         for name, value in _scope(part):
             # Mostly it is a function or a number.
-            for leaf in leaves(value) if isinstance(value, HOLDERS) else ():
+            for _, leaf in walk(value) if isinstance(value, HOLDERS) else ():
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     names.append(f"`{name}`")
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
@@ -240,16 +208,12 @@ def _closed_over(function: Any) -> str:
 
 def _scope(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a function reads by name (closure, globals, bound object), or a module by other names."""
-    code_of = type(function).forward if isinstance(function, nn.Module) else function
     # Methods of potentials are wrapped by decorators.
-    code_of = inspect.unwrap(code_of)
-    code = getattr(code_of, "__code__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(code_of, "__closure__", None) or (), strict=False):
-        yield name, cell.cell_contents
-    read = getattr(code_of, "__globals__", {})
-    for name in getattr(code, "co_names", ()):
-        if name in read:
-            yield name, read[name]
+    code_of = inspect.unwrap(type(function).forward if isinstance(function, nn.Module) else function)
+    if (code := getattr(code_of, "__code__", None)) is not None:
+        cells, read = zip(code.co_freevars, code_of.__closure__ or (), strict=False), code_of.__globals__
+        yield from ((name, cell.cell_contents) for name, cell in cells)
+        yield from ((name, read[name]) for name in code.co_names if name in read)
     bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     for name, value in getattr(bound, "__dict__", {}).items():
         if bound is not function or name[:1] != "_":

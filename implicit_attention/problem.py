@@ -24,7 +24,7 @@ from ._autograd import (
     transforms_active,
     vjp,
 )
-from ._declared import Declared, Withdrawn
+from ._declared import Declared, abstract
 from ._types import LinearMap
 from .kernels.problem import Attention
 from .status import LEVERS, Status, advice
@@ -53,22 +53,11 @@ class Evaluation(NamedTuple):
     energy: Tensor | None
 
 
-_OF_ALL = (
-    "hessian_product",
-    "evaluate",
-    "_both",
-    "linearize",
-    "lipschitz",
-    "select",
-    "row_block",
-    "plain_steps_descend",
-    "has_metric",
-    "divergence",
-    "metric_product",
-    "metric_root_product",
-    "outer_product",
-    "falls",
-    "curves_down",
+#: What is derived from each of energy, gradient and map.
+_DERIVED = (
+    *("energy", "gradient", "fixed_point_map", "hessian_product", "evaluate", "linearize", "lipschitz", "select"),
+    *("row_block", "plain_steps_descend", "has_metric", "divergence", "metric_product", "metric_root_product"),
+    *("outer_product", "bottomless"),
 )
 
 
@@ -123,7 +112,8 @@ class Problem(Declared, general=True):
 
     The last `event_ndim` axes of a state are one problem, all leading axes number independent problems. A subclass
     defines `fixed_point_map`; everything else has a default built on it with automatic differentiation. A subclass that
-    overrides the map, the energy or its gradient of a problem in closed form has these defaults too.
+    overrides the energy of a problem in closed form has these defaults too. One that overrides its map or gradient
+    defines the energy, too, or raises TypeError as it is made: of a map alone make a subclass of `Problem`.
 
     Not for a function at hand: use `FixedPointMap`, or `EnergyFunction` for an energy.
 
@@ -140,13 +130,10 @@ class Problem(Declared, general=True):
     """
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
-        "fixed_point_map": ("energy", "gradient", *_OF_ALL),
-        "energy": ("fixed_point_map", "gradient", *_OF_ALL),
-        "gradient": ("energy", "fixed_point_map", *_OF_ALL),
+        **dict.fromkeys(("fixed_point_map", "energy", "gradient"), _DERIVED),
         "evaluate": ("linearize",),
         "hessian_product": ("linearize", "lipschitz"),
     }
-    _underived: ClassVar[tuple[str, ...]] = ("energy",)
 
     #: Number of trailing axes that form one problem.
     event_ndim: int
@@ -178,28 +165,19 @@ class Problem(Declared, general=True):
     #: Where the axis before the last numbers tokens that read no later ones: the loop then stops each on its own.
     token_order: TokenOrder | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if isinstance(vars(cls).get("energy"), Withdrawn):
-            # The map may be any now, and need not descend from an energy.
-            for claim in ("has_energy", "symmetric"):
-                if claim not in vars(cls):
-                    setattr(cls, claim, False)
-
+    @abstract
     def fixed_point_map(self, z: Tensor) -> Tensor:
         """f(z), differentiable to any order."""
         raise NotImplementedError(f"{type(self).__name__} must define fixed_point_map(z)")
 
+    @abstract
     def energy(self, z: Tensor) -> Tensor:
         """E(z) per problem."""
         raise NotImplementedError(f"{type(self).__name__} has no energy; use an energy, or a solver that needs none")
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
         """f(z) and, if asked for, E(z) in one go."""
-        return self._both(z) if energy else Evaluation(self.fixed_point_map(z), None)
-
-    def _both(self, z: Tensor) -> Evaluation:
-        return Evaluation(self.fixed_point_map(z), self.energy(z))
+        return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
 
     def later_map(self) -> Callable[[Tensor], Tensor] | None:
         """f for the evaluations after those that have passed all tests (two, or one if it is `tested`).
@@ -228,7 +206,7 @@ class Problem(Declared, general=True):
 
         def mapped(z: Tensor) -> Tensor:
             result = self.fixed_point_map(z)
-            check_graph(self._map_name(), result, self.fixed_point_map, z)
+            check_graph(self._name(), result, self.fixed_point_map, z)
             return result
 
         _, by_state = vjp(mapped, z)
@@ -274,31 +252,13 @@ class Problem(Declared, general=True):
             required = "stop every token of a causal layer on its own"
             _validate.require(fits, "solver", required, type(solver).__name__, "use Anderson(history=1) or Picard()")
 
-    def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
-        """Raise if a solve cannot start with the arguments `given`, by name: for parts that several processes share."""
-        for part in vars(self).values():
-            if hasattr(part, "check_start"):
-                part.check_start(given, solver, adjoint)
-
-    #: The remedy for a state that is `outside`.
-    if_outside: str = ""
-
-    #: The check to advise where no step ends the descent of the energy; empty if its lower bound is certain.
-    if_bottomless: str = ""
-
-    @property
-    def to_contract(self) -> str:
-        """The remedies by numbers of the problem that make f contract more; empty if it has no such number."""
-        names = set(self.attributes())
-        return " or ".join(remedy for name, remedy in LEVERS.items() if name in names)
+    #: The remedy that makes f contract more where no number of the problem is known to.
+    to_contract: str = ""
 
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
         """Return the remedies for this problem's failures by status, given those of the solver."""
-        texts = advice(remedies, self.to_contract)
-        if self.if_bottomless:
-            for status in texts.keys() & {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED}:
-                texts[status] = f"{self.if_bottomless}; if so, {texts[status]}"
-        return texts | {Status.OUT_OF_RANGE: self.if_outside} if self.if_outside else texts
+        names = {name for part in self._within() for name in vars(part)}
+        return advice(remedies, " or ".join(LEVERS[name] for name in LEVERS if name in names) or self.to_contract)
 
     def outside(self, z: Tensor) -> Tensor | None:
         """Which states (*lead) f leaves where they are without solving anything; None where that cannot happen."""
@@ -311,13 +271,12 @@ class Problem(Declared, general=True):
         """
         return None
 
-    def falls(self) -> Tensor | None:
-        """Whether the energy certainly falls without end, per batch entry (*lead[:-1]); None if none is known to."""
-        return None
+    def bottomless(self, z: Tensor | None = None) -> Tensor | None:
+        """Whether the energy certainly falls without end, per batch entry (*lead[:-1]); None if none is known to.
 
-    def curves_down(self, z: Tensor) -> Tensor:
-        """Whether the energy has negative curvature at z where it `falls`, (*lead), so that z is near no minimum."""
-        raise NotImplementedError(f"{type(self).__name__} defines falls() and must define curves_down(z)")
+        Given states: whether it does, and curves downwards at z, (*lead), so that z is near no minimum.
+        """
+        return None
 
     def select(self, index: Tensor) -> Self | None:
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
@@ -330,19 +289,26 @@ class Problem(Declared, general=True):
         """
         return None
 
-    def undifferentiated(self) -> Self:
-        """The same problems, as a solve evaluates them of which no derivative is asked."""
-        return self.replace(*self.tensors())
-
     #: The remedy for a map that turns out to be random.
     if_random: str = "call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
 
     def cause(self, z: Tensor) -> str:
-        """Return why the problem may have failed, with the remedy, once its best states z are known; maybe empty."""
-        return randomness(self, z)
+        """Return why the problem may have failed, with the remedy, once its best states z are known; maybe empty.
 
-    #: Whether the problems that `without` returns read finite numbers only.
-    knows_own: bool = False
+        f is random if two evaluations at one state differ by more than rounding.
+        """
+        if self.separates or transforms_active():
+            return ""
+        with torch.no_grad(), exact_precision(z):
+            first, second = (self.apart().fixed_point_map(z.detach()) for _ in range(2))
+        size = first.where(torch.isfinite(first), 0.0).norm()
+        off = float((second - first).nan_to_num(0.0, 0.0, 0.0).norm() / size)
+        if not off > torch.finfo(z.dtype).eps ** (2 / 3):
+            return ""
+        return (
+            f"`{self._name()}` is random: two evaluations at one state differ by {off:.1e} of its size, so that no "
+            f"state solves it; {self.if_random}"
+        )
 
     def as_attention(self) -> Attention | None:
         """The tensors of attention whose equilibrium solves this problem, for kernels; None if it is another one.
@@ -351,10 +317,6 @@ class Problem(Declared, general=True):
         softmax attention of z over the keys, and each query is a problem (`event_ndim` is 1). Its parts may be computed
         from learned tensors. `solve` then reads f and E from it, by a kernel or not; impl="reference" reads f itself.
         """
-        return None
-
-    def _about_origin(self) -> tuple[Self, Tensor] | None:
-        """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
         return None
 
     def without(self, left_out: Tensor) -> Self:
@@ -367,37 +329,42 @@ class Problem(Declared, general=True):
 
     def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
-        tensors = self.tensors()
-        apart = self.apart()
-        detached = apart.replace(*(t.detach() for t in apart.tensors()))
-        declared = {name for name, _ in apart.named_tensors()}
-        with torch.enable_grad():
-            # A copy, as a map that works in place is reported later.
-            result = detached.fixed_point_map(z.detach().clone())
-        for name, _ in detached.named_tensors():
-            _validate.require(
-                name in declared,
-                name,
-                "not be kept while the problem is evaluated",
-                "a tensor made there, through which no gradient would reach what it is made of",
-                "compute it at every call, or once in __init__",
-            )
-        hidden = is_batched(result) and not is_batched(z, *tensors)
-        if result.requires_grad or has_tangent(result) or hidden:
-            name, where = self._map_name(), self._read_by()
-            raise ValueError(
-                f"`{name}` reads {where}, which requires grad but is not declared, so its gradient would silently be"
-                " zero; " + self._how_to_declare()
-            )
+        if not self.all_declared:
+            remedy = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
+            find_undeclared(self, z, lambda: "a tensor", remedy)
 
-    def _map_name(self) -> str:
-        return type(self).__name__
 
-    def _read_by(self) -> str:
-        return "a tensor"
+def find_undeclared(problem: Problem, z: Tensor, reads: Callable[[], str], remedy: str) -> None:
+    """Raise if f reads what `Problem.check_undeclared` refuses, in these words about what it `reads`."""
+    tensors = problem.tensors()
+    apart = problem.apart()
+    detached = apart.replace(*(t.detach() for t in apart.tensors()))
+    declared = {name for name, _ in apart.named_tensors()}
+    with torch.enable_grad():
+        # A copy, as a map that works in place is reported later.
+        result = detached.fixed_point_map(z.detach().clone())
+    for name, _ in detached.named_tensors():
+        _validate.require(
+            name in declared,
+            name,
+            "not be kept while the problem is evaluated",
+            "a tensor made there, through which no gradient would reach what it is made of",
+            "compute it at every call, or once in __init__",
+        )
+    hidden = is_batched(result) and not is_batched(z, *tensors)
+    if result.requires_grad or has_tangent(result) or hidden:
+        raise ValueError(
+            f"`{problem._name()}` reads {reads()}, which requires grad but is not declared, so its gradient would"
+            f" silently be zero; {remedy}"
+        )
 
-    def _how_to_declare(self) -> str:
-        return "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
+
+def check_start(problem: Problem, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
+    """Raise if parts that several processes share cannot start a solve with the arguments `given`, by name."""
+    own = {name: value for name, value in vars(problem).items() if isinstance(value, Tensor | float | int)}
+    for part in problem._within():
+        if hasattr(part, "check_start"):
+            part.check_start({**own, **given}, solver, adjoint)
 
 
 def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
@@ -435,7 +402,7 @@ def refuse_writes(problem: Problem) -> NoReturn:
     """Raise because the map of the problem changes its state."""
     required, received = "leave its state as it is", "a map that works on it in place"
     remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
-    raise ValueError(_validate.message(problem._map_name(), required, received, remedy))
+    raise ValueError(_validate.message(problem._name(), required, received, remedy))
 
 
 def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Tensor]:
@@ -449,7 +416,7 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
         return problem, z
     rows = left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim))
     z, apart = z.masked_fill(rows, 0.0), problem.without(left_out)
-    if problem.knows_own or batched or not bool(left_out.any()):
+    if problem.all_declared or batched or not bool(left_out.any()):
         return apart, z
 
     def others(problem: Problem) -> Tensor:
@@ -467,22 +434,6 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
     return problem, z
 
 
-def randomness(problem: Problem, z: Tensor) -> str:
-    """Say that f is random, with the remedy, if two evaluations at one state differ by more than rounding."""
-    if problem.separates or transforms_active():
-        return ""
-    with torch.no_grad(), exact_precision(z):
-        first, second = (problem.apart().fixed_point_map(z.detach()) for _ in range(2))
-    size = first.where(torch.isfinite(first), 0.0).norm()
-    off = float((second - first).nan_to_num(0.0, 0.0, 0.0).norm() / size)
-    if not off > torch.finfo(z.dtype).eps ** (2 / 3):
-        return ""
-    return (
-        f"`{problem._map_name()}` is random: two evaluations at one state differ by {off:.1e} of its size, so that no "
-        f"state solves it; {problem.if_random}"
-    )
-
-
 def lost_rows(z: Tensor, event_ndim: int) -> Tensor:
     """Which problems (*lead) have no finite number in their state."""
     finite = torch.isfinite(z)
@@ -494,7 +445,7 @@ def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
     if not same(now, before):
         remedy = "return buffer.clone()"
         received = "a map that writes into what it returned before"
-        raise ValueError(_validate.message(problem._map_name(), "return new memory at every call", received, remedy))
+        raise ValueError(_validate.message(problem._name(), "return new memory at every call", received, remedy))
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -553,7 +504,7 @@ def pullback(
 
     def mapped(*floating: Tensor) -> Tensor:
         result = unchecked(*floating)
-        check_graph(problem._map_name(), result, unchecked, *floating)
+        check_graph(problem._name(), result, unchecked, *floating)
         return result
 
     if not where:

@@ -25,6 +25,7 @@ from .._autograd import (
     transforms_active,
     vjp,
 )
+from .._declared import changed
 from .._reporting import stays_out, unread
 from ..linear import LinearSolver
 from ..linear._vectors import along
@@ -161,7 +162,7 @@ def fixed_point(
     request = dataclasses.replace(request, initial=request.initial.detach(), linear_solver=linear_solver)
     if not transforms_active() and not is_differentiated(*tensors):
         with torch.no_grad(), exact_precision(request.initial):
-            return request.solved(request.problem.undifferentiated(), request.initial)
+            return request.solved(changed(request.problem, lambda t: t), request.initial)
     value, *fields = attached(request, *tensors)
     return Outcome(value, Record(*fields[:5]), Trace.of(*fields[5:]) if request.trace else None)
 

@@ -21,6 +21,7 @@ from .._autograd import (
     transforms_active,
     without_hooks,
 )
+from .._declared import changed
 from .._norm import norm
 from .._reporting import report_failures
 from ..linear._vectors import along
@@ -141,7 +142,7 @@ class Reversible(Adjoint):
 
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
         """The outcome with its record, in which the best of the plain steps stands in where a problem failed."""
-        problem, steps = request.problem.undifferentiated(), request.solver.max_steps
+        problem, steps = changed(request.problem, lambda t: t), request.solver.max_steps
         count = torch.full_like(failed, steps, dtype=torch.int32)
         status = torch.full_like(count, int(Status.BUDGET if steps else Status.EXPLICIT), dtype=torch.int8)
         status = status.masked_fill(failed, int(Status.DIVERGED))
@@ -333,7 +334,7 @@ def pulled(problem: Problem, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         z = z.detach().requires_grad_()
         mapped = problem.fixed_point_map(z)
         if not mapped.requires_grad:
-            check_graph(problem._map_name(), mapped, problem.fixed_point_map, z)
+            check_graph(problem._name(), mapped, problem.fixed_point_map, z)
             return mapped, torch.zeros_like(z)
         torch.autograd.backward(mapped, u, inputs=[z, *(t for t in problem.tensors() if t.requires_grad)])
     return mapped.detach(), torch.zeros_like(z) if z.grad is None else z.grad

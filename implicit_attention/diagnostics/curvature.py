@@ -145,7 +145,7 @@ def jacobian_penalty(
 
     def mapped(z: Tensor) -> Tensor:
         result = problem.fixed_point_map(z)
-        check_graph(problem._map_name(), result, problem.fixed_point_map, z)
+        check_graph(problem._name(), result, problem.fixed_point_map, z)
         return result
 
     total = torch.zeros(lead, dtype=z.dtype, device=z.device)

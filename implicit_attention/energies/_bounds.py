@@ -1,10 +1,8 @@
-"""Checks whether an anchored energy certainly has no lower bound, once per potential, where the host can look."""
+"""Checks whether an anchored energy certainly has no lower bound, where the host can look."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,17 +16,11 @@ from ..potentials._rays import Ray
 
 # Within this distance of the limit rounding decides on which side a scale lies, and the field on the bound.
 MARGIN = 1e-6
-#: The state of tensors: the objects, and how often torch had written to each.
-Versions: TypeAlias = tuple[tuple["weakref.ref[Tensor]", int], ...]
-
-# For each potential its tensors, the scale up to which a ray was looked for, and the ray.
-_rays: weakref.WeakKeyDictionary[Potential, tuple[Versions, float, Ray]] = weakref.WeakKeyDictionary()
 
 
-def falls(potential: Potential, anchor: float | Tensor) -> Tensor | None:
-    """Whether |z|^2/2 - (1 - anchor) Phi certainly falls without end, (*batch); None if no entry can be known to."""
-    ray = potential.falling_ray() if potential.event_ndim == 1 else None
-    return None if ray is None else _beyond(ray, anchor) > 1 + MARGIN
+def falls(ray: Ray, anchor: float | Tensor) -> Tensor:
+    """Whether |z|^2/2 - (1 - anchor) Phi certainly falls without end along a ray of the potential, (*batch)."""
+    return _beyond(ray, anchor) > 1 + MARGIN
 
 
 def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word) -> bool:
@@ -37,18 +29,18 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
     The check knows only rays that potentials report: without such a ray the energy may fall all the same.
     """
     _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))
-    ray, tensors = None, [*potential.tensors(), *([anchor] if isinstance(anchor, Tensor) else [])]
-    if potential.event_ndim == 1 and host_may_look(*tensors):
-        ray = _remembered(potential, _largest_scale(anchor))
-    if ray is None:
+    tensors = [*potential.tensors(), *([anchor] if isinstance(anchor, Tensor) else [])]
+    if potential.event_ndim != 1 or not host_may_look(*tensors):
         return False
-    if not _any_falls(ray, anchor):
-        return True
-    # Torch does not count writes that bypass it (by numpy, through `.data`), so the ray is computed again.
+    lowest = anchor
+    if isinstance(anchor, Tensor):
+        lowest = float(anchor.detach().amin()) if anchor.numel() else 1.0
+    # No ray is looked for above the largest scale.
+    ray = potential.falling_ray(1 - lowest)
+    if ray is None or not bool(falls(ray, anchor).any()):
+        return ray is not None
     ray = potential.falling_ray()
-    if ray is None or not _any_falls(ray, anchor):
-        return True
-    if unbounded != "ignore":
+    if ray is not None and unbounded != "ignore":
         message = _message(potential, ray, anchor)
         if unbounded == "raise":
             raise ValueError(f"{message}. Pass unbounded='warn' or 'ignore' to look for a local minimum all the same.")
@@ -56,39 +48,11 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
     return False
 
 
-def _any_falls(ray: Ray, anchor: float | Tensor) -> bool:
-    return bool((_beyond(ray, anchor) > 1 + MARGIN).any())
-
-
 def _beyond(ray: Ray, anchor: float | Tensor) -> Tensor:
     """(1 - anchor)/limit, (*batch): above 1 the energy falls."""
     pull = 1 - (anchor.detach().to(ray.limit) if isinstance(anchor, Tensor) else anchor)
     # At anchor 1 the potential is not read, and 0/0 must not count.
     return torch.where(torch.as_tensor(pull, device=ray.limit.device) > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
-
-
-def _largest_scale(anchor: float | Tensor) -> float:
-    if not isinstance(anchor, Tensor):
-        return 1 - anchor
-    return float(1 - anchor.detach().amin()) if anchor.numel() else 0.0
-
-
-def _remembered(potential: Potential, scale: float) -> Ray | None:
-    tensors = potential.tensors()
-    if any(t.is_inference() for t in tensors):
-        # Torch counts no writes to these.
-        return potential.falling_ray(scale)
-    if (known := _rays.get(potential)) is not None:
-        versions, largest, ray = known
-        same = len(versions) == len(tensors) and all(
-            tensor() is t and count == t._version for (tensor, count), t in zip(versions, tensors, strict=True)
-        )
-        if same and scale <= largest:
-            return ray
-    new = potential.falling_ray(scale)
-    if new is not None:
-        _rays[potential] = tuple((weakref.ref(t), t._version) for t in tensors), scale, new
-    return new
 
 
 def _message(potential: Potential, ray: Ray, anchor: float | Tensor) -> str:

@@ -31,21 +31,13 @@ class Fielded(Problem):
         field: (*batch, N, D).
     """
 
-    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
-    declares_all: ClassVar[bool] = False
-
     def __init__(self, field: Tensor) -> None:
         _validate.check_float_tensor("field", field, min_ndim=2)
         self.field = field
 
-    @property
-    def knows_own(self) -> bool:  # type: ignore[override]
-        """Whether a NaN in a tensor certainly reaches the problems that read it, as in this library's own classes."""
-        return bool(vars(type(self)).get("declares_all"))
-
     def without(self, left_out: Tensor) -> Self:
         tensors = self.tensors()
-        if self.knows_own:
+        if self.all_declared:
             # A bias of -inf masks.
             good = (torch.isfinite(t) | (t == -torch.inf) for t in tensors)
             tensors = tuple(t.where(g, 1.0) if t.is_floating_point() else t for t, g in zip(tensors, good, strict=True))
@@ -53,10 +45,14 @@ class Fielded(Problem):
         clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
         return clone
 
-    def check_undeclared(self, z: Tensor) -> None:
-        # This library's problems declare what they read by construction; a subclass or a user's potential may not.
-        if not self.knows_own:
-            super().check_undeclared(z)
+    def _rows(self, index: Tensor, potential: Potential) -> Self | None:
+        """The problems `index`, (*batch, K), of which each has a row of the field and of `self.potential`."""
+        part = potential.select(index)
+        if part is None or self.event_ndim != 1:
+            return None
+        clone: Any = restricted(self, index, field=1)
+        clone.potential = part
+        return clone  # type: ignore[no-any-return]
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -120,7 +116,6 @@ class AnchoredEnergy(Anchored, Energy):
         unbounded: what to do about an energy that certainly falls without end along a ray, where the host can look at
             the tensors at no cost (on a CPU, outside of torch.func and torch.compile): "raise", "warn" or "ignore". A
             solve of such an energy may still find a local minimum or a saddle; if it runs away, its status is DIVERGED.
-            A potential is checked once, and again only after its tensors have changed.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1]; an energy without a
@@ -156,8 +151,8 @@ class AnchoredEnergy(Anchored, Energy):
         potential.check_state("field", field)
         self.potential = potential
         super().__init__(field, anchor)
-        # A subclass that overrides `falls` may have an energy with a bound.
-        if type(self).falls is AnchoredEnergy.falls and check_bounded(potential, self.anchor, unbounded):
+        # A subclass that overrides `bottomless` may have an energy with a bound.
+        if type(self).bottomless is AnchoredEnergy.bottomless and check_bounded(potential, self.anchor, unbounded):
             self._checked = True
 
     @property
@@ -173,12 +168,9 @@ class AnchoredEnergy(Anchored, Energy):
     def row_block(self) -> int:  # type: ignore[override]
         return self.potential.row_block
 
-    @property
-    def knows_own(self) -> bool:  # type: ignore[override]
-        return super().knows_own and self.potential.knows_own
-
     def _about_origin(self) -> tuple[Self, Tensor] | None:
-        found = self.potential._about_origin() if type(self) is AnchoredEnergy else None
+        """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
+        found = self.potential._about_origin()
         if found is None:
             return None
         clone = copy.copy(self)
@@ -197,7 +189,7 @@ class AnchoredEnergy(Anchored, Energy):
     @property
     def if_bottomless(self) -> str:  # type: ignore[override]
         """Return no remedy: the bounds of the library's potentials are known, and unbounded ones are refused."""
-        return "" if self.knows_own else super().if_bottomless
+        return "" if self.all_declared else super().if_bottomless
 
     def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
@@ -248,17 +240,12 @@ class AnchoredEnergy(Anchored, Energy):
 
         return Linearization(product, product, pullback)
 
-    def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
-        self.potential.check_start({"field": self.field, "anchor": self.anchor, **given}, solver, adjoint)
-
-    def falls(self) -> Tensor | None:
-        return None if self._checked else falls(self.potential, self.anchor)
-
-    def curves_down(self, z: Tensor) -> Tensor:
-        ray = self.potential.falling_ray()
-        assert ray is not None
+    def bottomless(self, z: Tensor | None = None) -> Tensor | None:
+        ray = None if self._checked or self.event_ndim != 1 else self.potential.falling_ray()
+        if ray is None or z is None:
+            return None if ray is None else falls(ray, self.anchor)
         along = ray.direction.to(z)[..., None, :].expand(z.shape)
-        return (along * self.hessian_product(z, along)).sum(-1) < 0
+        return falls(ray, self.anchor)[..., None] & ((along * self.hessian_product(z, along)).sum(-1) < 0)
 
     def _is_own(self) -> bool:
         return tuple(name for name in vars(self) if name != "_checked") == self._attributes
@@ -268,12 +255,7 @@ class AnchoredEnergy(Anchored, Energy):
         return None if bound is None else (1 - self.anchor) * bound
 
     def select(self, index: Tensor) -> Self | None:
-        potential = self.potential.select(index)
-        if potential is None or self.event_ndim != 1 or not self._is_own():
-            return None
-        clone = restricted(self, index, field=1)
-        clone.potential = potential
-        return clone
+        return self._rows(index, self.potential) if self._is_own() else None
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:

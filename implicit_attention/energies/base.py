@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .. import _validate
 from .._autograd import check_graph, exact_precision, grad, transforms_active, vjp
 from ..fixed_point_map import UserProblem
 from ..problem import Evaluation, Problem
+from ..status import Status
 
 
 class Energy(Problem, general=True):
@@ -33,18 +35,23 @@ class Energy(Problem, general=True):
 
     symmetric = True
     has_energy = True
-    if_bottomless = "check that E has a lower bound, and no kink (as |z| has) where it is lowest"
+    to_contract = "scale E down"
+    #: What to check where no step ends the descent of E; empty if its lower bound is certain.
+    if_bottomless: str = "check that E has a lower bound, and no kink (as |z| has) where it is lowest"
 
-    @property
-    def to_contract(self) -> str:
-        return super().to_contract or "scale E down"
+    def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
+        texts = super().advice(remedies)
+        if self.if_bottomless:
+            for status in texts.keys() & {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED}:
+                texts[status] = f"{self.if_bottomless}; if so, {texts[status]}"
+        return texts
 
     def gradient(self, z: Tensor) -> Tensor:
         """Grad E(z), of z's shape."""
 
         def total(z: Tensor) -> Tensor:
             energy = self.energy(z)
-            check_graph(self._map_name(), energy, self.energy, z)
+            check_graph(self._name(), energy, self.energy, z)
             return energy.sum()
 
         gradient: Tensor = grad(total)(z)
@@ -108,15 +115,18 @@ class EnergyFunction(UserProblem, Energy):
         result, lead = self._called(z), z.shape[: z.ndim - self.event_ndim]
         return self._check_output(result, z, lead, "of z without its event axes", self._to_one_number(result, z))
 
-    def _both(self, z: Tensor) -> Evaluation:
+    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
+        if not energy:
+            return Evaluation(self.fixed_point_map(z), None)
+
         def total(z: Tensor) -> tuple[Tensor, Tensor]:
             energy = self.energy(z)
-            check_graph(self._map_name(), energy, self.energy, z)
+            check_graph(self._name(), energy, self.energy, z)
             return energy.sum(), energy
 
         # One call of the network, not one for the energy and one for its gradient.
-        gradient, energy = grad(total, has_aux=True)(z)
-        return Evaluation(z - gradient, energy)
+        gradient, value = grad(total, has_aux=True)(z)
+        return Evaluation(z - gradient, value)
 
     def _to_one_number(self, result: Any, z: Tensor) -> str:
         """The remedy for a result that is not one number per problem."""
@@ -146,7 +156,7 @@ class EnergyFunction(UserProblem, Energy):
         if not bool((alone - beside).abs() > torch.finfo(z.dtype).eps ** (2 / 3) * beside.abs()):
             return ""
         return (
-            f"`{self._map_name()}` mixes problems: the energy of one changes with the states of others, so that none "
+            f"`{self._name()}` mixes problems: the energy of one changes with the states of others, so that none "
             "descends by itself; call model.eval(), normalise each problem by itself (nn.LayerNorm, nn.GroupNorm), or "
             "raise event_ndim to make them one problem"
         )

@@ -30,7 +30,6 @@ class _Causal(Problem, general=True):
     """
 
     event_ndim = 2
-    declares_all: ClassVar[bool] = False
 
     def _hold(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
         _validate.check_instance("lagrangian", lagrangian, LayerNormPotential)
@@ -59,15 +58,6 @@ class _Causal(Problem, general=True):
         check_masks_fit(self.attention.mask, None, argument, z, before + z.shape[-2], "(*batch, N, M + N)")
         if self.memory is not None:
             self.memory.check_state(argument, z)
-
-    @property
-    def knows_own(self) -> bool:  # type: ignore[override]
-        parts = (part for part in (self.lagrangian, self.attention, self.memory) if part is not None)
-        return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in parts)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        if not self.knows_own:
-            super().check_undeclared(z)
 
     def activation(self, z: States) -> States:
         """g = grad L(x), the normalised tokens."""

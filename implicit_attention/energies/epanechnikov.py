@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..potentials._attention import common
 from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from ..potentials.masked_keys import MaskedKeys, Read
 from ..problem import Evaluation, Linearization, pullback
+from ..status import Status
 from .base import Energy
 
 #: The largest (beta/2) |k|^2 at which float32 tells 1 - (beta/2) |z - k|^2 to 1e-5.
@@ -77,7 +79,6 @@ class Epanechnikov(Energy):
     plain_steps_descend = True
     steps_rescaled = True
     if_bottomless = ""
-    if_outside = "no key is within sqrt(2/beta) of the state, which stays: lower beta, or start nearer to the keys"
 
     def __init__(self, keys: Keys, beta: PerBatch, eps: float = 0.0, *, mask: Mask = None, bias: Bias = None) -> None:
         self.memory = MaskedKeys(keys, beta, mask=mask, bias=bias)
@@ -117,6 +118,10 @@ class Epanechnikov(Energy):
     def linearize(self, z: Tensor) -> Linearization:
         """df/dz = 0. (It is I where no key is in range, but no tensor moves such a state.)"""
         return Linearization(torch.zeros_like, torch.zeros_like, lambda u: pullback(self, z, u))
+
+    def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
+        far = "no key is within sqrt(2/beta) of the state, which stays: lower beta, or start nearer to the keys"
+        return super().advice(remedies) | {Status.OUT_OF_RANGE: far}
 
     def outside(self, z: Tensor) -> Tensor:
         cell = self._cell(z)

@@ -10,7 +10,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._declared import restricted
 from ..potentials import Potential
 from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
@@ -120,10 +119,6 @@ class LegendreEnergy(_Activated, Fielded):
         """Plain steps descend for every convex potential."""
         return self.potential.convex
 
-    @property
-    def knows_own(self) -> bool:  # type: ignore[override]
-        return super().knows_own and self.potential.knows_own and self.lagrangian.knows_own
-
     def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(x), one number per problem."""
         g = self.activation(z)
@@ -171,12 +166,7 @@ class LegendreEnergy(_Activated, Fielded):
         return torch.where(slope < 1, slope, torch.inf)
 
     def select(self, index: Tensor) -> Self | None:
-        potential = self.potential.select(index)
-        if potential is None or self.event_ndim != 1 or not self._has_only(*self._attributes):
-            return None
-        clone = restricted(self, index, field=1)
-        clone.potential = potential
-        return clone
+        return self._rows(index, self.potential) if self._has_only(*self._attributes) else None
 
     def linearize(self, z: Tensor) -> Linearization:
         norm = self.lagrangian.linearize(z)

@@ -95,7 +95,7 @@ class SphereEnergy(AnchoredEnergy):
         """Whether df/dz is symmetric at solutions: not of tokens together, where each has a factor r/|g| itself."""
         return self.potential.event_ndim == 1
 
-    def falls(self) -> None:
+    def bottomless(self, z: Tensor | None = None) -> None:
         """No energy falls without end on a sphere."""
 
     def retract(self, z: States) -> States:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
-from ..fixed_point_map import FixedPointMap
+from ..fixed_point_map import FixedPointMap, closed_over
 from ..linear import LinearSolver
 from ..problem import counted, counted_copy, is_like, writes_to
 from ..solvers._rows import stay_where
@@ -222,11 +222,6 @@ class BlockProblem(FixedPointMap):
         if not transforms_active():
             self.checked.add((self.mode, "writes"))
 
-    @property
-    def to_contract(self) -> str:
-        # A block has none of the numbers that problems of attention have.
-        return ""
-
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
         advice = super().advice(remedies)
         return advice | {status: f"{levers}{TRAINED}" for status, levers in LEVERS.items() if status in advice}
@@ -251,7 +246,7 @@ class BlockProblem(FixedPointMap):
 
     def check_undeclared(self, z: Tensor) -> None:
         # A tensor that the block closes over may require grad since.
-        key = (self.mode, self._read_by())
+        key = (self.mode, closed_over(self.function))
         if key not in self.checked or transforms_active():
             super().check_undeclared(z)
             self.checked.add(key)

@@ -64,7 +64,7 @@ def check_update(problem: CausalProblem, cache: BlockCache) -> None:
     """Raise where a block keeps no keys in a cache, unless its tokens were seen to leave each other alone."""
     if cache.memory.attentions == 0 and not _passed(problem):
         required = "call `past.update` beside a cache, or be called with two tokens or more first, which show it"
-        raise ValueError(_validate.message("block", required, f"{problem._map_name()}, which never calls it", REMEDY))
+        raise ValueError(_validate.message("block", required, f"{problem._name()}, which never calls it", REMEDY))
 
 
 def _passed(problem: CausalProblem) -> str:
@@ -81,7 +81,7 @@ def _different(z: Tensor, axis: int) -> Tensor:
 
 def _agrees(problem: CausalProblem, image: Callable[[], Tensor], among: Tensor, axis: int) -> bool:
     """Whether all numbers could be compared; an error where some differ."""
-    function, name = problem.function, problem._map_name()
+    function, name = problem.function, problem._name()
     try:
         alone = image()
     except RuntimeError as error:

@@ -113,7 +113,7 @@ class CausalProblem(BlockProblem):
         for problem in (others, TokensTogether(again.apart())):
             if not stay_where(problem, last, ~last, z, mapped):
                 required = "let token t read tokens <= t alone with causal=True"
-                received = f"{self._map_name()}, in which the last token changes earlier ones"
+                received = f"{self._name()}, in which the last token changes earlier ones"
                 remedy = "mask later tokens, wrap arguments of whole samples in PerSample, or use causal=False"
                 raise ValueError(_validate.message("block", required, received, remedy))
         self.checked.add(key)

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, grad, sum_to_shape, vjp
-from .._declared import Declared, restricted
+from .._declared import Declared, abstract, restricted
 from .._types import LinearMap
 from ._rays import Ray, first_to_fall, spectral_norm, steeper
 
@@ -38,19 +38,10 @@ class CovarianceMap(NamedTuple):
     vjp_tensors: Callable[[Tensor], tuple[Tensor | None, ...]]
 
 
-_OF_BOTH = (
-    "covariance_product",
-    "evaluate",
-    "linearize",
-    "bounded_below",
-    "falling_ray",
-    "lipschitz",
-    "select",
-    "row_block",
-    "convex",
-    "probabilities",
-    "readout",
-    "readout_with_logsumexp",
+#: What is derived from value and mean.
+_DERIVED = (
+    *("value", "mean", "covariance_product", "evaluate", "linearize", "bounded_below", "falling_ray", "lipschitz"),
+    *("select", "row_block", "convex", "probabilities", "readout", "readout_with_logsumexp"),
 )
 
 
@@ -63,8 +54,9 @@ class Potential(Declared, general=True):
     Potentials form new ones, whose derivatives, bounds and tensors follow from those of their parts:
     `a * phi` for a number a > 0 or one per batch entry, `phi + psi`, and `phi.of(W)`, which is Phi(W z).
 
-    A subclass of a potential in closed form that overrides `value` keeps none of its closed forms, but differentiates;
-    one that overrides `mean` has to define `value` as well. Neither counts as convex unless it says so.
+    A subclass of a potential in closed form that overrides `value` keeps none of its closed forms, but differentiates,
+    and has None for weights and `readout`; one that overrides `mean` has to define `value` as well, or raises TypeError
+    as it is made. Neither counts as convex unless it says so.
 
     Not for a map that is no gradient: use `FixedPointMap`.
 
@@ -84,13 +76,11 @@ class Potential(Declared, general=True):
     """
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
-        "value": ("mean", *_OF_BOTH),
-        "mean": ("value", *_OF_BOTH),
+        **dict.fromkeys(("value", "mean"), _DERIVED),
         "covariance_product": ("linearize", "lipschitz"),
         "evaluate": ("linearize",),
         "probabilities": ("readout", "readout_with_logsumexp"),
     }
-    _underived: ClassVar[tuple[str, ...]] = ("value",)
     # numpy then leaves products with its numbers to `__rmul__`.
     __array_ufunc__ = None
 
@@ -101,11 +91,10 @@ class Potential(Declared, general=True):
     convex: bool = False
     #: See `Problem.row_block`.
     row_block: int = 32
-    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
-    declares_all: ClassVar[bool] = False
     #: The potentials that this one consists of.
     parts: tuple[Potential, ...] = ()
 
+    @abstract
     def value(self, z: Tensor) -> Tensor:
         """Phi(z), one number per problem: (*batch, N, D) -> (*batch, N), or (*batch) with `event_ndim` 2."""
         raise NotImplementedError(f"{type(self).__name__} must define value(z) -> one number per problem")
@@ -163,11 +152,6 @@ class Potential(Declared, general=True):
     def check_state(self, argument: str, z: Tensor) -> None:
         """Raise if states of z's shape do not fit the potential."""
 
-    def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
-        """See `Problem.check_start`."""
-        for part in self.parts:
-            part.check_start(given, solver, adjoint)
-
     def check_value(self, value: Any, z: Tensor) -> None:
         """Raise unless `value` is one number for each problem of the states z."""
         expected = z.shape[: z.ndim - self.event_ndim]
@@ -176,14 +160,6 @@ class Potential(Declared, general=True):
             received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             error = ValueError if isinstance(value, Tensor) else TypeError
             raise error(_validate.message(name, f"return one number per {one}, shape {tuple(expected)}", received))
-
-    @property
-    def knows_own(self) -> bool:
-        """Whether every tensor that is read is certainly declared, and a NaN in one reaches the problems that read it.
-
-        True for this library's classes (`declares_all`), not for their subclasses.
-        """
-        return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in self.parts)
 
     # Multiples, sums and maps of potentials.
 

@@ -9,7 +9,6 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, exact_precision, sum_to_shape
-from .._declared import Withdrawn
 from ._entmax import by_order, entmax, maximum, slopes
 from ._shapes import Keys, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .base import CovarianceMap
@@ -78,8 +77,6 @@ class Entmax(ScoredKeys):
     convex = True
     declares_all = True
     bounded_below = LogSumExp.bounded_below
-    # Outputs over parts of the keys do not merge by log-sum-exps here.
-    readout_with_logsumexp = Withdrawn("readout_with_logsumexp", "value", "ScoredKeys")
     _attributes = (*ScoredKeys._attributes, "alpha")
 
     def __init__(self, keys: Keys, beta: PerBatch, *, alpha: PerBatch = 1.5, **masks: Unpack[Masks]) -> None:
@@ -169,6 +166,12 @@ class Entmax(ScoredKeys):
         with exact_precision(z):
             read, _, p = self._weighed(z, values)
             return _averaged(read, F.dropout(p, dropout_p))
+
+    def readout_with_logsumexp(self, z: States, values: Values) -> tuple[ReadOut, PerRow]:
+        """Raise: outputs over parts of the keys do not merge by log-sum-exps here."""
+        raise NotImplementedError(
+            f"{type(self).__name__} reads out no log-sum-exp, by which nothing would merge; use `readout`"
+        )
 
     def lipschitz(self) -> Tensor:
         """beta min(M^(alpha - 1) diam(K)^2/4, lambda_max of the centred K^T K) for M keys, (*batch).

@@ -82,7 +82,10 @@ class KernelPotential(KeyPotential):
         torch.Size([1, 3, 8])
     """
 
-    declares_all = True
+    @property
+    def declares_all(self) -> bool:  # type: ignore[override]
+        """Whether the features are the library's: a user's function may read tensors that it does not declare."""
+        return type(self.features) in OWN
 
     def __init__(
         self,
@@ -123,11 +126,6 @@ class KernelPotential(KeyPotential):
             required = f"have one row for each of the {rows} keys, as query n reads the keys 1 to n"
             remedy = "for other queries, make a potential of the keys that they read, without causal=True"
             raise ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}", remedy))
-
-    @property
-    def knows_own(self) -> bool:
-        # A user's function may read tensors that it does not declare.
-        return super().knows_own and type(self.features) in OWN
 
     @property
     def row_block(self) -> int:  # type: ignore[override]
@@ -235,7 +233,7 @@ class KernelPotential(KeyPotential):
     @property
     def _in_logs(self) -> bool:
         """Whether features, and sums of them, are kept as logarithms."""
-        return hasattr(self.features, "log")
+        return getattr(self.features, "log", None) is not None
 
     @property
     def _root(self) -> float | Tensor:
@@ -292,7 +290,7 @@ class KernelPotential(KeyPotential):
     def _described(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features of x, and a part (*, 1) that is to be added to all features of a row."""
         features, common = self.features, x.new_zeros(1)
-        if hasattr(features, "log_parts"):
+        if getattr(features, "log_parts", None) is not None:
             phi, common = features.log_parts(x)
         else:
             phi = features.log(x) if self._in_logs else features(x)
@@ -332,7 +330,7 @@ class KernelPotential(KeyPotential):
         return kernel.log.masked_fill(kernel.empty, 0.0) / self._row_scale
 
     def _mean(self, kernel: Kernel) -> Tensor:
-        if hasattr(self.features, "pullback"):
+        if getattr(self.features, "pullback", None) is not None:
             by_features: Tensor = self.features.pullback(kernel.x, kernel.cotangent)
         else:
             by_features = vjp(self._with_graph, kernel.x)[1](kernel.cotangent)[0]

@@ -15,7 +15,7 @@ from .._declared import Declared
 
 
 class Features(Declared, general=True):
-    """Base of the features in closed form: overriding a method withdraws those that were derived from it."""
+    """Base of the features in closed form: what overrides a method defines those that were derived from it, or None."""
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
         "__call__": ("log", "log_parts", "pullback"),
@@ -59,6 +59,8 @@ class PositiveFeatures(Features):
         >>> bool(((phi(x) * phi(y)).sum() / (x * y).sum().exp() - 1).abs() < 0.02)
         True
     """
+
+    declares_all = True
 
     def __init__(
         self, dim: int, count: int, *, orthogonal: bool = True, generator: torch.Generator | None = None
@@ -106,6 +108,8 @@ class EluFeatures(Features):
         tensor([0.3679, 1.0000, 3.0000])
     """
 
+    declares_all = True
+
     def __call__(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
         """phi(x), (..., D) -> (..., D)."""
         return F.elu(x) + 1
@@ -135,6 +139,8 @@ class ReluFeatures(Features):
         >>> ReluFeatures()(torch.tensor([-1.0, 0.0, 2.0]))
         tensor([0., 0., 2.])
     """
+
+    declares_all = True
 
     def __call__(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
         """phi(x), (..., D) -> (..., D)."""

@@ -131,7 +131,7 @@ class Rows:
 
     def falls(self) -> Tensor | None:
         """Which problems have an energy that certainly falls without end, (*lead); None if none is known to."""
-        falls = self.problem.falls() if self.problem.has_energy else None
+        falls = self.problem.bottomless() if self.problem.has_energy else None
         return None if falls is None else falls.to(self.active.device)[..., None].expand(self.active.shape)
 
     def _rounded_up(self, count: int) -> int:

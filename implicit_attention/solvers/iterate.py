@@ -425,7 +425,8 @@ def loop(
     if falls is not None and solver.exhausted == Status.MAX_STEPS and before is not None and point is not None:
         # More steps would not help where the energy curves downwards; near a minimum they would.
         downward = ((point.z - before.z) * (point.r - before.r)).sum(-1) > 0
-        downward = downward | rows.problem.curves_down(unflat(point.z, event))
+        here = rows.problem.bottomless(unflat(point.z, event))
+        downward = downward if here is None else downward | here
         progress.end(falls & downward, Status.DIVERGED)
     progress.end(progress.active, solver.exhausted)
     return Ended(progress.result(), point, tolerance)

@@ -64,6 +64,8 @@ def drifting(rank, odd):
     phi, query = potential(rank), random(QUERIES, DIM, seed=7)
 
     class Drifting(AnchoredEnergy):
+        energy = AnchoredEnergy.energy
+
         def fixed_point_map(self, z):
             return super().fixed_point_map(z) + 1e-3 * odd
 

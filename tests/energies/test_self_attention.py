@@ -345,6 +345,9 @@ def test_a_subclass_that_reads_more_has_the_gradient_of_all(kind):
         def fixed_point_map(self, z):
             return super().fixed_point_map(z) + self.shift.sin()
 
+        def energy(self, z):
+            return super().energy(z) - (self.shift.sin() * z).sum((-1, -2))
+
     problem, cotangent = Shifted(random(2, 3, 5, seed=3), random(5).requires_grad_()), random(2, 3, 5, seed=2)
     value = solve(problem, problem.field, solver=TIGHT).value
     expected = dict(zip(("field", "shift"), dense_gradients(problem, value.detach(), cotangent), strict=True))

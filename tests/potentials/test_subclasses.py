@@ -21,12 +21,14 @@ from implicit_attention.potentials import (
     HiddenUnits,
     KernelPotential,
     Polynomial,
+    ReadsOut,
     SignUnits,
     SoftcapLogSumExp,
     Softmax1,
     Tilted,
     TokenAttention,
 )
+from implicit_attention.problem import Problem
 from implicit_attention.testing.numerics import random, relative_error
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
@@ -59,12 +61,8 @@ def with_value(base):
     return type("Changed", (base,), {"value": lambda self, z: base.value(self, z) + extra(z)})
 
 
-def with_mean(base):
-    return type("Changed", (base,), {"mean": lambda self, z: base.mean(self, z) + pull(z)})
-
-
 def with_both(base):
-    own = {"value": vars(with_value(base))["value"], "mean": vars(with_mean(base))["mean"]}
+    own = {"value": vars(with_value(base))["value"], "mean": lambda self, z: base.mean(self, z) + pull(z)}
     return type("Changed", (base,), {"convex": True, **own})
 
 
@@ -76,7 +74,7 @@ def by_a_mixin(base):
     return type("Changed", (Mixin, base), {})
 
 
-CHANGES = {"value": with_value, "mean": with_mean, "both": with_both, "mixin": by_a_mixin}
+CHANGES = {"value": with_value, "both": with_both, "mixin": by_a_mixin}
 
 
 def truth(base, arguments, x, anchor=0.5):
@@ -101,10 +99,8 @@ def test_a_solve_answers_what_the_subclass_computes(name, change):
     base, arguments = closed_forms()[name]
     potential, x = CHANGES[change](base)(*arguments), random(3, 5, seed=2).requires_grad_()
     expected, by_x, jacobian = truth(base, arguments, x.detach())
-    # A mean alone has no energy, which Picard does not need.
-    solver = Picard(**TIGHT) if change == "mean" else Anderson(**TIGHT)
     energy = AnchoredEnergy(potential, x, 0.5)
-    solution = solve(energy, x.detach(), solver=solver)
+    solution = solve(energy, x.detach(), solver=Anderson(**TIGHT))
     assert (solution.status == Status.CONVERGED).all()
     assert relative_error(solution.value, expected) < 1e-9
     assert (energy.fixed_point_map(solution.value) - solution.value).norm(dim=-1).max() <= 2e-10
@@ -147,20 +143,23 @@ def test_a_tensor_that_no_formula_knows_changes_no_derivative(name):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_a_mean_alone_leaves_no_value():
-    potential, z = with_mean(LogSumExp)(random(7, 5), 0.5), random(3, 5)
-    with pytest.raises(AttributeError, match=r"`Changed` overrides `mean`.*`value = LogSumExp\.value`"):
-        solve(AnchoredEnergy(potential, z, 0.5), z)
+@pytest.mark.parametrize("name", closed_forms())
+def test_a_mean_alone_makes_no_class(name):
+    """No value follows from it, and that of the base is another function's."""
+    base, arguments = closed_forms()[name]
+    mean = {"mean": lambda self, z: base.mean(self, z) + pull(z)}
+    with pytest.raises(TypeError, match=r"`Changed` overrides `mean`, of which the `value` of \w+ knows nothing"):
+        type("Changed", (base,), mean)
+    kept = type("Changed", (base,), {"value": base.value, **mean})(*arguments)
+    assert torch.equal(kept.value(random(3, 5)), base(*arguments).value(random(3, 5)))
 
 
 @pytest.mark.parametrize("base", [LogSumExp, SoftcapLogSumExp])
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_is_read_out_by_weights_that_may_not_be_its_own(change, base):
     changed = CHANGES[change](base)
-    arguments = (random(7, 5), 0.5) if base is LogSumExp else (random(7, 5), 0.5, 2.0)
-    assert not hasattr(changed, "readout")
-    with pytest.raises(AttributeError, match=f"readout = {base.__name__}.readout"):
-        changed(*arguments).readout(random(3, 5), random(7, 2))
+    assert changed.probabilities is changed.readout is changed.readout_with_logsumexp is None
+    assert not issubclass(changed, ReadsOut)
     with pytest.raises(ValueError, match="state"):
         ImplicitAttention(8, 1, potential=changed)
 
@@ -170,7 +169,7 @@ def test_weights_of_ones_own_leave_no_readout():
         def probabilities(self, z):
             return super().probabilities(z).square()
 
-    assert not hasattr(Changed, "readout")
+    assert Changed.readout is None
     keys, z = random(7, 5), random(3, 5)
     assert torch.equal(Changed(keys, 0.5).mean(z), LogSumExp(keys, 0.5).mean(z))
 
@@ -214,41 +213,50 @@ class OwnEnergy(AnchoredEnergy):
         return super().energy(z) - extra(z) / 2
 
 
-class OwnGradient(AnchoredEnergy):
+class OwnGradient(OwnEnergy):
     def gradient(self, z):
-        return super().gradient(z) - pull(z) / 2
+        return AnchoredEnergy.gradient(self, z) - pull(z) / 2
+
+    energy = OwnEnergy.energy
 
 
-class OwnMap(AnchoredEnergy):
+class OwnMap(OwnEnergy):
     def fixed_point_map(self, z):
-        return super().fixed_point_map(z) + pull(z) / 2
+        return AnchoredEnergy.fixed_point_map(self, z) + pull(z) / 2
+
+    energy = OwnEnergy.energy
 
 
 @pytest.mark.parametrize("kind", [OwnEnergy, OwnGradient, OwnMap])
 def test_what_is_ones_own_is_solved_not_that_of_the_base(kind):
     keys, x = 0.4 * random(70, 5), random(3, 5, seed=2).requires_grad_()
-    solver = Anderson(**TIGHT) if kind is OwnEnergy else Picard(**TIGHT)
-    solution = solve(kind(LogSumExp(keys, 0.7), x, 0.5), x.detach(), solver=solver)
+    solution = solve(kind(LogSumExp(keys, 0.7), x, 0.5), x.detach(), solver=Anderson(**TIGHT))
     expected, by_x, _ = truth(LogSumExp, (keys, 0.7), x.detach())
     assert relative_error(solution.value, expected) < 1e-9
     (got,) = torch.autograd.grad(solution.value, x, torch.ones_like(solution.value))
     assert relative_error(got, by_x) < 1e-7
 
 
-def test_a_map_of_ones_own_has_its_own_derivative():
-    problem = type("Changed", (OwnMap,), {})(LogSumExp(random(70, 5), 0.7), random(3, 5), 0.5)
-    assert not problem.symmetric
-    with pytest.raises(AttributeError, match="`Changed` overrides `fixed_point_map`"):
-        problem.energy(problem.field)
+@pytest.mark.parametrize("method", ["fixed_point_map", "gradient"])
+@pytest.mark.parametrize("base", [AnchoredEnergy, SelfAttentionEnergy, OwnEnergy])
+def test_a_map_or_gradient_alone_makes_no_energy(base, method):
+    said = rf"`Changed` overrides `{method}`, of which the `energy` of \w+ knows nothing; define it, .*subclass Problem"
+    with pytest.raises(TypeError, match=said):
+        type("Changed", (base,), {method: lambda self, z: z / 2})
 
 
 def test_a_map_that_is_no_gradient_is_not_taken_for_one():
     keys, x = 0.4 * random(70, 5), random(3, 5, seed=2).requires_grad_()
     turn = 0.3 * (random(5, 5) - random(5, 5).mT)
 
-    class Changed(AnchoredEnergy):
+    class Changed(Problem):
+        event_ndim = 1
+
+        def __init__(self, *given):
+            self.inner = AnchoredEnergy(*given)
+
         def fixed_point_map(self, z):
-            return super().fixed_point_map(z) + (z @ turn).tanh()
+            return self.inner.fixed_point_map(z) + (z @ turn).tanh()
 
     def step(z, x):
         return 0.5 * x + 0.5 * (0.7 * z @ keys.mT).softmax(-1) @ keys + (z @ turn).tanh()
