@@ -43,7 +43,7 @@ class Function(Protocol):
 
 
 class Course(NamedTuple):
-    """Where every sample stands: its point, the next step and its size, RUNNING or a status, and what was spent."""
+    """State of every sample: its point, the next step and its size, RUNNING or a status, and what was spent."""
 
     point: Any
     step: Tensor
