@@ -167,15 +167,16 @@ class _Point(NamedTuple):
     """The free energy G as a function of the sites' natural parameters, the Gaussian having their moments, per sample.
 
     z: (theta, V). value: G, NaN where there is no such Gaussian. noise: its rounding error. force: z' - z, where z' is
-    what the Gaussian asks of the sites; minus the gradient of G with respect to (m, <|s|^2>/2). mean, c, v: m, c and
-    the V of z'. square: of the force, in the metric of the sites' covariance. distance: between the means at z and z',
-    in units of R. overlap: as in `SiteEquations`. factor: Cholesky's, of 1 + overlap.
+    what the Gaussian asks of the sites; minus the gradient of G with respect to (m, <|s|^2>/2). answer: of the sites to
+    the force. mean, c, v: m, c and the V of z'. square: of the force, in the metric of the sites' covariance. distance:
+    between the means at z and z', in units of R. overlap: as in `SiteEquations`. factor: Cholesky's, of 1 + overlap.
     """
 
     z: Tensor
     value: Tensor
     noise: Tensor
     force: Tensor
+    answer: Tensor
     mean: Tensor
     c: Tensor
     v: Tensor
@@ -208,15 +209,17 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     eye = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
     target = problem.field + problem.coupled(m) - v[..., None] * m
     force = torch.cat([target - theta, (v - own)[..., None]], dim=-1)
+    answer = problem.answering(z)(force)
     return _Point(
         z,
         value.masked_fill(~(report.converged & positive), torch.nan),
         ROUNDING * torch.finfo(z.dtype).eps * size,
         force,
+        answer,
         m,
         c,
         v,
-        _dot(force, problem.answering(z)(force)),
+        _dot(force, answer),
         torch.linalg.vector_norm((problem.moments(z + force)[0] - m).flatten(-2), dim=-1) / problem.radius,
         overlap,
         torch.linalg.cholesky_ex(overlap + eye).L,
@@ -234,14 +237,14 @@ def _requested(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
     return torch.cat([theta, v[..., None]], dim=-1)
 
 
-def _direction(problem: SiteEquations, point: _Point, answered: LinearMap, wanted: Tensor) -> Tensor:
+def _direction(problem: SiteEquations, point: _Point, wanted: Tensor) -> Tensor:
     """Newton's step by conjugate gradients in the metric of the sites' covariance.
 
     The Hessian in (m, <|s|^2>/2) is Cov^{-1} - P with P of `_requested`; the step solves x - P Cov x = force. It is cut
     off where curvature is negative, and is the force itself if the first curvature is.
     """
     x, residual, p, square = torch.zeros_like(point.force), point.force, point.force, point.square
-    answer = answered(p)
+    answer, answered = point.answer, problem.answering(point.z)
     goal = square * square.clamp(max=1e-2)
     going = wanted & (square > 0)
     if not bool(going.any()):
@@ -282,14 +285,13 @@ class _FreeEnergy(NamedTuple):
         return _point(self.problem, z), None
 
     def step(self, point: _Point, more: None, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        x = _direction(self.problem, point, self.problem.answering(point.z), wanted)
+        x = _direction(self.problem, point, wanted & ~self.done(point))
         # In very strong fields sites are saturated and G is flat, so that a step that long would not find back.
         largest, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (point.force, x))
         return x, ((LONGEST / self.problem.radius + 2 * largest) / longest).clamp(max=1.0)
 
     def accepts(self, point: _Point, trial: _Point, step: Tensor, size: Tensor) -> Tensor:
-        slope = _dot(self.problem.answering(point.z)(point.force), step)
-        return trial.value - point.value <= point.noise - ARMIJO * size * slope
+        return trial.value - point.value <= point.noise - ARMIJO * size * _dot(point.answer, step)
 
     def done(self, point: _Point) -> Tensor:
         # The slope is small, too, where a site is saturated in a wrong direction; the distance distinguishes these.

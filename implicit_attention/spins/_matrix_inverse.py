@@ -23,7 +23,8 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, inverse: Tensor, logdet: Tensor) -> tuple[Tensor, Tensor]:
         # Inside torch.vmap A may be many where what is known of it is the same for all.
-        return inverse + torch.zeros_like(a), logdet + torch.zeros_like(a.sum((-2, -1)))
+        zero = torch.zeros_like(a[..., :1, :1]).sum((-2, -1))
+        return inverse + zero[..., None, None], logdet + zero
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
