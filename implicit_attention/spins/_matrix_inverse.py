@@ -28,12 +28,17 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[0])
 
     @staticmethod
-    def backward(ctx: Any, by_inverse: Tensor, by_logdet: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, by_inverse: Tensor | None, by_logdet: Tensor | None) -> tuple[Tensor | None, None, None]:
         x: Tensor = ctx.saved_tensors[0]
-        return by_logdet[..., None, None] * x - x @ by_inverse @ x, None, None
+        by_a = None if by_inverse is None else -(x @ by_inverse @ x)
+        if by_logdet is not None:
+            share = by_logdet[..., None, None] * x
+            by_a = share if by_a is None else by_a + share
+        return by_a, None, None
 
 
 Known = tuple[Tensor, Tensor, Tensor]
