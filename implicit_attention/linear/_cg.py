@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .._norm import length
 from .._types import LinearMap
-from ..status import Status
-from ._vectors import ROUNDOFF, divide, dot, freeze
-from .base import LinearSolver, SweepState, fresh
+from ._vectors import ROUNDOFF, divide, dot
+from .base import LinearSolver, SweepState, fresh, taken
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,7 @@ class CG(LinearSolver[CGState]):
         blocked = active & (curvature <= noise)  # a NaN is not blocked: it goes on into the residual and is seen there
         negative = blocked & ((curvature < -noise) | (strength > 100 * noise * stiffness))
         advanced = replace(self._advance(state, product, curvature), stiffness=stiffness)
-        state = freeze(active & ~blocked, advanced, state)
-        return replace(
-            state,
-            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
-            negative_curvature=state.negative_curvature | negative,
-        )
+        return taken(state, advanced, active, blocked, negative)
 
     def _advance(self, state: CGState, product: Tensor, curvature: Tensor) -> CGState:
         rate = divide(state.residual_square, curvature).unsqueeze(-1)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .._norm import length
 from .._types import LinearMap
-from ..status import Status
-from ._vectors import ROUNDOFF, divide, dot, freeze
-from .base import LinearSolver, SweepState, fresh
+from ._vectors import ROUNDOFF, divide, dot
+from .base import LinearSolver, SweepState, fresh, taken
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,8 @@ class MINRES(LinearSolver[MINRESState]):
         # going on would only add null vectors. Above that, A >= 0 has curvature >= |A r|^2 / |A| |r|^2 > roundoff |A|.
         blocked = active & (torch.hypot(gamma, state.cosine * beta) <= roundoff**0.5 * stiffness)
         negative = active & ~blocked & (curvature <= roundoff * stiffness)
-        advanced = self._advance(state, following, alpha, beta, gamma)
-        state = freeze(active & ~blocked, replace(advanced, stiffness=stiffness), state)
-        return replace(
-            state,
-            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
-            negative_curvature=state.negative_curvature | negative,
-        )
+        advanced = replace(self._advance(state, following, alpha, beta, gamma), stiffness=stiffness)
+        return taken(state, advanced, active, blocked, negative)
 
     def _lanczos(self, matvec: LinearMap, state: MINRESState) -> tuple[Tensor, Tensor, Tensor]:
         """(beta_{k+1} v_{k+1}, alpha_k, beta_{k+1})."""

@@ -16,7 +16,7 @@ from .._validate import check_float_tensor, check_integer, check_number, check_s
 from ..solution import Record, Remedies
 from ..status import Status
 from ._solution import LinearSolution
-from ._vectors import choose, normalised
+from ._vectors import choose, freeze, normalised
 
 #: The verdict of a problem that may go on.
 RUNNING = -1
@@ -223,15 +223,29 @@ def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
     }
 
 
+def taken(state: S, advanced: S, active: Tensor, blocked: Tensor, negative: Tensor) -> S:
+    """The state after a step: `advanced` where a problem is active and not blocked, STALLED where it is blocked.
+
+    negative: where negative curvature was met, (*batch).
+    """
+    state = freeze(active & ~blocked, advanced, state)
+    return replace(
+        state,
+        verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
+        negative_curvature=state.negative_curvature | negative,
+    )
+
+
 class _LinearSystem(NamedTuple):
     """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit.
 
-    `measure` is A, for the residual of an answer.
+    `measure` is A, for the residual of an answer. `initial` is the first guess.
     """
 
     apply: LinearMap
     measure: LinearMap
     b: Tensor
+    initial: Tensor | None
     tolerance: Tensor
     max_steps: int
 
@@ -266,39 +280,36 @@ def _run(
     if check is not None:
         product = checked(check, b)
         measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
-    system = _LinearSystem(apply, measure, unit, tolerance, max_steps)
+    guess = None if initial is None else initial.detach() / scale.unsqueeze(-1)
+    system = _LinearSystem(apply, measure, unit, guess, tolerance, max_steps)
     last_is_answer = False
-    reached = _opened(solver, system, None if initial is None else initial.detach() / scale.unsqueeze(-1))
+    reached = _opened(solver, system)
     for sweep in range(solver.max_sweeps or max_steps):
         record = reached.solution.record
-        cost = min(sweep, 1)  # the residual with which a restart begins
-        live = (record.status == Status.MAX_STEPS) & (record.num_steps + cost < max_steps)
+        live = (record.status == Status.MAX_STEPS) & (record.num_steps + _cost(sweep) < max_steps)
         if reached.undone is not None:
             # One look, where the host would have looked anyway. NONFINITE problems become NaN, which no product saw.
             other = reached.undone | (record.status == Status.NONFINITE)
             last_is_answer = not bool((live | other).any())
         if last_is_answer or not bool(live.any()):
             break
-        # At first the right-hand sides, which are in these units.
-        opened = sweep == 0 and initial is None
-        unit, size = (reached.residual, torch.ones_like(scale)) if opened else normalised(reached.residual)
-        reached = _swept(solver, system, reached, unit, size, record.num_steps + cost * live, live, sweep)
+        reached = _swept(solver, system, reached, live, sweep)
     return replace(_scaled(reached.solution, scale), checked=last_is_answer and check is not None)
 
 
-def _swept(
-    solver: LinearSolver[S],
-    system: _LinearSystem,
-    before: _Reached,
-    unit: Tensor,
-    scale: Tensor,
-    num_steps: Tensor,
-    live: Tensor,
-    sweep: int,
-) -> _Reached:
-    """One sweep of the live problems, whose residuals are `unit` times `scale`, undone where it made one worse."""
+def _cost(sweep: int) -> int:
+    """The steps that the beginning of a sweep costs: the residual with which a restart begins."""
+    return min(sweep, 1)
+
+
+def _swept(solver: LinearSolver[S], system: _LinearSystem, before: _Reached, live: Tensor, sweep: int) -> _Reached:
+    """One sweep of the live problems from their residuals, undone where it made one worse."""
     solution, record = before.solution, before.solution.record
+    # At first the right-hand sides, which are in these units.
+    opened = sweep == 0 and system.initial is None
+    unit, scale = (before.residual, torch.ones_like(system.tolerance)) if opened else normalised(before.residual)
     start, tolerance = choose(live, unit, 0.0), system.tolerance / scale
+    num_steps = record.num_steps + _cost(sweep) * live
     state, num_steps = solver.sweep(system.apply, start, tolerance, live, num_steps, system.max_steps)
     value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
     residual = system.b - system.measure(value)
@@ -332,12 +343,12 @@ def _judged(system: _LinearSystem, record: Record, verdict: Tensor, settled: Ten
     return _coded(record.residual <= system.tolerance, Status.CONVERGED, status)
 
 
-def _opened(solver: LinearSolver[S], system: _LinearSystem, initial: Tensor | None) -> _Reached:
+def _opened(solver: LinearSolver[S], system: _LinearSystem) -> _Reached:
     """Return the initial guess; problems with b = 0 start, and end, at 0."""
     value, residual = torch.zeros_like(system.b), system.b
-    if initial is not None:
+    if system.initial is not None:
         nonzero = norm(system.b) != 0
-        value = choose(nonzero, initial, value)
+        value = choose(nonzero, system.initial, value)
         residual = choose(nonzero, system.b - system.apply(value), system.b)
     return _Reached(_first(solver, value, norm(residual), system.tolerance), residual)
 

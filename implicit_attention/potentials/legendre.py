@@ -101,16 +101,11 @@ def conjugate(
     """
     potential_wide, wide = _checked(potential, m)
     eta = _inverted(potential_wide, wide, solver)
-    at: Tensor = _Stationary.apply(eta)  # type: ignore[no-untyped-call]
+    at = stationary(eta)
     return ((wide * at).sum(-1) - potential_wide.value(at)).to(m.dtype)
 
 
 class _Stationary(torch.autograd.Function):
-    """A state at which the derivative of a function is made exactly 0, with the derivatives of that derivative.
-
-    A rounding error of it would be divided by the curvature, which may be small, or 0 in some directions.
-    """
-
     generate_vmap_rule = True
 
     @staticmethod
@@ -121,8 +116,22 @@ class _Stationary(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None: ...
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent - cotangent.detach()
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor | None:
+        return cotangent - cotangent.detach() if torch.is_grad_enabled() else None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def stationary(state: Tensor) -> Tensor:
+    """A state at which a function is stationary, to evaluate it there: its derivative by the state is made exactly 0.
+
+    Derivatives of that derivative stay, so that those of the function with respect to all else are right to any order.
+    A rounding error of it would be divided by the curvature, which may be small, or 0 in some directions; and where no
+    further derivative is recorded, the state needs no backward pass. Forward mode keeps the rounding error.
+    """
+    return _Stationary.apply(state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Matching(Energy):

@@ -3,13 +3,12 @@
 An adapter imports its library when one of its solvers is created.
 """
 
-from ._scipy import SciPy
-from ._torchdeq import TorchDEQ, register_with_torchdeq
 from .anderson import Anderson
 from .broyden import Broyden
 from .gradient_descent import GradientDescent
 from .iterate import Outcome, Solver, Update
 from .newton import NewtonKrylov
+from .other_libraries import SciPy, TorchDEQ, register_with_torchdeq
 from .picard import Picard
 from .progress import Iteration
 from .safeguard import Safeguarded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from .._autograd import uncompiled
 from .._types import LinearMap
 from ..potentials import SiteLaw
 from ..problem import Linearization, pullback
+from ..status import Status
+from ._damped_newton import RUNNING, Course, constant, descend
 from ._matrix_inverse import inverse_and_logdet
-from ._multipliers import Multipliers, minimise, where_samples
+from ._multipliers import Multipliers, minimise
 from .approximation import SampleProblem
 
 #: A step must lower G by at least this part of what its slope predicts (Armijo's rule).
@@ -23,8 +25,8 @@ ROUNDING = 16.0
 ACCURACY = 1e3
 #: Longest step of theta, in units of 1/R, on top of twice the largest change that the Gaussian asks for.
 LONGEST = 10.0
-#: Largest numbers of steps, of halvings of one, and of products with the Hessian for one.
-STEPS, HALVINGS, PRODUCTS = 200, 40, 100
+#: Largest numbers of steps tried, halved ones included, and of products with the Hessian for one.
+STEPS, PRODUCTS = 400, 100
 
 
 class SiteEquations(SampleProblem):
@@ -165,15 +167,16 @@ class _Point(NamedTuple):
     """The free energy G as a function of the sites' natural parameters, the Gaussian having their moments, per sample.
 
     z: (theta, V). value: G, NaN where there is no such Gaussian. noise: its rounding error. force: z' - z, where z' is
-    what the Gaussian asks of the sites; minus the gradient of G with respect to (m, <|s|^2>/2). mean, c, v: m, c and
-    the V of z'. square: of the force, in the metric of the sites' covariance. distance: between the means at z and z',
-    in units of R. overlap: as in `SiteEquations`. factor: Cholesky's, of 1 + overlap.
+    what the Gaussian asks of the sites; minus the gradient of G with respect to (m, <|s|^2>/2). answer: of the sites to
+    the force. mean, c, v: m, c and the V of z'. square: of the force, in the metric of the sites' covariance. distance:
+    between the means at z and z', in units of R. overlap: as in `SiteEquations`. factor: Cholesky's, of 1 + overlap.
     """
 
     z: Tensor
     value: Tensor
     noise: Tensor
     force: Tensor
+    answer: Tensor
     mean: Tensor
     c: Tensor
     v: Tensor
@@ -206,15 +209,17 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     eye = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
     target = problem.field + problem.coupled(m) - v[..., None] * m
     force = torch.cat([target - theta, (v - own)[..., None]], dim=-1)
+    answer = problem.answering(z)(force)
     return _Point(
         z,
         value.masked_fill(~(report.converged & positive), torch.nan),
         ROUNDING * torch.finfo(z.dtype).eps * size,
         force,
+        answer,
         m,
         c,
         v,
-        _dot(force, problem.answering(z)(force)),
+        _dot(force, answer),
         torch.linalg.vector_norm((problem.moments(z + force)[0] - m).flatten(-2), dim=-1) / problem.radius,
         overlap,
         torch.linalg.cholesky_ex(overlap + eye).L,
@@ -232,16 +237,18 @@ def _requested(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
     return torch.cat([theta, v[..., None]], dim=-1)
 
 
-def _direction(problem: SiteEquations, point: _Point, answered: LinearMap) -> Tensor:
+def _direction(problem: SiteEquations, point: _Point, wanted: Tensor) -> Tensor:
     """Newton's step by conjugate gradients in the metric of the sites' covariance.
 
     The Hessian in (m, <|s|^2>/2) is Cov^{-1} - P with P of `_requested`; the step solves x - P Cov x = force. It is cut
     off where curvature is negative, and is the force itself if the first curvature is.
     """
     x, residual, p, square = torch.zeros_like(point.force), point.force, point.force, point.square
-    answer = answered(p)
+    answer, answered = point.answer, problem.answering(point.z)
     goal = square * square.clamp(max=1e-2)
-    going = square > 0
+    going = wanted & (square > 0)
+    if not bool(going.any()):
+        return x
     for index in range(PRODUCTS):
         hessian = p - _requested(problem, point, answer)
         curvature = _dot(answer, hessian)
@@ -269,82 +276,31 @@ def _events(samples: Tensor) -> Tensor:
     return samples[..., None, None]
 
 
-def _stepped(problem: SiteEquations, point: _Point) -> tuple[_Point, Tensor, Tensor]:
-    """(the point after one step, whether it has moved, evaluations): Newton's, halved until G falls."""
-    answered = problem.answering(point.z)
-    x = _direction(problem, point, answered)
-    slope = _dot(answered(point.force), x)
-    # In very strong fields sites are saturated and G is flat, so that a step that long would not find back.
-    largest, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (point.force, x))
-    size = ((LONGEST / problem.radius + 2 * largest) / longest).clamp(max=1.0)
-    waiting = torch.ones_like(slope, dtype=torch.bool)
-    evals = torch.zeros_like(slope, dtype=torch.int32)
-    new = point
-    for _ in range(HALVINGS):
-        trial = _point(problem, point.z + _events(size) * x)
-        evals += waiting
-        good = waiting & (trial.value - point.value <= point.noise - ARMIJO * size * slope)
-        new = _Point(*(where_samples(good, a, b) for a, b in zip(trial, new, strict=True)))
-        waiting = waiting & ~good
-        if not bool(waiting.any()):
-            break
-        size = torch.where(waiting, size / 2, size)
-    return new, ~waiting, evals
+class _FreeEnergy(NamedTuple):
+    """G of one axis of samples."""
 
+    problem: SiteEquations
 
-def _descend(problem: SiteEquations, theta: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(z, steps made, evaluations of G) for one axis of samples, each on its own."""
-    point = _point(problem, torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1))
-    z = point.z.clone()
-    num_steps = torch.zeros_like(point.value, dtype=torch.int32)
-    num_evals = num_steps + 1
-    rows = torch.arange(z.shape[0], device=z.device)
-    moved = torch.ones_like(point.value, dtype=torch.bool)
-    for index in range(steps + 1):
-        # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
-        z[rows] = torch.cat([point.z[..., :-1], point.v[..., None]], dim=-1)
+    def point(self, z: Tensor, before: object) -> tuple[_Point, None]:
+        return _point(self.problem, z), None
+
+    def step(self, point: _Point, more: None, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        x = _direction(self.problem, point, wanted & ~self.done(point))
+        # In very strong fields sites are saturated and G is flat, so that a step that long would not find back.
+        largest, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (point.force, x))
+        return x, ((LONGEST / self.problem.radius + 2 * largest) / longest).clamp(max=1.0)
+
+    def accepts(self, point: _Point, trial: _Point, step: Tensor, size: Tensor) -> Tensor:
+        return trial.value - point.value <= point.noise - ARMIJO * size * _dot(point.answer, step)
+
+    def done(self, point: _Point) -> Tensor:
         # The slope is small, too, where a site is saturated in a wrong direction; the distance distinguishes these.
-        away = torch.maximum(point.square, point.distance.square()) > torch.finfo(z.dtype).eps
-        going = moved & torch.isfinite(point.value) & away
-        if index == steps or not bool(going.any()):
-            break
-        if not bool(going.all()):
-            rows, point = rows[going], _Point(*(field[going] for field in point))
-            problem = problem.replace(problem.field[going], problem.couplings[going])
-        point, moved, evals = _stepped(problem, point)
-        num_steps[rows] += moved
-        num_evals[rows] += evals
-    return z, num_steps, num_evals
+        away = torch.maximum(point.square, point.distance.square()) > torch.finfo(point.z.dtype).eps
+        return ~(away & torch.isfinite(point.value))
 
-
-class _Descent(torch.autograd.Function):
-    """(problem, steps, field, couplings, theta) -> (z, steps made, evaluations), constants to all derivatives.
-
-    Under vmap the mapped axis becomes one more axis of samples, so that the host may look at the numbers.
-    """
-
-    @staticmethod
-    def forward(problem: SiteEquations, steps: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch = tensors[0].shape[:-2]
-        field, couplings, theta = (t.reshape(batch.numel(), *t.shape[-2:]) for t in tensors)
-        z, num_steps, num_evals = _descend(problem.replace(field, couplings), theta, steps)
-        return z.reshape(*batch, *z.shape[-2:]), num_steps.reshape(batch), num_evals.reshape(batch)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, ...]:
-        return (None,) * 5
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], problem: SiteEquations, steps: int, *tensors: Tensor) -> Any:
-        moved = (
-            t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
-            for t, d in zip(tensors, in_dims[2:], strict=True)
-        )
-        return _Descent.apply(problem, steps, *moved), (0, 0, 0)  # type: ignore[no-untyped-call]
+    def take(self, samples: Tensor) -> _FreeEnergy:
+        field, couplings = self.problem.field[samples], self.problem.couplings[samples]
+        return _FreeEnergy(self.problem.replace(field, couplings))
 
 
 @uncompiled
@@ -353,8 +309,21 @@ def descended(problem: SiteEquations, theta: Tensor, *, steps: int = STEPS) -> t
 
     At every step the Gaussian gets the moments of the sites, by a convex problem that has one solution, and what it
     asks of them is, in the metric of their covariance, the direction of steepest descent of G. G has a minimum, and
-    Newton steps that are shortened until it falls end at one. `steps` = 0 gives a state to start from.
+    Newton steps that are shortened until it falls end at one. `steps` = 0 gives a state to start from. Constants to all
+    derivatives.
     """
-    tensors = (t.detach() for t in (problem.field, problem.couplings, theta))
-    found: tuple[Tensor, Tensor, Tensor] = _Descent.apply(problem, steps, *tensors)  # type: ignore[no-untyped-call]
-    return found
+
+    def solved(*tensors: Tensor) -> tuple[Tensor, ...]:
+        batch = tensors[0].shape[:-2]
+        field, couplings, start = (t.reshape(batch.numel(), *t.shape[-2:]) for t in tensors)
+        function = _FreeEnergy(problem.replace(field, couplings))
+        point, more = function.point(torch.cat([start, torch.zeros_like(start[..., :1])], dim=-1), None)
+        status = torch.where(function.done(point), int(Status.CONVERGED), RUNNING).to(torch.int8)
+        course = Course.begun(function, point, more, status, torch.ones_like(status, dtype=torch.int32))
+        course = descend(function, course, steps)
+        # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
+        z = torch.cat([course.point.z[..., :-1], course.point.v[..., None]], dim=-1)
+        return tuple(x.reshape(batch + x.shape[1:]) for x in (z, course.num_steps, course.num_evals))
+
+    z, num_steps, num_evals = constant(solved, problem.field, problem.couplings, theta)
+    return z, num_steps, num_evals

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _matrices
-from .._autograd import host_may_look
+from .._autograd import host_may_look, transforms_active
 
 
 class _Inverse(torch.autograd.Function):
-    """(A, own) -> (A^{-1}, log det A, whether A is positive definite) by one Cholesky factorization.
+    """(A, A^{-1}, log det A) -> the last two, as functions of A.
 
     The derivatives are products with A^{-1}, and so can be taken any number of times, in reverse mode.
     """
@@ -21,21 +21,30 @@ class _Inverse(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return _inverse(a, own)
+    def forward(a: Tensor, inverse: Tensor, logdet: Tensor) -> tuple[Tensor, Tensor]:
+        # Inside torch.vmap A may be many where what is known of it is the same for all.
+        zero = torch.zeros_like(a[..., :1, :1]).sum((-2, -1))
+        return inverse + zero[..., None, None], logdet + zero
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[2])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[0])
 
     @staticmethod
-    def backward(ctx: Any, by_inverse: Tensor, by_logdet: Tensor, _: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, by_inverse: Tensor | None, by_logdet: Tensor | None) -> tuple[Tensor | None, None, None]:
         x: Tensor = ctx.saved_tensors[0]
-        return by_logdet[..., None, None] * x - x @ by_inverse @ x, None
+        by_a = None if by_inverse is None else -(x @ by_inverse @ x)
+        if by_logdet is not None:
+            share = by_logdet[..., None, None] * x
+            by_a = share if by_a is None else by_a + share
+        return by_a, None, None
 
 
-def _inverse(a: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+Known = tuple[Tensor, Tensor, Tensor]
+
+
+def _inverse(a: Tensor, own: Tensor | None) -> Known:
     factor, info = torch.linalg.cholesky_ex(a)
     positive = info == 0
     # cholesky_inverse raises for the whole batch if one factor is unfinished and has a zero on its diagonal.
@@ -52,18 +61,21 @@ def _inverse(a: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return inverse, logs.sum(-1).masked_fill(~positive, torch.nan), positive
 
 
-def inverse_and_logdet(a: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n).
+def inverse_and_logdet(a: Tensor, own: Tensor | None = None, known: Known | None = None) -> Known:
+    """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n), by one Cholesky factorization.
 
     With `own`, the diagonal of A less 1, (*batch, n), log det A keeps its digits where A is near 1. Where A is not
-    positive log det A is NaN, and A^{-1} means nothing.
+    positive log det A is NaN, and A^{-1} means nothing. `known` are the three numbers, where a call has found them.
 
     Gradients: of the first two with respect to A, to any order.
     """
     # An autograd.Function does not see tangents of an outer forward mode.
-    if forward_mode() or not a.requires_grad:
+    if forward_mode():
         return _inverse(a, own)
-    inverse, logdet, positive = _Inverse.apply(a, own)  # type: ignore[no-untyped-call]
+    inverse, logdet, positive = _inverse(a.detach(), None if own is None else own.detach()) if known is None else known
+    # Inside torch.func an outer transform may differentiate by it, though this one does not.
+    if a.requires_grad or transforms_active():
+        inverse, logdet = _Inverse.apply(a, inverse, logdet)  # type: ignore[no-untyped-call]
     return inverse, logdet, positive
 
 

@@ -6,12 +6,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from .._autograd import exact_precision, looks_every, uncompiled
+from .. import _matrices
+from .._autograd import exact_precision, host_may_look, is_differentiated, transforms_active, uncompiled
+from .._solve import solve
+from ..adjoints import Implicit
+from ..linear import Neumann
+from ..problem import Linearization, Problem
 from ..solution import Record, SolveReport
+from ..solvers import Outcome, Solver
 from ..status import Status
+from ._damped_newton import RUNNING, Course, constant, descend
 from ._matrix_inverse import inverse_and_logdet
+from .approximation import SampleProblem
 
 #: A step must lower phi by at least this part of what its slope predicts (Armijo's rule).
 ARMIJO = 0.1
@@ -27,34 +34,34 @@ CLOSE = 0.01
 #: Factor by which the inverse temperature grows at a time, and how near to 1, as a ratio, squared lengths must be
 #: before it grows.
 COLDER, NEAR = 4.0, 2.0
-# Finished samples leave the working set when fewer than this part of it are running.
-COMPACT_BELOW = 2 / 3
 #: Passes by which `guess` finds the fields of the spins at each other.
 PASSES = 5
-_RUNNING = -1
 
 
 class GaussianMoments(NamedTuple):
     """The moments of Gaussian spins at multipliers t.
 
     covariance: X = A^{-1}, (*batch, n, n). mean: m = X g, (*batch, n, k). value: phi, (*batch). energy: its part
-    sum_i lambda_i/2 + Tr g^T X g/2. positive: whether A > 0.
+    sum_i lambda_i/2 + Tr g^T X g/2. logdet: of A. positive: whether A > 0.
     """
 
     covariance: Tensor
     mean: Tensor
     value: Tensor
     energy: Tensor
+    logdet: Tensor
     positive: Tensor
 
 
 class Level(NamedTuple):
     """The numbers that decide whether a step is taken, per sample.
 
-    value, energy, positive: as in `GaussianMoments`. variance and square: means over a group of X_ii and of |m_i|^2,
-    (*batch, G). noise: rounding error of value. floor: of squared lengths, the largest.
+    t: multipliers, (*batch, G). value, energy, positive: as in `GaussianMoments`. variance and square: means over a
+    group of X_ii and of |m_i|^2, (*batch, G). noise: rounding error of value. floor: of squared lengths, the largest.
+    coldness: the part of the inverse temperature from here on.
     """
 
+    t: Tensor
     value: Tensor
     energy: Tensor
     variance: Tensor
@@ -62,6 +69,7 @@ class Level(NamedTuple):
     positive: Tensor
     noise: Tensor
     floor: Tensor
+    coldness: Tensor
 
     def accuracy(self, rtol: float) -> tuple[Tensor, Tensor]:
         """The largest error of a group's mean squared length, (*batch), and the largest that is admitted."""
@@ -72,25 +80,51 @@ class Level(NamedTuple):
         """Mean squared lengths, (*batch, G), at a higher temperature."""
         return self.variance / coldness[..., None] + self.square
 
+    def near(self, coldness: Tensor) -> Tensor:
+        """Whether squared lengths are near to 1."""
+        squares = self.squares(coldness)
+        return (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
+
     def value_at(self, coldness: Tensor) -> Tensor:
         """phi at a higher temperature, but for a constant."""
         return self.value - (1 - coldness) * self.energy
 
 
-class Multipliers(NamedTuple):
+class Multipliers(SampleProblem, general=True):
     """phi(t) = 1/2 sum_i lambda_i - n/2 - 1/2 log det A + 1/2 Tr g^T A^{-1} g, where A = diag(lambda) - J.
 
     Its minimum makes Gaussian spins of covariance A^{-1} and mean A^{-1} g have mean squared length 1 in every group of
-    `tie` rows that share a multiplier.
+    `tie` rows that share a multiplier. It is the fixed point of Newton's step t + H^{-1} (-grad phi(t)), whose Jacobian
+    is 0 there, while the Hessian H counts as a constant.
 
-    couplings: J, symmetric, (*batch, n, n). field: g, (*batch, n, k). live: which rows exist, (*batch, n); only where
-    all rows are one group, because a row alone leaves phi unchanged at lambda = 1, where it then stays.
+    Args:
+        couplings: J, symmetric, (*batch, n, n).
+        field: g, (*batch, n, k).
+        tie: rows that share a multiplier.
+        live: which rows exist, (*batch, n); only where all rows are one group, because a row alone leaves phi unchanged
+            at lambda = 1, where it then stays.
+        minimum: where it was found, (*batch), elsewhere t is a constant; and A^{-1}, log det A and whether A > 0 there,
+            for who reads these at the minimum alone.
     """
 
-    couplings: Tensor
-    field: Tensor
-    tie: int
-    live: Tensor | None
+    event_ndim = 1
+
+    def __init__(
+        self,
+        couplings: Tensor,
+        field: Tensor,
+        tie: int,
+        live: Tensor | None,
+        minimum: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        self.couplings = couplings
+        self.field = field
+        self.tie = tie
+        self.live = live
+        known: tuple[Tensor | None, ...] = minimum or (None,) * 4
+        self.converged, self.inverse, self.logdet, self.positive = known
+        self.own_axes = {"couplings": 2, "field": 2, "live": 1}
+        self.own_axes |= {"converged": 0, "inverse": 2, "logdet": 0, "positive": 0}
 
     @property
     def group_size(self) -> Tensor | int:
@@ -98,18 +132,44 @@ class Multipliers(NamedTuple):
         return self.tie if self.live is None else self.live.sum(-1, keepdim=True).clamp(min=1)
 
     def samples(self, batch: torch.Size) -> Multipliers:
-        """The same without derivatives and with one axis of samples."""
+        """The same with one axis of samples."""
+        return self.replace(*(x.reshape(batch.numel(), *x.shape[len(batch) :]) for x in self.tensors()))
 
-        def joined(x: Tensor) -> Tensor:
-            return x.detach().reshape(batch.numel(), *x.shape[len(batch) :])
+    def at_minimum(self, t: Tensor, converged: Tensor) -> tuple[Multipliers, Tensor]:
+        """The same at its minimum t alone, which it knows, and t as a function of couplings and field."""
+        couplings, field = self.couplings.detach(), self.field.detach()
+        found = Multipliers(couplings, field, self.tie, self.live).moments(t, precise=True)
+        known = converged, found.covariance, found.logdet, found.positive
+        problem = Multipliers(self.couplings, self.field, self.tie, self.live, known)
+        if transforms_active() or is_differentiated(self.couplings, self.field):
+            t = solve(problem, t, solver=_Known(), adjoint=Implicit(Neumann()), on_failure="ignore").value
+        return problem, t
 
-        live = None if self.live is None else joined(self.live)
-        return Multipliers(joined(self.couplings), joined(self.field), self.tie, live)
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        x, m, *_ = moments = self.moments(z)
+        change = self._newton(x.detach(), m.detach(), self.excess(moments) * self.group_size / 2)
+        assert self.converged is not None
+        return torch.where(self.converged[..., None], z + change, z.detach())
 
-    def take(self, samples: Tensor) -> Multipliers:
-        """Some of the samples."""
-        live = None if self.live is None else self.live[samples]
-        return Multipliers(self.couplings[samples], self.field[samples], self.tie, live)
+    def linearize(self, z: Tensor) -> Linearization:
+        def by_tensors(u: Tensor) -> tuple[Tensor | None, ...]:
+            # A change dJ, dg makes dX = X dJ X and dm = X (dg + dJ m), and the lengths at fixed t what it is to undo.
+            x, m, *_ = self.moments(z)
+            rows = self.rows(self._newton(x, m, u))[..., None]
+            by_field = x @ (rows * m)
+            by_couplings = (x * (rows.mT / 2)) @ x + by_field @ m.mT
+            return by_couplings, by_field, *(None,) * (len(self.tensors()) - 2)
+
+        return Linearization(torch.zeros_like, torch.zeros_like, by_tensors)
+
+    def _newton(self, x: Tensor, m: Tensor, force: Tensor) -> Tensor:
+        """H^{-1} v, or 0 where t is a constant."""
+        hessian, converged = self.hessian(x, m), self.converged
+        assert converged is not None
+        eye = torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
+        safe = torch.where(converged[..., None, None], hessian, eye)
+        solution = _matrices.solve(safe, force[..., None]).squeeze(-1)
+        return torch.where(converged[..., None], solution, 0.0)
 
     def rows(self, of_groups: Tensor, elsewhere: float = 0.0) -> Tensor:
         """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
@@ -187,12 +247,15 @@ class Multipliers(NamedTuple):
         """The moments at t; with `precise` phi keeps its digits where couplings and field are weak."""
         spread = self.rows(t, 1.0)
         own = spread - 1 - self.couplings.diagonal(dim1=-2, dim2=-1) if precise else None
-        x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings, own)
+        known = None
+        if self.inverse is not None and self.logdet is not None and self.positive is not None:
+            known = self.inverse, self.logdet, self.positive
+        x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings, own, known)
         m = x @ self.field
         # Summed row by row, so that rows without couplings add no rounding error.
         energies = spread - 1 + (self.field * m).sum(-1)
         energy = energies.sum(-1)
-        return GaussianMoments(x, m, (energy - logdet) / 2, energy / 2, positive)
+        return GaussianMoments(x, m, (energy - logdet) / 2, energy / 2, logdet, positive)
 
     def excess(self, moments: GaussianMoments) -> Tensor:
         """Mean squared lengths of the rows of every group, less 1, (*batch, G): minus twice the gradient of phi over
@@ -200,8 +263,8 @@ class Multipliers(NamedTuple):
         squares = moments.covariance.diagonal(dim1=-2, dim2=-1) + moments.mean.square().sum(-1)
         return self.mean(squares) - 1
 
-    def level(self, t: Tensor, moments: GaussianMoments) -> Level:
-        x, m, value, energy, positive = moments
+    def level(self, t: Tensor, moments: GaussianMoments, coldness: Tensor) -> Level:
+        x, m, value, energy, _, positive = moments
         spread = self.rows(t, 1.0)
         row, length = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(m, dim=-1)
         # First-order effect on phi and on lengths of errors of eps in the entries of A, |A_ij| <= max_i A_ii.
@@ -211,7 +274,7 @@ class Multipliers(NamedTuple):
         each = row * (row + 2 * length * torch.linalg.vector_norm(length, dim=-1, keepdim=True))
         floor = eps * size * self.mean(each).amax(-1)
         variance, square = self.mean(x.diagonal(dim1=-2, dim2=-1)), self.mean(length.square())
-        return Level(value, energy, variance, square, positive, noise, floor)
+        return Level(t, value, energy, variance, square, positive, noise, floor, coldness)
 
     def hessian(self, x: Tensor, m: Tensor, coldness: Tensor | None = None) -> Tensor:
         """Second derivatives of phi by t, (*batch, G, G), where spins have covariance x and mean m."""
@@ -227,18 +290,15 @@ class Multipliers(NamedTuple):
         return pooled + torch.where(self.live.any(-1), 0.0, 0.5).to(pooled)[..., None, None]
 
 
-class _State(NamedTuple):
-    """The state of the iteration, per sample: multipliers, their level, the part of the inverse temperature, the next
-    step as a vector and a size, and the report."""
+class _Known(Solver):
+    """The solver of a problem whose solution is given."""
 
-    t: Tensor
-    current: Level
-    coldness: Tensor
-    step: Tensor
-    size: Tensor
-    status: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
+    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+        none, lead = torch.zeros_like, initial[..., 0]
+        count = lead.to(torch.int32)
+        return Outcome(
+            initial.clone(), Record(none(lead, dtype=torch.int8), none(lead), none(lead), none(count), none(count))
+        )
 
 
 @uncompiled
@@ -254,100 +314,84 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     whose minimum has X_ii/s + |m_i|^2 = 1: the central path of s = 0 to 1, whose barrier is log det A.
 
     The residual is the largest error of a group's mean squared length, the tolerance is rtol or the rounding error of
-    that length, if it is larger. Finished samples leave the working set. With `polish` they make their next step
-    nonetheless, unmeasured.
+    that length, if it is larger. With `polish` samples that are done make their next step nonetheless, unmeasured.
     """
-    batch = problem.field.shape[:-2]
-    every = looks_every(None, problem.field, problem.couplings)
-    problem = problem.samples(batch)
-    state = record = _begin(problem, every)
-    places: Tensor | None = None
-    for index in range(max_steps):
-        state = _judged(state, rtol)
-        if every and index % every == 0:
-            running = state.status == _RUNNING
-            remaining = int(running.sum())
-            if remaining < COMPACT_BELOW * running.shape[0] or remaining == 0:
-                record = _restored(record, state, places)
-                if remaining == 0:
-                    break
-                kept = running.nonzero().squeeze(-1)
-                places = kept if places is None else places[kept]
-                problem, state = problem.take(kept), pytree.tree_map(lambda x, kept=kept: x[kept], state)
-        state = _advanced(problem, state)
-    else:
-        record = _restored(record, _judged(state, rtol), places)
-    residual, tolerance = record.current.accuracy(rtol)
-    status = torch.where(record.status == _RUNNING, int(Status.MAX_STEPS), record.status).to(torch.int8)
-    per_sample = Record(status, residual, tolerance, record.num_steps, record.num_evals)
-    report = SolveReport(per_sample.map(lambda x: x.reshape(batch)))
-    t = record.t
-    if polish:
-        t = torch.where(((status == Status.CONVERGED) & (record.coldness == 1))[..., None], t + record.step, t)
-    return t.reshape(*batch, t.shape[-1]), report
+
+    def solved(*tensors: Tensor) -> tuple[Tensor, ...]:
+        whole = problem.replace(*tensors)
+        batch = whole.field.shape[:-2]
+        phi = _Phi(whole.samples(batch), rtol)
+        course = descend(phi, phi.begun(), max_steps)
+        level, status = course.point, course.status
+        t = level.t
+        if polish:
+            t = torch.where(((status == Status.CONVERGED) & (level.coldness == 1))[..., None], t + course.step, t)
+        found = (t, status, *level.accuracy(rtol), course.num_steps, course.num_evals)
+        return tuple(x.reshape(batch + x.shape[1:]) for x in found)
+
+    t, *record = constant(solved, *problem.tensors())
+    return t, SolveReport(Record(*record))
 
 
-def _begin(problem: Multipliers, every: int) -> _State:
-    """At the guess where lengths are near to 1 at it, else at the start, which is then the second evaluation."""
-    t = problem.guess()
-    coldness = torch.ones_like(t[..., 0])
-    moments = problem.moments(t)
-    current = problem.level(t, moments)
-    near = current.positive & _near(current, coldness)
-    if not (every and bool(near.all())):
-        t = torch.where(near[..., None], t, problem.start())
-        coldness = torch.where(near, coldness, problem.coldness())
+class _Phi(NamedTuple):
+    """phi of one axis of samples, on whose way down spins are cooled."""
+
+    problem: Multipliers
+    rtol: float
+
+    def begun(self) -> Course:
+        """At the guess where lengths are near to 1 at it, else at the start, which is then the second evaluation."""
+        problem, t = self.problem, self.problem.guess()
         moments = problem.moments(t)
-        current = problem.level(t, moments)
-    fit = current.positive & current.value.isfinite()
-    status = torch.where(fit, _RUNNING, int(Status.NONFINITE)).to(torch.int8)
-    none = torch.zeros_like(status, dtype=torch.int32)
-    step = _direction(problem, moments, current, coldness)
-    return _State(t, current, coldness, step, torch.ones_like(coldness), status, none, none + 2 - near.to(none))
+        level = problem.level(t, moments, torch.ones_like(t[..., 0]))
+        near = level.positive & level.near(level.coldness)
+        if not (host_may_look(near) and bool(near.all())):
+            t = torch.where(near[..., None], t, problem.start())
+            coldness = torch.where(near, level.coldness, problem.coldness())
+            moments = problem.moments(t)
+            level = problem.level(t, moments, coldness)
+        fit = level.positive & level.value.isfinite()
+        status = torch.where(fit, RUNNING, int(Status.NONFINITE)).to(torch.int8)
+        return Course.begun(self, level, moments, status, 2 - near.to(torch.int32))
 
+    def point(self, z: Tensor, before: Level) -> tuple[Level, GaussianMoments]:
+        moments = self.problem.moments(z)
+        level = self.problem.level(z, moments, before.coldness)
+        colder = torch.where(level.near(before.coldness), COLDER * before.coldness, before.coldness)
+        return level._replace(coldness=colder.clamp(max=1.0)), moments
 
-def _restored(record: _State, state: _State, places: Tensor | None) -> _State:
-    """The record of all samples, with those of the working set brought up to date."""
-    if places is None:
-        return state
-    return pytree.tree_map(lambda old, new: old.index_copy(0, places, new), record, state)  # type: ignore[no-any-return]
+    def step(self, point: Level, more: GaussianMoments, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Newton's step, shortened where spins are short; Jacobi's where rounding has made the Hessian indefinite."""
+        force = self._force(point, point.coldness)
+        hessian = self.problem.hessian(more.covariance, more.mean, point.coldness)
+        factor, info = torch.linalg.cholesky_ex(hessian)
+        # cholesky_solve would copy the factor.
+        half = torch.linalg.solve_triangular(factor, force[..., None], upper=False)
+        newton = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+        # The inverse of the squared length c of a short spin is linear in its multiplier. So Newton's step is made for
+        # 1/c = 1: it is c times the step for c = 1, which would have to be halved until it is as short.
+        short = point.squares(point.coldness).amin(-1, keepdim=True).clamp(max=1.0)
+        step = torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
+        return step, torch.ones_like(point.value)
 
+    def accepts(self, point: Level, trial: Level, step: Tensor, size: Tensor) -> Tensor:
+        """Whether phi falls as its slope promises, but for its rounding error, and the step ends well before the
+        barrier: beside it the slope has turned uphill."""
+        coldness = point.coldness
+        slope, trial_slope = (-(self._force(level, coldness) * step).sum(-1) for level in (point, trial))
+        falls = trial.value_at(coldness) - point.value_at(coldness) <= ARMIJO * size * slope + point.noise
+        return trial.positive & (falls | (slope >= -CLOSE)) & (trial_slope <= -UPHILL * slope)
 
-def _judged(state: _State, rtol: float) -> _State:
-    residual, tolerance = state.current.accuracy(rtol)
-    done = (state.status == _RUNNING) & (residual <= tolerance)
-    return state._replace(status=torch.where(done, int(Status.CONVERGED), state.status).to(torch.int8))
+    def done(self, point: Level) -> Tensor:
+        residual, tolerance = point.accuracy(self.rtol)
+        return residual <= tolerance
 
+    def take(self, samples: Tensor) -> _Phi:
+        return self._replace(problem=self.problem.replace(*(x[samples] for x in self.problem.tensors())))
 
-def _advanced(problem: Multipliers, state: _State) -> _State:
-    """After one trial: a step is taken where A > 0 and phi falls, and is halved where not."""
-    t, current, coldness, step, size, status, num_steps, num_evals = state
-    active = status == _RUNNING
-    trial = t + size[..., None] * step
-    moments = problem.moments(trial)
-    trial_level = problem.level(trial, moments)
-    good = active & _accepted(problem, state, trial_level)
-    # A step too short to change t cannot improve it.
-    stalled = active & ~good & (trial == t).all(-1)
-    t = torch.where(good[..., None], trial, t)
-    current = Level(*(where_samples(good, new, old) for new, old in zip(trial_level, current, strict=True)))
-    coldness = torch.where(good & _near(current, coldness), COLDER * coldness, coldness).clamp(max=1.0)
-    return _State(
-        t,
-        current,
-        coldness,
-        torch.where(good[..., None], _direction(problem, moments, trial_level, coldness), step),
-        torch.where(good, 1.0, size / 2),
-        torch.where(stalled, int(Status.STALLED), status).to(torch.int8),
-        num_steps + good.to(num_steps),
-        num_evals + active.to(num_evals),
-    )
-
-
-def _near(level: Level, coldness: Tensor) -> Tensor:
-    """Whether squared lengths are near to 1."""
-    squares = level.squares(coldness)
-    return (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
+    def _force(self, level: Level, coldness: Tensor) -> Tensor:
+        """Minus the gradient of phi_s."""
+        return self.problem.group_size * (level.variance + coldness[..., None] * (level.square - 1)) / 2
 
 
 def _grouped(rows: Tensor, tie: int) -> Tensor:
@@ -358,36 +402,3 @@ def _grouped(rows: Tensor, tie: int) -> Tensor:
 def _sums(rows: Tensor, tie: int) -> Tensor:
     """Sums over groups of the last axis, (..., G)."""
     return rows if tie == 1 else _grouped(rows, tie).sum(-1)
-
-
-def where_samples(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """torch.where with one condition per sample."""
-    return torch.where(condition.reshape((*condition.shape, *(1,) * (new.ndim - condition.ndim))), new, old)
-
-
-def _force(problem: Multipliers, level: Level, coldness: Tensor) -> Tensor:
-    """Minus the gradient of phi_s."""
-    return problem.group_size * (level.variance + coldness[..., None] * (level.square - 1)) / 2
-
-
-def _direction(problem: Multipliers, moments: GaussianMoments, level: Level, coldness: Tensor) -> Tensor:
-    """Newton's step, shortened where spins are short; or Jacobi's where rounding has made the Hessian indefinite."""
-    force = _force(problem, level, coldness)
-    hessian = problem.hessian(moments.covariance, moments.mean, coldness)
-    factor, info = torch.linalg.cholesky_ex(hessian)
-    # cholesky_solve would copy the factor.
-    half = torch.linalg.solve_triangular(factor, force[..., None], upper=False)
-    newton = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
-    # The inverse of the squared length c of a short spin is linear in its multiplier. So Newton's step is made for
-    # 1/c = 1: it is c times the step for c = 1, which would have to be halved until it is as short.
-    short = level.squares(coldness).amin(-1, keepdim=True).clamp(max=1.0)
-    return torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
-
-
-def _accepted(problem: Multipliers, state: _State, trial_level: Level) -> Tensor:
-    """Whether phi falls as its slope promises, but for its rounding error, and the step ends well before the barrier:
-    beside it the slope has turned uphill."""
-    current, coldness, step, size = state.current, state.coldness, state.step, state.size
-    slope, trial_slope = (-(_force(problem, level, coldness) * step).sum(-1) for level in (current, trial_level))
-    falls = trial_level.value_at(coldness) - current.value_at(coldness) <= ARMIJO * size * slope + current.noise
-    return trial_level.positive & (falls | (slope >= -CLOSE)) & (trial_slope <= -UPHILL * slope)

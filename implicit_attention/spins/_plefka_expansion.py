@@ -25,14 +25,15 @@ from einops import einsum
 from torch import Tensor
 
 from .._autograd import vjp
+from ..linear import extreme_eigenvalues
 from ..potentials import SphericalLaw
 from ..problem import Linearization, pullback
 from ._site import outer, stretched
 from .approximation import SampleProblem, gradient
 from .system import couple
 
-# Number of power iterations for the largest eigenvalue of a matrix without negative entries.
-POWER_STEPS = 30
+# Lanczos vectors for the largest eigenvalue of a matrix without negative entries.
+VECTORS = 8
 
 
 class Expansion(SampleProblem, general=True):
@@ -77,14 +78,11 @@ class Expansion(SampleProblem, general=True):
         if self.block:
             strength = strength.sum((-1, -2)) / x.shape[-1]
         variance = torch.maximum(*self.response.covariance_parts(x, 1.0, self.radius))
-        vector = torch.ones_like(variance)
-        size: Tensor = torch.linalg.vector_norm(vector, dim=-1)
-        for _ in range(POWER_STEPS):
-            vector = vector / size[..., None].clamp(min=torch.finfo(vector.dtype).tiny)
-            vector = variance * (strength @ (variance * vector)[..., None])[..., 0]
-            # Not the Rayleigh quotient: for bipartite couplings minus the eigenvalue is an eigenvalue, too.
-            size = torch.linalg.vector_norm(vector, dim=-1)
-        return size
+        start = torch.ones_like(variance)
+        largest = extreme_eigenvalues(
+            lambda v: variance * (strength @ (variance * v)[..., None])[..., 0], start, min(VECTORS, start.shape[-1])
+        )[1]
+        return largest.value
 
 
 class IsingExpansion(Expansion):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials import SaddlePointResponse, SphericalLaw
+from ..potentials.legendre import stationary
 from ..solution import Remedies, SolveReport
 from ..status import Status
 from ._matrix_inverse import inverse_and_logdet
-from ._minimum import Minimum
 from ._multipliers import Multipliers, minimise
 from .approximation import Answer, Approximation, Check, LogPartition
 from .system import SpinSystem, wide
@@ -91,32 +91,35 @@ class SaddlePoint(Approximation):
         return scale * self.multipliers(system).expand(*system.batch, system.num_sites)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
-        minimum, copies, report = self._minimum(system)
-        value = copies * minimum.value()
+        problem, t, copies, report = self._minimum(system)
+        moments = problem.moments(t if self.one_loop else stationary(t), precise=True)
+        value = copies * moments.value
         if self.one_loop:
-            size = torch.as_tensor(minimum.problem.group_size, device=value.device)[..., None]
-            value = value - inverse_and_logdet(2 * minimum.hessian() / size)[1] / 2
+            size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
+            hessian = problem.hessian(moments.covariance, moments.mean)
+            value = value - inverse_and_logdet(2 * hessian / size)[1] / 2
         return LogPartition(value.to(system.field.dtype), _judged(report, value, system.field.dtype))
 
     def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
         if self.one_loop:
             return super().answer(system, initial=initial, check=check)
-        minimum, copies, report = self._minimum(system)
-        value, field = minimum.value().detach(), system.field
-        m = system.radius * minimum.mean().reshape(field.shape) * math.sqrt(copies / system.dim)
+        problem, t, copies, report = self._minimum(system)
+        moments, field = problem.moments(t, precise=True), system.field
+        value = moments.value.detach()
+        m = system.radius * moments.mean.reshape(field.shape) * math.sqrt(copies / system.dim)
         m = m.masked_fill(~value.isfinite()[..., None, None], torch.nan)
         return Answer(m.to(field.dtype), None, _judged(report, value, field.dtype))
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
         self.check(system)
-        return self._minimum(system)[0].multipliers().to(system.field.dtype)
+        return self._minimum(system)[1].to(system.field.dtype)
 
-    def _minimum(self, system: SpinSystem) -> tuple[Minimum, int, SolveReport]:
-        """The minimum, how many copies of it log Z consists of, and the report."""
+    def _minimum(self, system: SpinSystem) -> tuple[Multipliers, Tensor, int, SolveReport]:
+        """The convex problem, its minimum t, of how many copies of it log Z consists, and the report."""
         problem, copies = self._problem(system)
         t, report = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
-        return Minimum(problem, t, report.converged), copies, report
+        return *problem.at_minimum(t, report.converged), copies, report
 
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z consists of: D, or 1 where couplings mix dimensions."""

@@ -1,0 +1,156 @@
+"""Newton's method on functions of independent samples, whose steps are halved until the function falls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from typing_extensions import Self
+
+from .._autograd import looks_every
+from ..status import Status
+
+# Finished samples leave the working set when fewer than this part of it are running.
+COMPACT_BELOW = 2 / 3
+#: The status of a sample that is still on its way.
+RUNNING = -1
+
+
+class Function(Protocol):
+    """A function to go down on. A point is a tuple of tensors (*samples, ...), the first of them the place z.
+
+    The method owns the order of things: what is tried, taken, halved, and when a sample is done.
+    """
+
+    def point(self, z: Tensor, before: Any) -> tuple[Any, Any]:
+        """The point at z, tried from the point before, and what its step needs beyond that."""
+
+    def step(self, point: Any, more: Any, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """The direction of the next step and the part of it to try first, (*samples); read where `wanted` only."""
+
+    def accepts(self, point: Any, trial: Any, step: Tensor, size: Tensor) -> Tensor:
+        """Whether the function falls enough by a step of this size, (*samples)."""
+
+    def done(self, point: Any) -> Tensor:
+        """Whether a sample needs no other step, (*samples)."""
+
+    def take(self, samples: Tensor) -> Self:
+        """The function of some of the samples."""
+
+
+class Course(NamedTuple):
+    """State of every sample: its point, the next step and its size, RUNNING or a status, and what was spent."""
+
+    point: Any
+    step: Tensor
+    size: Tensor
+    status: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
+
+    @classmethod
+    def begun(cls, function: Function, point: Any, more: Any, status: Tensor, num_evals: Tensor) -> Course:
+        """The course at its first point."""
+        step, size = function.step(point, more, status == RUNNING)
+        return cls(point, step, size, status, torch.zeros_like(num_evals), num_evals)
+
+
+def descend(function: Function, course: Course, max_steps: int) -> Course:
+    """The course after at most so many trials of one axis of samples, each on its own; status RUNNING becomes
+    CONVERGED, STALLED where no step is short enough, or MAX_STEPS."""
+    every, record = looks_every(None, course.status), course
+    places = torch.arange(len(course.status), device=course.status.device)
+    for index in range(max_steps + 1):
+        running = course.status == RUNNING
+        if index == max_steps:
+            course = _ended(course, running, Status.MAX_STEPS)
+        course = _ended(course, running & function.done(course.point), Status.CONVERGED)
+        if index % every and index < max_steps:
+            course = _tried(function, course)
+            continue
+        left = (course.status == RUNNING).nonzero()[:, 0]
+        if len(left) < COMPACT_BELOW * len(running) or len(left) == 0:
+            record = _each(lambda old, new, places=places: old.index_copy(0, places, new), record, course)
+            if len(left) == 0:
+                break
+            function, course, places = function.take(left), _each(lambda x, left=left: x[left], course), places[left]
+        course = _tried(function, course)
+    return record
+
+
+def _tried(function: Function, course: Course) -> Course:
+    """After one trial: a step is taken where the function accepts it, and is halved where not."""
+    point, step, size, status, num_steps, num_evals = course
+    active = status == RUNNING
+    z = point[0] + along(size, step) * step
+    trial, more = function.point(z, point)
+    good = active & function.accepts(point, trial, step, size)
+    # A step too short to change z cannot improve it.
+    stalled = active & ~good & (z == point[0]).flatten(1).all(-1)
+    taken = type(trial)(*(where_samples(good, new, old) for new, old in zip(trial, point, strict=True)))
+    following, first = function.step(taken, more, good)
+    return Course(
+        taken,
+        where_samples(good, following, step),
+        torch.where(good, first, size / 2),
+        torch.where(stalled, int(Status.STALLED), status).to(torch.int8),
+        num_steps + good,
+        num_evals + active,
+    )
+
+
+def _ended(course: Course, where: Tensor, status: Status) -> Course:
+    return course._replace(status=course.status.masked_fill(where, int(status)))
+
+
+def _each(change: Callable[..., Tensor], *courses: Course) -> Course:
+    """The tensors of courses, changed one by one."""
+    points = [course.point for course in courses]
+    point = type(points[0])(*map(change, *points))
+    return Course(point, *map(change, *(course[1:] for course in courses)))
+
+
+def along(samples: Tensor, target: Tensor) -> Tensor:
+    """One number per sample, to broadcast with the target."""
+    return samples.reshape((*samples.shape, *(1,) * (target.ndim - samples.ndim)))
+
+
+def where_samples(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """torch.where with one condition per sample."""
+    return torch.where(along(condition, new), new, old)
+
+
+def constant(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """function(*tensors), constants to all derivatives, outside of all transforms of torch.func.
+
+    There the host may look at numbers. Axes that torch.vmap maps become leading axes of every tensor, and of what the
+    function returns.
+    """
+    taken, sizes = [], dict[int, int]()
+    with torch.no_grad(), temporarily_clear_interpreter_stack():
+        for tensor in tensors:
+            mapped = list[tuple[int, int]]()
+            while _functorch.is_functorch_wrapped_tensor(tensor):
+                if _functorch.is_batchedtensor(tensor):
+                    mapped.insert(0, (_functorch.maybe_get_level(tensor), _functorch.maybe_get_bdim(tensor)))
+                tensor = _functorch.get_unwrapped(tensor)
+            tensor = tensor.detach()
+            for place, (level, axis) in enumerate(mapped):
+                tensor = tensor.movedim(place + axis, place)
+                sizes[level] = tensor.shape[place]
+            taken.append((tensor, [level for level, _ in mapped]))
+        levels = sorted(sizes)
+        plain = []
+        for tensor, own in taken:
+            for place, level in enumerate(levels):
+                if level not in own:
+                    tensor = tensor.unsqueeze(place)
+            plain.append(tensor.expand(*(sizes[level] for level in levels), *tensor.shape[len(levels) :]))
+        results = function(*plain)
+    for level in levels:
+        results = tuple(_functorch._add_batch_dim(result, 0, level) for result in results)
+    return results
