@@ -174,8 +174,6 @@ def pure(problem: Problem) -> Callable[[Tensor], Tensor]:
     def mapped(z: Tensor) -> Tensor:
         nonlocal calls
         result = evaluate_pure(problem, z, energy=False, call=calls).mapped
-        if calls == 1 and not problem.tested:
-            problem.pass_tests()
         calls += 1
         return result
 

@@ -71,8 +71,6 @@ class BlockCall:
             # What its steps have trained can be solved; in training they are meant, and the adjoint says so.
             adjoint = exact
         solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
-        if problem.tested:
-            self.map.evaluated.append(True)
         if is_exporting():
             solution = solve(problem, packed, solver=solver, adjoint=adjoint, on_failure=self.on_failure)
         else:

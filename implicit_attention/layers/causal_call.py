@@ -193,11 +193,9 @@ class CausalCall(BlockCall):
         check_past(problem, z, self.tokens.reads, cache)
         damping = solver.damping if isinstance(solver, Picard) else 0.0
         step, start, lead = self.tokens.window(problem, z), z, z.shape[: z.ndim - layout.event_ndim]
-        later: Any = step
-        for index in range(steps):
+        for _ in range(steps):
             z = counted(z)
-            mapped = later(z)
-            later = step.later() or step if index == 0 else later
+            mapped = step(z)
             z = mapped if damping == 0 else mapped - damping * (mapped - z)
         check_update(problem, cache)
         count = torch.full(lead, steps, dtype=torch.int32, device=z.device)

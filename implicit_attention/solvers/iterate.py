@@ -353,22 +353,15 @@ def loop(
     descends = descends or rows.together or isinstance(rows.problem, Tokens)
     rule = solver.end_rule
     progress = LoopState(rule, rows, energy=trace_energy, descends=descends)
-    # Where nobody sees its course the map needs fewer tests.
-    unseen = not (trace or graph or callback or rows.together) and host_may_look(z)
-    later: Callable[[Tensor], Tensor] | None = None
     index = 0
     while True:
         before, energy = point, trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         if given is not None and not energy:
             (point, tolerance), given = given, None
         else:
-            mapping = None if energy else later
-            if mapping is None:
-                z = flat(rows.problem.retract(unflat(z, event)), event)
-            point, tolerance = evaluated(rows.problem, z, energy, index, event, point, rule, mapping)
+            z = flat(rows.problem.retract(unflat(z, event)), event)
+            point, tolerance = evaluated(rows.problem, z, energy, index, event, point, rule)
         rows.untried = False
-        if unseen and index < 2 and (index == 1 or rows.problem.tested):
-            later = rows.problem.later_map()
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
             sizes = length(point.r) + length(point.mapped)
@@ -406,7 +399,6 @@ def loop(
                     order, progress.best, (state, point, accepted, falls, floor, begun, progress.tree())
                 )
                 progress.restrict(*parts)
-                later = later and rows.problem.later_map()
         update = updated(solver, rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
@@ -435,18 +427,14 @@ def _stepped(step: Callable[[Tensor, Tensor], Any], otherwise: Run, solver: Solv
     """The same where one call does all between two evaluations; `otherwise` where it cannot read the images."""
     z, event, rule, index = rows.initial, rows.event, solver.end_rule, 0
     after, first = step(z, rows.active), z
-    later: Callable[[Tensor], Tensor] | None = None
     point: Iteration | None = None
     while True:
-        if later is None:
-            z = flat(rows.problem.retract(unflat(z, event)), event)
-        z, mapped, _ = _imaged(rows.problem, z, False, index, event, point, later)
+        z = flat(rows.problem.retract(unflat(z, event)), event)
+        z, mapped, _ = _imaged(rows.problem, z, False, index, event, point)
         if index == 0 and not after.reads(mapped):
             r, residual, tolerance = compared(rule, z, mapped)
             return otherwise(rows, (Iteration(z, mapped, r, residual, None, 0, event), tolerance))
         rows.untried = False
-        if index < 2 and (index == 1 or rows.problem.tested):
-            later = rows.problem.later_map()
         if mapped.shape != z.shape or mapped.dtype != z.dtype:
             check_candidate(f"{type(solver).__name__}.step", mapped, z)
         following = after(z, mapped, index)
@@ -462,7 +450,6 @@ def _stepped(step: Callable[[Tensor, Tensor], Any], otherwise: Run, solver: Solv
             if order is not None:
                 following, point, *kept = rows.take(order, best, (following, point, after.tensors, after.value))
                 after.go_on_with(*kept)
-                later = later and rows.problem.later_map()
         z, index = following, index + 1
 
 
@@ -518,13 +505,9 @@ def evaluated(
     event: torch.Size,
     before: Iteration | None,
     rule: FusedRule,
-    later: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Iteration, Tensor]:
-    """The evaluation of states (*lead, n), and the tolerances of the rule there.
-
-    later: f with fewer tests (`Problem.later_map`), where no energy is wanted.
-    """
-    z, mapped, value = _imaged(problem, z, energy, index, event, before, later)
+    """The evaluation of states (*lead, n), and the tolerances of the rule there."""
+    z, mapped, value = _imaged(problem, z, energy, index, event, before)
     r, residual, tolerance = compared(rule, z, mapped)
     force = None
     if energy and problem.has_metric:
@@ -533,27 +516,16 @@ def evaluated(
 
 
 def _imaged(
-    problem: Problem,
-    z: Tensor,
-    energy: bool,
-    index: int,
-    event: torch.Size,
-    before: Iteration | None,
-    later: Callable[[Tensor], Tensor] | None,
+    problem: Problem, z: Tensor, energy: bool, index: int, event: torch.Size, before: Iteration | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """z, f(z) and E(z), once the map has passed its tests."""
     # Of inference tensors nobody would see that the map writes to them, or to what it returned before.
     z = counted(z)
-    if later is None:
-        mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
-    else:
-        mapped, value = later(unflat(z, event)), None
+    mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
     mapped = flat(mapped, event)
     if index == 1 and before is not None and share_memory(mapped, before.mapped):
         # A map may return the same numbers twice, but no others in their place.
         check_kept(problem, before.mapped - before.z, before.r)
-    if index == 1 and not problem.tested:
-        problem.pass_tests()
     return z, mapped, value
 
 
