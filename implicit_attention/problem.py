@@ -299,13 +299,6 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
-    def _adjoint(self, method: Any, z: Tensor, cotangent: Tensor) -> Any:
-        """Solve (I - J^T) u = cotangent in a way of its own: the gradients of `tensors()`, and the `LinearSolution`.
-
-        None where the products of `linearize` do it.
-        """
-        return None
-
     def undifferentiated(self) -> Self:
         """The same problems, as a solve evaluates them of which no derivative is asked."""
         return self.replace(*self.tensors())

@@ -62,7 +62,6 @@ class BlockCall:
         """
         layout, options = self.map.layout, self.options
         problem, packed = self.problem(), self._packed()
-        problem.graphs = self.graphs
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if problem.function.rounding in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact

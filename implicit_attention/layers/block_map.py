@@ -14,13 +14,10 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
 from ..fixed_point_map import FixedPointMap
-from ..linear import LinearSolver
 from ..problem import counted, counted_copy, writes_to
 from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
-from .compiled_block import adjoint_by_graphs
-from .compiled_graphs import Graphs
 
 
 class BlockMap(nn.Module):
@@ -152,7 +149,6 @@ class BlockProblem(FixedPointMap):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.draws = checked, function.draws
         self.mode = tuple(part.training for part in function.block.modules())
-        self.graphs: Graphs | None = None
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
         # The map has checked what the block returned.
@@ -162,9 +158,6 @@ class BlockProblem(FixedPointMap):
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
         return None if self.draws.repeated else super().select(index)
-
-    def _adjoint(self, method: LinearSolver[Any], z: Tensor, cotangent: Tensor) -> Any:
-        return None if self.graphs is None else adjoint_by_graphs(self.graphs, self, method, z, cotangent)
 
     def in_precision(self, z: Tensor) -> Self:
         """The problem in float32 where it has half precision; as it is for a block that takes its own dtypes alone."""

@@ -1,4 +1,4 @@
-"""Compiled solves of a block: the loop and its adjoint in stretches, each one graph, after which the host looks."""
+"""Compiled solves of a block: the loop in stretches, each one graph, after which the host looks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,19 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import is_fake, transforms_active
-from .._norm import norm
 from ..adjoints import Unrolled
 from ..errors import outside
 from ..fixed_point_map import FixedPointMap
-from ..linear import GMRES, LinearSolution, LinearSolver
-from ..linear._vectors import normalised
 from ..options import SolveOptions
 from ..problem import Problem, share_memory, writes_to
-from ..solution import Record
 from ..solvers import Outcome, Picard, Solver
 from ..solvers._rows import Rows, flat, unflat
 from ..solvers.iterate import Ended, judged, loop
 from ..solvers.progress import Iteration, LoopState, compared
-from ..status import Status
-from .compiled_graphs import LENGTHS, STEPS, Graphs, System
+from .compiled_graphs import LENGTHS, Graphs
 
 #: Samples leave the work where as many evaluations are still expected: fewer are not worth graphs of another size.
 WORTH = 4
-#: Steps of an adjoint solve after which the solvers' loop takes over, as where a graph leaves more of a residual.
-MOST_STEPS, PROGRESS = 64, 0.5
 
 
 def check_compiled(options: SolveOptions) -> None:
@@ -201,60 +194,3 @@ def _unfit(problem: Problem, z: Tensor) -> str:
     if any(writes_to(buffer) != count for buffer, count in zip(buffers, before, strict=True)):
         return "writes to its buffers, once for each evaluation: call eval(), or use a normalisation without statistics"
     return ""
-
-
-def adjoint_by_graphs(
-    graphs: Graphs, problem: FixedPointMap, method: LinearSolver[Any], z: Tensor, cotangent: Tensor
-) -> tuple[tuple[Tensor | None, ...], LinearSolution] | None:
-    """(df/dt)^T u for every tensor t of the problem that requires grad, and u with (I - J^T) u = cotangent.
-
-    None where graphs do not reach the tolerance of the method: the solvers' loop finds out why.
-    """
-    if type(method) is not GMRES or z.numel() == 0 or z.ndim == problem.event_ndim:
-        return None
-    if (z.dtype == torch.float32 and method.rtol < 1e-6) or not may_compile(graphs, problem, z):
-        return None
-    event_ndim, named = problem.event_ndim, list(problem.named_tensors())
-    inputs = [tensor.detach() for tensor in problem.inputs]
-    of_block = len(named) - len(inputs)
-    own = {name.removeprefix("function."): tensor for name, tensor in named[:of_block] if tensor.requires_grad}
-    moving = tuple(i for i, (_, tensor) in enumerate(named[of_block:]) if tensor.requires_grad)
-    # In units of a power of two for each sample, as the loop has it.
-    unit, scale = normalised(_rows(cotangent, event_ndim))
-    g, left = unit.reshape(z.shape), norm(unit)
-    tolerance = torch.full_like(scale, method.atol) / scale + method.rtol * left
-    # Of one tensor given twice the compiler would make another graph.
-    system = System(g, scale.reshape(*scale.shape, *(1,) * event_ndim), torch.zeros_like(g), g.clone())
-    spent, needed = torch.zeros_like(left, dtype=torch.int64), float(graphs.products)
-    while int(spent.max()) < min(MOST_STEPS, method.max_steps or MOST_STEPS):
-        before, count = left, next((steps for steps in STEPS if steps >= needed), STEPS[-1])
-        made = graphs.adjoint(problem.function, z, system, own, moving, inputs, event_ndim, count)
-        # A step is counted for a sample that was above its tolerance.
-        spent = spent + (torch.cat([before[None], made.sizes[:-1]]) > tolerance).sum(0)
-        system, left = system._replace(u=made.u, r=made.r), made.left
-        if bool((left <= tolerance).all()):
-            if not bool(made.depends):
-                # The block does not depend on its state, or does so unseen, for which the loop raises.
-                return None
-            graphs.products = int(spent.max())
-            status = torch.full_like(left, int(Status.CONVERGED), dtype=torch.int8)
-            record = Record(status, left * scale, tolerance * scale, spent, spent)
-            found = {f"function.{name}": tensor for name, tensor in made.by_name.items()}
-            found |= {named[of_block + i][0]: tensor for i, tensor in zip(moving, made.by_input, strict=True)}
-            gradients = tuple(found.get(name) for name, _ in named)
-            return gradients, LinearSolution(record, made.u * system.units, torch.zeros_like(status, dtype=torch.bool))
-        if not bool(((left < PROGRESS * before) | (left <= tolerance)).all()):
-            return None
-        needed = _steps_left(left, before, tolerance, count)
-    return None
-
-
-def _steps_left(left: Tensor, before: Tensor, tolerance: Tensor, count: int) -> float:
-    """The number of steps that the slowest sample needs if `count` steps bring a residual from `before` to `left`."""
-    rate = (left / before).clamp(1e-6, 1 - 1e-6).log() / count
-    needed = ((tolerance / left).log() / rate).masked_fill(left <= tolerance, 0.0)
-    return math.ceil(float(needed.amax()))
-
-
-def _rows(tensor: Tensor, event_ndim: int) -> Tensor:
-    return tensor.flatten(tensor.ndim - event_ndim) if event_ndim else tensor[..., None]
