@@ -27,7 +27,7 @@ from ..linear._vectors import along
 from ..problem import Problem, evaluate_pure, isolated
 from ..solution import AdjointReport, Record
 from ..solvers import Picard
-from ..solvers.iterate import Outcome
+from ..solvers.loop import Outcome
 from ..status import Status
 from .base import Adjoint, Request
 

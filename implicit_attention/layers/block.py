@@ -17,7 +17,7 @@ from ..errors import ConvergenceError
 from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
-from ..solvers.exported import check_no_evidence, is_budget
+from ..solvers.loop import check_no_evidence, is_budget
 from .block_arguments import (
     Steps,
     check_block,
@@ -32,8 +32,7 @@ from .block_map import BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
 from .causal_call import CausalCall, begin_tokens, refusing_gradient
-from .compiled_block import check_compiled
-from .compiled_graphs import Graphs
+from .compiled_graphs import Graphs, check_compiled
 from .confirm import Confirm, Confirmation, checked_confirm, confirmed
 from .exits import Exit
 from .past import BlockCache

@@ -20,10 +20,10 @@ from ..linear import GMRES
 from ..options import SolveOptions
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
+from ..solvers.loop import plain_steps
 from ..status import Status
 from .block_map import BlockMap, BlockProblem
-from .compiled_block import CompiledPicard
-from .compiled_graphs import Graphs
+from .compiled_graphs import CompiledPicard, Graphs
 
 #: The adjoint of a layer without one of its own.
 EXACT = Implicit()
@@ -138,10 +138,7 @@ class BlockCall:
         # The start may be a tensor of the caller.
         state = self.initial if steps else pytree.tree_map(torch.clone, self.initial)
         arguments = self._arguments()
-        for _ in range(steps):
-            mapped = self.map.step(state, arguments)
-            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
-        return state
+        return plain_steps(lambda z: self.map.step(z, arguments), state, steps, damping)
 
     def _coupled(self, steps: int, adjoint: Reversible) -> Any:
         """The state after the steps of the adjoint, as operations that a compiler records."""

@@ -1,7 +1,9 @@
-"""The graphs that torch.compile makes of a block: several evaluations each."""
+"""Compiled solves of a block, by graphs that torch.compile makes of several evaluations each."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,8 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._norm import length as size_of
+from .._autograd import is_fake, transforms_active
+from ..adjoints import Unrolled
 from ..errors import outside
+from ..fixed_point_map import FixedPointMap
+from ..options import SolveOptions
+from ..problem import Problem, writes_to
+from ..solvers import Outcome, Picard, Solver
+from ..solvers._rows import flat, steps_left, unflat
+from ..solvers.loop import Images, Loop, iterate, plain_steps
 
 #: f(z, *inputs), a module.
 Map: TypeAlias = Callable[..., Tensor]
@@ -23,6 +32,131 @@ BACKEND = "inductor"
 LENGTHS = (1, 2, 3, 4, 6, 8)
 #: Graphs of one layer that a warning tells of.
 MANY = 100
+#: Samples leave the work where as many evaluations are still expected: fewer are not worth graphs of another size.
+WORTH = 4
+
+
+def check_compiled(options: SolveOptions) -> None:
+    """Raise where a compiled layer cannot solve by these."""
+    solver = options.effective_solver
+    if type(solver) is not Picard:
+        remedy = "use Picard(damping=...), or leave `compiled` out"
+        required = "be Picard() in a layer with compiled=True, whose graphs hold plain steps"
+        raise ValueError(_validate.message("solver", required, repr(solver), remedy))
+    if options.adjoint is None and solver.fixed_budget:
+        remedy = "use steps=k and compile what is around the layer, or leave `compiled` out"
+        required = "have a tolerance in a layer with compiled=True: a fixed budget is differentiated as a loop is"
+        raise ValueError(_validate.message("solver", required, repr(solver), remedy))
+    if isinstance(options.adjoint, Unrolled):
+        remedy = "use Implicit() or Phantom(), or leave `compiled` out"
+        required = "not be Unrolled() in a layer with compiled=True, whose steps leave no graph of autograd"
+        raise ValueError(_validate.message("adjoint", required, repr(options.adjoint), remedy))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPicard(Picard):
+    """`Picard` in graphs of several evaluations.
+
+    Args:
+        graphs: of the layer's block.
+    """
+
+    graphs: Graphs = dataclasses.field(default_factory=lambda: Graphs(), repr=False, compare=False)
+
+    @classmethod
+    def like(cls, solver: Solver, graphs: Graphs) -> CompiledPicard:
+        """The compiled form of a `Picard`."""
+        return cls(**vars(solver), graphs=graphs)
+
+    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+        lead = initial.ndim - problem.event_ndim
+        fits = lead and initial.numel() > 0 and may_compile(self.graphs, problem, initial)
+        if trace or graph or not fits or problem.mixes:
+            return super().run(problem, initial, trace=trace, graph=graph)
+        assert isinstance(problem, FixedPointMap)
+        with torch.no_grad():
+            tensors = problem.tensors()
+            if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
+                # Inside a graph without autograd a compiler has no use for theirs, and warns of it.
+                problem = problem.replace(*(tensor.detach() for tensor in tensors))
+        outcome = iterate(self, problem, initial, trace=False, graph=False, begin=Stretches)
+        self.graphs.evaluations = int(outcome.record.num_evals.max())
+        return outcome
+
+
+# Messages name what was passed to the layer.
+CompiledPicard.__name__ = CompiledPicard.__qualname__ = Picard.__name__
+
+
+class Stretches(Loop):
+    """A solve whose evaluations are made before they are asked for, several in one graph; then the host looks."""
+
+    solver: CompiledPicard
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.rows.few_sizes = True
+        self.ahead: list[Images] = []
+        self.needed = self.solver.graphs.evaluations
+
+    def evaluate(self, z: Tensor, index: int) -> Images:
+        if not self.ahead:
+            problem: Any = self.rows.problem
+            left = self.last + 1 - index
+            expected = left if self.rule.fixed_budget else min(max(self.needed, 1), left)
+            count = max(length for length in LENGTHS if length <= expected)
+            inputs, state = [tensor.detach() for tensor in problem.inputs], unflat(z.contiguous(), self.rows.event)
+            pairs = self.solver.graphs.evaluated(problem.function, state, inputs, count, self.solver.damping)
+            self.ahead = [(flat(z, self.rows.event), flat(image, self.rows.event), None) for z, image in pairs]
+        return self.ahead.pop(0)
+
+    def looks(self, index: int) -> bool:
+        return not self.ahead
+
+    def leaving(self, index: int) -> Tensor | None:
+        if self.before is None:
+            self.needed = self.solver.graphs.evaluations - 1
+        else:
+            last = self.before.residual, self.point.residual, self.tolerance
+            self.needed = math.ceil(min(steps_left(self.active, 1, *last), self.last))
+        return None if self.whole or self.needed < WORTH else self.rows.compaction(self.active)
+
+
+def may_compile(graphs: Graphs, problem: Problem, z: Tensor) -> bool:
+    """Whether graphs may stand for the block here: plain numbers, and a block that is one function of its arguments.
+
+    Warns where the block is none.
+    """
+    if (
+        not isinstance(problem, FixedPointMap)
+        or transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or is_fake(z)
+    ):
+        return False
+    function: Any = problem.function
+    mode = tuple(part.training for part in function.block.modules())
+    reason = graphs.unfit.get(mode)
+    if reason is None:
+        reason = graphs.unfit[mode] = _unfit(problem, z)
+        if reason:
+            message = f"`compiled` has no effect for the block {function.__name__}, which {reason}"
+            warnings.warn(message, stacklevel=outside())
+    return not reason
+
+
+@torch.no_grad()
+def _unfit(problem: Problem, z: Tensor) -> str:
+    """Why no graph can stand for the block, found by one evaluation; empty if one can."""
+    beside: Any = problem.apart()
+    buffers = list(beside.function.block.buffers())
+    before = [writes_to(buffer) for buffer in buffers]
+    beside.fixed_point_map(z)
+    if beside.draws.repeated:
+        return "draws random numbers, the same ones at each evaluation of a call: call eval(), or leave dropout out"
+    if any(writes_to(buffer) != count for buffer, count in zip(buffers, before, strict=True)):
+        return "writes to its buffers, once for each evaluation: call eval(), or use a normalisation without statistics"
+    return ""
 
 
 class Graphs:
@@ -39,29 +173,21 @@ class Graphs:
         self._made: dict[Any, Callable[..., Any]] = {}
 
     def evaluated(
-        self, function: Map, z: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int, damping: float
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Make `count` evaluations f(z_0), ..., of z = z_0 and of what follows, z_(i+1) = f(z_i) - damping r_i.
-
-        Returns:
-            The states z_1, ..., z_count; f(z_(count-1)); and (2 count, *lead) |r_0|, |f(z_0)|, |r_1|, |f(z_1)|, ...
-        """
-        graph = self._graph((event_ndim, count, damping), z, inputs)
-        states, mapped, sizes = _answer(graph, z.device, function, z, *inputs)
-        return states, states[-1] if mapped is None else mapped, sizes
-
-    def _graph(self, options: tuple[int, int, float], z: Tensor, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        key = (options, z.dtype, z.device, z.shape, *(t.shape for t in inputs))
+        self, function: Map, z: Tensor, inputs: Sequence[Tensor], count: int, damping: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`count` states and their images: z, and those that steps of `Picard(damping)` lead to."""
+        key = (count, damping, z.dtype, z.device, z.shape, *(t.shape for t in inputs))
         graph = self._made.get(key)
         if graph is None:
-            graph = self._made[key] = _compiled(_evaluations(*options), z.device)
+            graph = self._made[key] = _compiled(_evaluations(count, damping), z.device)
             if len(self._made) == MANY:
                 remedy = "pad inputs to few shapes, or leave `compiled` out"
                 message = (
                     f"`compiled` has made {MANY} graphs, one for each length and shape, each for seconds; {remedy}"
                 )
                 warnings.warn(message, stacklevel=outside())
-        return graph
+        images, states = _answer(graph, z.device, function, z, *inputs)
+        return list(zip((z, *(states or images[:-1])), images, strict=True))
 
 
 def _compiled(graph: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -108,21 +234,16 @@ def _uncompilable(error: BaseException, name: str) -> RuntimeError:
     return RuntimeError(_validate.message("compiled", required, received, remedy))
 
 
-def _evaluations(event_ndim: int, count: int, damping: float) -> Callable[..., Any]:
-    def evaluations(function: Map, z: Tensor, *inputs: Tensor) -> tuple[list[Tensor], Tensor | None, Tensor]:
-        states, sizes = [], []
-        mapped = z
-        for _ in range(count):
-            mapped = function(z, *inputs)
-            r = mapped - z
-            sizes += [size_of(_rows(r, event_ndim)), size_of(_rows(mapped, event_ndim))]
-            z = mapped if damping == 0 else mapped - damping * r
-            states.append(z)
-        return states, None if damping == 0 else mapped, torch.stack(sizes)
+def _evaluations(count: int, damping: float) -> Callable[..., Any]:
+    """The function of which a graph is made: `count` images, and the states behind the first if they are others."""
+
+    def evaluations(function: Map, z: Tensor, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def seen(pair: tuple[Tensor, Tensor], index: int) -> None:
+            pairs.append(pair)
+
+        plain_steps(lambda state: function(state, *inputs), z, count, damping, seen)
+        return [image for _, image in pairs], [state for state, _ in pairs[1:]] if damping else []
 
     return evaluations
-
-
-def _rows(tensor: Tensor, event_ndim: int) -> Tensor:
-    """(*lead, *event) -> (*lead, n)."""
-    return tensor.flatten(tensor.ndim - event_ndim) if event_ndim else tensor[..., None]

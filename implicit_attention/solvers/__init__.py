@@ -8,10 +8,9 @@ from ._torchdeq import TorchDEQ, register_with_torchdeq
 from .anderson import Anderson
 from .broyden import Broyden
 from .gradient_descent import GradientDescent
-from .iterate import Outcome, Solver, Update
+from .loop import Iteration, Outcome, Solver, Update
 from .newton import NewtonKrylov
 from .picard import Picard
-from .progress import Iteration
 from .safeguard import Safeguarded
 
 __all__ = [

@@ -17,7 +17,7 @@ from ..problem import Problem, evaluate_pure
 from ..solution import Record, Trace
 from ..status import Status
 from ._rows import flat
-from .iterate import Outcome, Solver
+from .loop import Outcome, Solver
 
 
 class Finished(Exception):

@@ -16,7 +16,7 @@ from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
-from .iterate import Outcome, Solver
+from .loop import Outcome, Solver
 
 REQUIREMENT = "scipy>=1.11"
 # The option that bounds the work of each method, and the tolerances of its own, set so that they never end a run.

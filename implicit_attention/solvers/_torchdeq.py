@@ -20,7 +20,7 @@ from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
 from .anderson import Anderson
 from .broyden import Broyden
-from .iterate import Outcome, Solver
+from .loop import Outcome, Solver
 from .newton import NewtonKrylov
 from .picard import Picard
 

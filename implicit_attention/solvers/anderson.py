@@ -13,7 +13,7 @@ from .._autograd import host_may_look, transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
-from .progress import Iteration
+from .loop import Iteration
 from .safeguard import Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.

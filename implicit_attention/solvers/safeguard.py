@@ -13,8 +13,7 @@ from .._autograd import host_may_look, is_exporting
 from .._norm import norm, resolves
 from ..problem import Problem
 from ._rows import rows_where, unflat
-from .iterate import Solver, Update
-from .progress import Iteration
+from .loop import Iteration, Solver, Update
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 
