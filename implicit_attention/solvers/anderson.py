@@ -94,7 +94,8 @@ class Anderson(Safeguarded):
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps)
 
     def plain_start(self, problem: Problem) -> int:
-        return max(self._plain_steps(problem) - self._history(problem), 0)
+        certain = problem.plain_steps_descend
+        return max(self._plain_steps(problem) - self._history(problem), 0) if certain else 0
 
     def init_history(self, z: Tensor) -> AndersonHistory:
         return AndersonHistory((), (), (), ())

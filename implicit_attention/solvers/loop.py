@@ -443,8 +443,7 @@ class Loop:
         z = self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
         #: The memory of the solver.
         self.state = solver.init(rows.problem, z)
-        if (type(solver), z.ndim) not in _PASSED:
-            check_memory(f"{type(solver).__name__}.init", self.state, z)
+        check_memory(f"{type(solver).__name__}.init", self.state, z)
         #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
         self.falls = rows.falls()
         self.floor: Tensor | None = None
@@ -567,9 +566,6 @@ class Loop:
             fallen = self.active & _below(self.floor, point, self.accepted)
         self.num_evals = self.num_evals + self.active
         candidates = self.active if accepted is None else self.active & accepted
-        if self.whole and fallen is None and self._all_go_on(point.residual, tolerance):
-            self._improve(point, tolerance, candidates, None)
-            return
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
         broken = candidates & ~finite
@@ -581,17 +577,10 @@ class Loop:
         if isinstance(rows.problem, Tokens):
             numbered = point._replace(step=rows.made + point.step)
             converged, broken = rows.problem.settled_of(self.active, converged, broken, numbered)
-        settled = broken if converged is None else converged | broken
         self._improve(point, tolerance, candidates, converged)
-        if not (host_may_look(settled) and not bool(settled.any())):
-            if converged is not None:
-                self.end(converged, Status.CONVERGED)
-            self.end(broken, Status.NONFINITE if rows.made + point.step == 0 else Status.DIVERGED)
-
-    def _all_go_on(self, residual: Tensor, tolerance: Tensor) -> bool:
-        """Whether no residual or tolerance ends a problem: one look, which mostly spares all else."""
-        above = tolerance < (torch.inf if self.rule.fixed_budget else residual)
-        return bool((above & (residual < torch.inf)).all())
+        if converged is not None:
+            self.end(converged, Status.CONVERGED)
+        self.end(broken, Status.NONFINITE if rows.made + point.step == 0 else Status.DIVERGED)
 
     def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
         """Keep the candidates that are better; where the energy `descends` all candidates are."""
@@ -616,11 +605,12 @@ class Loop:
         self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
 
     def end(self, which: Tensor, status: Status) -> None:
-        """Give up problems `which` are unfinished, with a status."""
+        """End those of the problems `which` that are unfinished, with a status."""
+        if host_may_look(which) and not bool(which.any()):
+            return
         record = self.best.record
-        status_of = record.status.masked_fill(self.active & which, int(status))
-        self.best = self.best._replace(record=record._replace(status=status_of))
-        self.active, self.whole = self.active & ~which, False
+        record = record._replace(status=record.status.masked_fill(self.active & which, int(status)))
+        self.best, self.active, self.whole = self.best._replace(record=record), self.active & ~which, False
 
     def step(self, found: Images, index: int) -> Tensor:
         """The states to evaluate next."""
@@ -706,22 +696,16 @@ def check_no_evidence(wanted: bool, name: str) -> None:
         raise UnsupportedImplementation(_validate.message(name, "be False in an exported program", True, remedy))
 
 
-#: Classes of solvers, with a number of axes of states, whose first two steps were checked.
-_PASSED: set[tuple[type[Solver], int]] = set()
-
-
 def updated(solver: Solver, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-    """A step of the solver. The first two are checked, as many methods extrapolate in the second, once a class."""
-    update, z, passed = solver.step(problem, state, point, accepted), point.z, (type(solver), point.z.ndim)
-    tested = point.step > 1 or passed in _PASSED
+    """A step of the solver. The first two are checked, as many methods extrapolate in the second."""
+    update, z = solver.step(problem, state, point, accepted), point.z
     # Later candidates of another size or dtype would be broadcast or rounded.
-    if not (tested and update.candidate.shape == z.shape and update.candidate.dtype == z.dtype):
+    if not (point.step > 1 and update.candidate.shape == z.shape and update.candidate.dtype == z.dtype):
         name = f"{type(solver).__name__}.step"
         _validate.check_instance(name, update, Update, "return Update(state, candidate)", "state may be ()")
         _validate.check_instance(name, update.candidate, Tensor, "return Update(state, candidate) with a tensor")
         check_candidate(name, update.candidate, z)
         check_memory(name, update.state, z)
-        _PASSED.update([passed] * (point.step == 1))
     return update
 
 

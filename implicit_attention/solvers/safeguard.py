@@ -41,7 +41,7 @@ class Memory(NamedTuple):
     energy: Tensor | None
     force: Tensor | None
     promise: Tensor | None
-    direction: Tensor | None
+    direction: Tensor
     length: Tensor
     accelerated: Tensor
     history: Any
@@ -90,11 +90,7 @@ class Safeguarded(Solver):
             )
 
     def needs_energy(self, problem: Problem, step: int) -> bool:
-        return self._guard(problem) == "energy" and step >= self._warm_up(problem)
-
-    def _warm_up(self, problem: Problem) -> int:
-        """Steps at the start that are certain to be plain and need not be remembered."""
-        return self.plain_start(problem) if problem.plain_steps_descend else 0
+        return self._guard(problem) == "energy" and step >= self.plain_start(problem)
 
     def _guard(self, problem: Problem) -> str:
         if self.guard != "auto":
@@ -107,7 +103,7 @@ class Safeguarded(Solver):
         return self._guard(problem) == "energy" and has_curvature and not self.backtracks
 
     def plain_start(self, problem: Problem) -> int:
-        """Number of first steps that are plain and that the method does not learn from."""
+        """Number of first steps that are certain to be plain, and that the method does not learn from."""
         return 0
 
     # Hooks of a method.
@@ -139,19 +135,15 @@ class Safeguarded(Solver):
         by_energy = self._guard(problem) == "energy"
         energy = unknown if by_energy else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        # A step is kept for a test of its energy against its promise, or to be shortened.
-        direction = z if self.backtracks or by_energy else None
         force, promise = (z, unknown) if problem.has_metric and by_energy else (None, None)
-        return Memory(z, z, unknown, energy, force, promise, direction, unknown, plain, self.init_history(z))
+        return Memory(z, z, unknown, energy, force, promise, z, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
-        if point.step <= self._warm_up(problem):
+        if point.step <= self.plain_start(problem):
             return None
         guard = self._guard(problem)
         # A plain step needs no test where it descends, or where there is nothing better to fall back on.
         free = problem.plain_steps_descend or guard != "energy"
-        if free and host_may_look(state.accelerated) and not bool(state.accelerated.any()):
-            return None
         if guard == "residual":
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
             # Nothing is better than 0; a step that is given up there would be replaced by plain ones.
@@ -164,7 +156,6 @@ class Safeguarded(Solver):
     def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
-        assert state.direction is not None
         before, now, accelerated = state.r, point.r, state.accelerated & (not self.backtracks)
         if state.force is None or state.promise is None:
             slope = (state.r * state.direction).sum(-1)
@@ -206,7 +197,7 @@ class Safeguarded(Solver):
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
 
     def step(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> Update:
-        warm_up = self._warm_up(problem)
+        warm_up = self.plain_start(problem)
         if point.step < warm_up:
             return Update(state, point.mapped)
         if point.step == warm_up:
@@ -220,22 +211,22 @@ class Safeguarded(Solver):
             force = rows_where(accepted, point.force, force)
             states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
             promise = torch.where(accepted, problem.divergence(*states), promise)
-        # Mostly all are accepted: then one look spares those of `rows_where`.
-        whole = host_may_look(accepted) and bool(accepted.all())
-        if not whole:
-            z, r = rows_where(accepted, point.z, state.z), rows_where(accepted, point.r, state.r)
-            point = point._replace(z=z, r=r, residual=torch.where(accepted, point.residual, state.residual))
+        z, r = rows_where(accepted, point.z, state.z), rows_where(accepted, point.r, state.r)
+        point = point._replace(z=z, r=r, residual=torch.where(accepted, point.residual, state.residual))
         base = state._replace(
             z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
         )
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, force, downward)
-        memory, stalled = self._after(problem, state, base, proposal, accepted)
-        if memory.direction is None:
-            direction = proposal.direction if whole else rows_where(accepted, proposal.direction, base.r)
-            return Update(memory, memory.z + direction, None, proposal.num_evals)
-        return Update(memory, _ahead(memory.z, memory.length, memory.direction), stalled, proposal.num_evals)
+        # The proposal where the last step was accepted, else the plain step or a shorter one.
+        to_plain = ~accepted & state.accelerated & (not self.backtracks)
+        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
+        length = torch.where(accepted | to_plain, 1.0, state.length / 2)
+        accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
+        memory = base._replace(direction=direction, length=length, accelerated=accelerated)
+        ahead = base.z + length[..., None] * direction
+        return Update(memory, ahead, length < SHORTEST, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
@@ -254,32 +245,6 @@ class Safeguarded(Solver):
         change = dr if point.force is None or state.force is None else point.force - state.force
         # Products that underflow show nothing of the curvature.
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
-
-    def _after(
-        self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
-    ) -> tuple[Memory, Tensor | None]:
-        """The step to try next: the proposal where the last one was accepted, else the plain or a shorter one."""
-        if state.direction is None:
-            return base._replace(accelerated=accepted & proposal.accelerated), None
-        if problem.plain_steps_descend and not self.backtracks:
-            # Only accelerated steps are ever rejected, and plain ones need no test.
-            direction = rows_where(accepted, proposal.direction, base.r)
-            accelerated = accepted & proposal.accelerated
-            length = torch.ones_like(base.length)
-            return base._replace(direction=direction, length=length, accelerated=accelerated), None
-        to_plain = ~accepted & state.accelerated & (not self.backtracks)
-        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
-        length = torch.where(accepted | to_plain, 1.0, state.length / 2)
-        accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
-        return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
-
-
-def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
-    """z + length direction."""
-    whole = length == 1
-    if host_may_look(whole) and bool(whole.all()):
-        return z + direction
-    return z + length[..., None] * direction
 
 
 def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
