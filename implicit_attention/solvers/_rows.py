@@ -148,9 +148,7 @@ class Rows:
         """
         if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
-        unfinished = active.nonzero()[:, 0] if active.ndim == 1 else None
-        most = int(active.sum(-1).max()) if unfinished is None else len(unfinished)
-        needed = self._rounded_up(most)
+        needed = self._rounded_up(int(active.sum(-1).max()))
         if needed > COMPACT_BELOW * active.shape[-1]:
             return None
         begins = self.rows is None
@@ -159,11 +157,8 @@ class Rows:
             spared = steps_left(active, *measured) * (1 - needed / active.shape[-1])
             if not spared >= 1:
                 return None
-        if unfinished is not None and needed == most:
-            order = unfinished
-        else:
-            # All distinct: finished rows fill up the block and are carried along unchanged.
-            order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
+        # All distinct: finished rows fill up the block and are carried along unchanged.
+        order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
         if begins:
             # Some problems cannot be restricted.
             self.compact = self.base.select(order) is not None

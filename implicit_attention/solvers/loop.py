@@ -498,7 +498,7 @@ class Loop:
 
     def decide(self, found: Images, index: int) -> bool:
         """Keep what is better, end problems that have converged or are broken, and say whether no step follows."""
-        rows, self.before = self.rows, self.point
+        rows = self.rows
         rows.untried = False
         if index == 0 and self.library is not None:
             native = self.library(self.start, rows.active)
@@ -614,6 +614,7 @@ class Loop:
 
     def step(self, found: Images, index: int) -> Tensor:
         """The states to evaluate next."""
+        self.before = self.point
         if self.native is not None:
             following: Tensor = self.following
             return following

@@ -144,6 +144,8 @@ class Safeguarded(Solver):
         guard = self._guard(problem)
         # A plain step needs no test where it descends, or where there is nothing better to fall back on.
         free = problem.plain_steps_descend or guard != "energy"
+        if free and host_may_look(state.accelerated) and not bool(state.accelerated.any()):
+            return None
         if guard == "residual":
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
             # Nothing is better than 0; a step that is given up there would be replaced by plain ones.
