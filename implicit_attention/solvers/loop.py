@@ -278,17 +278,9 @@ def iterate(
 
     begin: makes the `Loop` from `initial`; None is that class.
     """
-    if problem.token_order is not None and not isinstance(problem, Tokens):
-        tokens, start = Tokens(problem), 1 - problem.event_ndim
-
-        def by_problem(step: int, residual: Tensor, active: Tensor) -> None:
-            assert callback is not None
-            callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
-
-        watched = None if callback is None else by_problem
-        outcome = iterate(solver, tokens, initial, trace=trace, graph=graph, callback=watched)
-        record = of_problems(outcome.record, problem.event_ndim - 1)
-        return outcome._replace(record=record, trace=tokens.course(outcome.trace))
+    # The axes that number the tokens of a problem, each of which is one then.
+    axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
+    problem = Tokens(problem) if axes else problem
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
@@ -305,9 +297,11 @@ def iterate(
             traced.append([t for t in shown if t is not None])
 
         def told(loop: Loop) -> None:
-            shown = loop.best.record.residual, loop.active
+            residual, active = loop.best.record.residual.detach(), loop.active
+            if axes:
+                residual, active = norm(residual.flatten(-axes)), active.flatten(-axes).any(-1)
             assert callback is not None
-            callback(next(numbers), *(rows.unpadded(t.detach(), 0).clone() for t in shown))
+            callback(next(numbers), *(rows.unpadded(t, 0).clone() for t in (residual, active)))
 
         seen = [*[kept] * trace, *[told] * (callback is not None)]
         # A fixed budget does not wait for another device.
@@ -321,7 +315,10 @@ def iterate(
         stacked = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
         states = tuple(rows.unpadded(course[-1], 0) for course in traced) if keep else ()
         course = Trace.of(*stacked) if trace else None
-        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), course, states)
+        record = record.map(torch.Tensor.detach)
+        if isinstance(problem, Tokens) and axes:
+            record, course = of_problems(record, axes), problem.course(course)
+        return Outcome(value.reshape(initial.shape), record, course, states)
 
 
 def judged(
