@@ -158,17 +158,14 @@ class Safeguarded(Solver):
     def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
-        before, now, accelerated = state.r, point.r, state.accelerated & (not self.backtracks)
-        if state.force is None or state.promise is None:
-            slope = (state.r * state.direction).sum(-1)
-            required = _rule.DESCENT * state.length * torch.where(accelerated, state.residual.square(), slope)
-        else:
-            assert point.force is not None
-            before, now = state.force, point.force
-            slope = (before * state.direction).sum(-1)
+        before, now = (state.r, point.r) if state.force is None or point.force is None else (state.force, point.force)
+        plain = slope = (before * state.direction).sum(-1)
+        promise = state.residual.square() if state.promise is None else 2 * state.promise
+        if state.promise is not None and not self.backtracks:
             # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
-            plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
-            required = _rule.DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
+            plain = torch.minimum(promise, slope)
+        accelerated = state.accelerated & (not self.backtracks)
+        required = _rule.DESCENT * state.length * torch.where(accelerated, promise, plain)
         # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
         trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
         eps = torch.finfo(point.z.dtype).eps
@@ -179,11 +176,9 @@ class Safeguarded(Solver):
             return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         return _rule.descends(point.energy, state.energy, required, trapezoid, eps)
 
-    def _tested(
-        self, problem: Problem, proposal: Proposal, point: Iteration, force: Tensor | None, downward: Tensor
-    ) -> Proposal:
+    def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
-        s, usable, num_evals = proposal
+        (s, usable, num_evals), force = proposal, point.force
         if force is not None or (self._guard(problem) != "none" and problem.symmetric):
             reach = norm(s)
             s = s * _rule.shortened(point.residual, reach, self.longest)[..., None]
@@ -207,28 +202,19 @@ class Safeguarded(Solver):
             history, downward = state.history, torch.zeros_like(accepted)
         else:
             history, downward = self._learnt(problem, state, point, accepted)
-        force, promise = state.force, state.promise
-        if force is not None and promise is not None:
-            assert point.force is not None
-            force = rows_where(accepted, point.force, force)
-            states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
-            promise = torch.where(accepted, problem.divergence(*states), promise)
-        z, r = rows_where(accepted, point.z, state.z), rows_where(accepted, point.r, state.r)
-        point = point._replace(z=z, r=r, residual=torch.where(accepted, point.residual, state.residual))
-        base = state._replace(
-            z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
-        )
-        if point.energy is not None and state.energy is not None:
-            base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, force, downward)
+        states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
+        promise = None if state.promise is None else problem.divergence(*states)
+        found = point.z, point.r, point.residual, point.energy, point.force, promise
+        z, r, residual, energy, force, promise = (_chosen(accepted, *pair) for pair in zip(found, state, strict=False))
+        point = point._replace(z=z, r=r, residual=residual, force=force)
+        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         # The proposal where the last step was accepted, else the plain step or a shorter one.
         to_plain = ~accepted & state.accelerated & (not self.backtracks)
-        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
+        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, r, state.direction))
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
-        memory = base._replace(direction=direction, length=length, accelerated=accelerated)
-        ahead = base.z + length[..., None] * direction
-        return Update(memory, ahead, length < SHORTEST, proposal.num_evals)
+        memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
+        return Update(memory, z + length[..., None] * direction, length < SHORTEST, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
@@ -247,6 +233,13 @@ class Safeguarded(Solver):
         change = dr if point.force is None or state.force is None else point.force - state.force
         # Products that underflow show nothing of the curvature.
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
+
+
+def _chosen(accepted: Tensor, new: Any, old: Any) -> Any:
+    """What was found where the step was `accepted`, else what is remembered, of states or numbers; None where it is."""
+    if old is None:
+        return None
+    return rows_where(accepted, new, old) if new.ndim > accepted.ndim else torch.where(accepted, new, old)
 
 
 def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
