@@ -451,9 +451,9 @@ class Loop:
         self.descends = self.descends or rows.together or isinstance(rows.problem, Tokens)
         per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
         unknown = torch.full_like(per_problem, torch.inf)
-        count, steps = (torch.zeros_like(per_problem, dtype=torch.int32) for _ in range(2))
+        count = torch.zeros_like(per_problem, dtype=torch.int32)
         status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-        record = Record(status, unknown, torch.zeros_like(unknown), steps, count) if rows.begun is None else rows.begun
+        record = Record(status, unknown, torch.zeros_like(unknown), count, count) if rows.begun is None else rows.begun
         self.num_evals = record.num_evals
         if energy and rows.begun is not None:
             unknown = rows.problem.energy(unflat(rows.initial, rows.event))
@@ -461,8 +461,8 @@ class Loop:
         self._go_on_with(rows.active)
 
     def _go_on_with(self, active: Tensor) -> None:
-        #: Which problems are unfinished, and True for each problem, (*lead).
-        self.active, self.everyone = active, torch.ones_like(active)
+        #: Which problems are unfinished, (*lead).
+        self.active = active
         #: Whether the host knows that all are unfinished. Tokens end by rules of their own, too.
         looks = active.numel() > 0 and host_may_look(active) and not isinstance(self.rows.problem, Tokens)
         self.whole = looks and bool(active.all())
@@ -557,7 +557,7 @@ class Loop:
                 self.overflows = torch.zeros_like(self.active)
         self.point, self.tolerance = point, tolerance
         accepted = self.solver.accept(rows.problem, self.state, point)
-        self.accepted, fallen = self.everyone if accepted is None else accepted, None
+        self.accepted, fallen = torch.ones_like(self.active) if accepted is None else accepted, None
         if self.falls is not None:
             self.floor = _floor(self.falls, point) if self.floor is None else self.floor
             fallen = self.active & _below(self.floor, point, self.accepted)
