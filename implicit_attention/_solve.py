@@ -63,8 +63,7 @@ from .potentials.log_sum_exp import OverLogSumExp
 from .problem import Problem, check_start, isolated, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, SolveReport
 from .solvers import Anderson, Outcome, Picard, Solver
-from .solvers.exported import check_budget, check_no_evidence, stepped
-from .solvers.iterate import Callback
+from .solvers.loop import Callback, check_budget, check_no_evidence, stepped
 from .status import Status, of_attention
 
 _R = TypeVar("_R")

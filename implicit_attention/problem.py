@@ -158,8 +158,6 @@ class Problem(Declared, general=True):
     separates: bool = True
     #: Whether f is known to read other problems: none has finished then before all have.
     mixes: bool = False
-    #: Whether solves before have shown that f leaves its state alone and returns new memory.
-    tested: bool = False
     #: The dtypes of its tensors in a solve, where half precision is float32: "one"; "any" that f converts; or "kept".
     dtypes: str = "one"
     #: Where the axis before the last numbers tokens that read no later ones: the loop then stops each on its own.
@@ -178,28 +176,6 @@ class Problem(Declared, general=True):
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
         """f(z) and, if asked for, E(z) in one go."""
         return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
-
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        """f for the evaluations after those that have passed all tests (two, or one if it is `tested`).
-
-        None where that is `evaluate`. It is called with plain tensors that have no graph, and tests only what a later
-        call can do otherwise.
-        """
-        kind = type(self)
-        if kind.retract is not Problem.retract or kind.evaluate is not Problem.evaluate:
-            return None
-
-        def mapped(z: Tensor) -> Tensor:
-            writes = writes_to(z)
-            result = self.fixed_point_map(z)
-            if writes_to(z) != writes:
-                refuse_writes(self)
-            return result
-
-        return mapped
-
-    def pass_tests(self) -> None:
-        """Take note that the first two evaluations of a solve have passed their tests."""
 
     def linearize(self, z: Tensor) -> Linearization:
         """The Jacobian of f at z, for many products at one state."""
@@ -280,13 +256,6 @@ class Problem(Declared, general=True):
 
     def select(self, index: Tensor) -> Self | None:
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
-        return None
-
-    def _adjoint(self, method: Any, z: Tensor, cotangent: Tensor) -> Any:
-        """Solve (I - J^T) u = cotangent in a way of its own: the gradients of `tensors()`, and the `LinearSolution`.
-
-        None where the products of `linearize` do it.
-        """
         return None
 
     #: The remedy for a map that turns out to be random.
@@ -381,18 +350,16 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:
     """`problem.evaluate(z)`, or an error if the map changes z, with which f(z) - z would be wrong.
 
-    The first calls, 0 and 1, get copies until the problem is `tested`: the state may be a tensor of the user, or a
-    result of the map itself.
+    The first calls, 0 and 1, get copies: the state may be a tensor of the user, or a result of the map itself.
     """
     if is_exporting():
         # A graph that is recorded has no memory to look at, and its operations do not work in place.
         return problem.evaluate(z, energy=energy)
-    untested = not problem.tested
-    state = counted_copy(z) if call < 2 and untested else z
+    state = counted_copy(z) if call < 2 else z
     writes = writes_to(state)
     evaluation = problem.evaluate(state, energy=energy)
     # Torch does not count writes of others (by numpy, through `.data`).
-    visible = call == 0 and untested and z.device.type == "cpu" and not transforms_active()
+    visible = call == 0 and z.device.type == "cpu" and not transforms_active()
     if writes_to(state) != writes or (visible and not same(state, z)):
         refuse_writes(problem)
     return evaluation

@@ -121,7 +121,7 @@ def test_a_solve_has_its_gradient():
 def test_a_solver_is_one_file_and_its_name(copy):
     file, imported, name, contract = blocks("A new solver")
     copy.write("solvers/heavy_ball.py", file)
-    copy.add_line("solvers/__init__.py", imported, before="from .iterate import")
+    copy.add_line("solvers/__init__.py", imported, before="from .loop import")
     copy.add_line("solvers/__init__.py", name, before='    "Iteration",\n')
     answers = """
 def test_a_layer_is_solved_by_it():

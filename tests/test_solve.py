@@ -299,7 +299,7 @@ def test_a_cuda_solve_equals_the_one_on_the_cpu():
 def test_a_fixed_budget_never_waits_for_an_accelerator(first, monkeypatch):
     """Tensors without data: every look of the host at a number is an error."""
     # The addresses of such tensors are all alike.
-    monkeypatch.setattr("implicit_attention.solvers.iterate.share_memory", lambda *tensors: False)
+    monkeypatch.setattr("implicit_attention.solvers.loop.share_memory", lambda *tensors: False)
     query, keys = (torch.empty(2, size, 8, device="meta") for size in (9, 70))
     energy = AnchoredEnergy(LogSumExp(keys, 0.5, query_offset=first), query, 0.5)
     for method in (Anderson, Picard):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from ..linear import LinearSolver
 from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies
 from ..solvers import Outcome, Solver
-from ..solvers.iterate import Callback, iterate
+from ..solvers.loop import Callback, Loop, iterate
 
 #: Layers that were pickled with a memory of their last backward solve name it.
 AdjointMemory = SimpleNamespace
@@ -90,9 +91,9 @@ class Request:
         if type(self.solver).run is not Solver.run:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         watched = self.trace or graph or self.callback is not None
-        step = None if watched else self.route.native_step(problem, initial)
-        told = self.callback
-        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, step=step)
+        library = None if watched else self.route.native_step(problem, initial)
+        begin, told = functools.partial(Loop, library=library), self.callback
+        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, begin=begin)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ..linear._vectors import along
 from ..problem import Linearization, Problem, isolated, pullback
 from ..solution import Record, Remedies, Trace
 from ..solvers._rows import agree
-from ..solvers.iterate import Outcome
+from ..solvers.loop import Outcome
 from ..status import Status
 from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, alone, merged, rows_of, solve_system

@@ -97,8 +97,6 @@ def _gradients(
             return None
     if known is None:
         request.route.product = "torch"
-    if known is None and (own := problem._adjoint(method, z, cotangent)) is not None:
-        return *own, None
     return gradients_by_rows(method, problem, z, cotangent, known=known)
 
 

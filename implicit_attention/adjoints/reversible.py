@@ -28,7 +28,7 @@ from ..linear._vectors import along
 from ..problem import Problem, evaluate_pure, isolated
 from ..solution import AdjointReport, Record
 from ..solvers import Picard
-from ..solvers.iterate import Outcome
+from ..solvers.loop import Outcome
 from ..status import Status
 from .base import Adjoint, Request
 
@@ -169,8 +169,6 @@ def pure(problem: Problem) -> Callable[[Tensor], Tensor]:
     def mapped(z: Tensor) -> Tensor:
         nonlocal calls
         result = evaluate_pure(problem, z, energy=False, call=calls).mapped
-        if calls == 1 and not problem.tested:
-            problem.pass_tests()
         calls += 1
         return result
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import is_batched
 from ..problem import Problem, isolated, lost_rows
-from ..solvers.iterate import Outcome
+from ..solvers.loop import Outcome
 from ..status import Status
 from .base import Adjoint, Request, attach
 from .implicit import fixed_point

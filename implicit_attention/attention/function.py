@@ -60,7 +60,7 @@ from ..potentials.log_sum_exp import OverLogSumExp
 from ..potentials.scored_keys import ScoredKeys
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
-from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
+from ..solvers.loop import check_budget, check_no_evidence, is_budget, stepped
 from ..status import Status
 from .masks import check_causal, check_order, check_whole, mask_and_bias
 

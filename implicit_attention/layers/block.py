@@ -17,7 +17,7 @@ from ..errors import ConvergenceError
 from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
-from ..solvers.exported import check_no_evidence, is_budget
+from ..solvers.loop import check_no_evidence, is_budget
 from .block_arguments import (
     Steps,
     check_block,
@@ -32,8 +32,7 @@ from .block_map import BlockMap, Draws
 from .block_state import Frame, Start, StateLayout, StoredStart, check_word, initial_state, structure, widened
 from .calls import StateCall
 from .causal_call import CausalCall, begin_tokens, refusing_gradient
-from .compiled_block import check_compiled
-from .compiled_graphs import Graphs
+from .compiled_graphs import Graphs, check_compiled
 from .confirm import Confirm, Confirmation, checked_confirm, confirmed
 from .exits import Exit
 from .past import BlockCache
@@ -74,13 +73,13 @@ class Equilibrium(Remembering):
     `steps=range(a, b)` makes a number of steps that each call draws in training mode, and solves in evaluation mode. A
     gradient through a solve is the adjoint's, exact where the solve has converged.
 
-    Compilers: with `compiled=True` torch.compile makes graphs of up to 8 evaluations each, with the sizes by which the
-    solve decides, and of the products and gradients of the backward solve. The host looks once per graph; statuses,
-    counts and, up to rounding, states are those of eager calls. Each length and each shape is compiled once, for
-    seconds to a minute: it is for many calls of few shapes, where evaluations are short, and not for shapes that vary
-    or few calls. Samples leave the work in batches of powers of two. It takes `Picard` with a tolerance and a block
-    that torch.compile makes one graph of; one that draws random numbers or keeps statistics is solved eagerly, with a
-    warning, and so are plain steps and transforms. A compiled model around the layer changes none of this.
+    Compilers: with `compiled=True` torch.compile makes graphs of up to 8 evaluations each. The host looks once per
+    graph; statuses, counts and, up to rounding, states are those of eager calls, and the backward solve is theirs. Each
+    length and each shape is compiled once, for seconds to a minute: it is for many calls of few shapes, where
+    evaluations are short, and not for shapes that vary or few calls. Samples leave the work in batches of powers of
+    two. It takes `Picard` with a tolerance and a block that torch.compile makes one graph of; one that draws random
+    numbers or keeps statistics is solved eagerly, with a warning, and so are plain steps and transforms. A compiled
+    model around the layer changes none of this.
 
     Random numbers: a block that draws some (dropout) is one function within a call: all its evaluations, in the
     backward pass too, draw the same ones, and the next call draws others. Numbers that do not come from torch's default

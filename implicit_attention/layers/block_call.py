@@ -20,10 +20,10 @@ from ..linear import GMRES
 from ..options import SolveOptions
 from ..solution import AdjointReport, Record, Solution
 from ..solvers import Picard, Solver
+from ..solvers.loop import plain_steps
 from ..status import Status
 from .block_map import BlockMap, BlockProblem
-from .compiled_block import CompiledPicard
-from .compiled_graphs import Graphs
+from .compiled_graphs import CompiledPicard, Graphs
 
 #: The adjoint of a layer without one of its own.
 EXACT = Implicit()
@@ -62,7 +62,6 @@ class BlockCall:
         """
         layout, options = self.map.layout, self.options
         problem, packed = self.problem(), self._packed()
-        problem.graphs = self.graphs
         # Products in half precision carry no more.
         exact = Implicit(GMRES(rtol=HALF_RTOL)) if problem.function.rounding in HALF else EXACT
         wanted, adjoint = options.effective_solver, adjoint or options.effective_adjoint or exact
@@ -71,8 +70,6 @@ class BlockCall:
             # What its steps have trained can be solved; in training they are meant, and the adjoint says so.
             adjoint = exact
         solver = solver or (wanted if self.graphs is None else CompiledPicard.like(wanted, self.graphs))
-        if problem.tested:
-            self.map.evaluated.append(True)
         if is_exporting():
             solution = solve(problem, packed, solver=solver, adjoint=adjoint, on_failure=self.on_failure)
         else:
@@ -141,10 +138,7 @@ class BlockCall:
         # The start may be a tensor of the caller.
         state = self.initial if steps else pytree.tree_map(torch.clone, self.initial)
         arguments = self._arguments()
-        for _ in range(steps):
-            mapped = self.map.step(state, arguments)
-            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
-        return state
+        return plain_steps(lambda z: self.map.step(z, arguments), state, steps, damping)
 
     def _coupled(self, steps: int, adjoint: Reversible) -> Any:
         """The state after the steps of the adjoint, as operations that a compiler records."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from operator import ne
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,10 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
 from ..fixed_point_map import FixedPointMap, closed_over
-from ..linear import LinearSolver
-from ..problem import counted, counted_copy, is_like, writes_to
+from ..problem import counted, counted_copy, writes_to
 from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
-from .compiled_block import adjoint_by_graphs
-from .compiled_graphs import Graphs
 
 
 class BlockMap(nn.Module):
@@ -104,25 +100,6 @@ class BlockMap(nn.Module):
             self.evaluated.append(True)
         return self.layout.check_output(self.__name__, result, state, cast=cast)
 
-    def later(self, inputs: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor] | None:
-        """The map of plain states after the first evaluation, for a block of plain arguments that draws no numbers."""
-        draws, arguments = self.draws, self.frame.filled(inputs)
-        tensors = [part for part in arguments if isinstance(part, Tensor)] if self.flat else []
-        if not self.flat or self.rounding in HALF or draws.repeated or draws.watching or not self.evaluated:
-            return None
-        block = self.block
-
-        def mapped(z: Tensor) -> Tensor:
-            before = [tensor._version for tensor in (z, *tensors)]
-            result = block(z, *arguments)
-            if (after := [tensor._version for tensor in (z, *tensors)]) != before:
-                self._refuse_writes(list(map(ne, after, before)))
-            if not is_like(result, z):
-                result = self.layout.check_output(self.__name__, result, z, cast=False)
-            return cast(Tensor, result)
-
-        return mapped
-
     def _refuse_writes(self, written: list[bool]) -> NoReturn:
         """Raise because the block has written to some of its tensors, those of the state first."""
         required, received = "leave its arguments as they are", "a block that works on its arguments in place"
@@ -172,22 +149,15 @@ class BlockProblem(FixedPointMap):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.draws = checked, function.draws
         self.mode = tuple(part.training for part in function.block.modules())
-        self.graphs: Graphs | None = None
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
         # The map has checked what the block returned.
         mapped: Tensor = result
         return mapped
 
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        return self.function.later(self.inputs)
-
     def select(self, index: Tensor) -> Self | None:
         # For fewer samples the block would draw other numbers.
         return None if self.draws.repeated else super().select(index)
-
-    def _adjoint(self, method: LinearSolver[Any], z: Tensor, cotangent: Tensor) -> Any:
-        return None if self.graphs is None else adjoint_by_graphs(self.graphs, self, method, z, cotangent)
 
     def in_precision(self, z: Tensor) -> Self:
         """The problem in float32 where it has half precision; as it is for a block that takes its own dtypes alone."""
@@ -212,15 +182,6 @@ class BlockProblem(FixedPointMap):
                     self.checked.add(kept)
             self.checked.add(tried)
         return problem if kept in self.checked else wide
-
-    @property
-    def tested(self) -> bool:  # type: ignore[override]
-        """Whether a solve of the layer, in these modes, has shown that the block writes to nothing it is given."""
-        return (self.mode, "writes") in self.checked
-
-    def pass_tests(self) -> None:
-        if not transforms_active():
-            self.checked.add((self.mode, "writes"))
 
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
         advice = super().advice(remedies)

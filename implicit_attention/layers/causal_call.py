@@ -19,6 +19,7 @@ from ..linear._vectors import along
 from ..problem import counted
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
+from ..solvers.loop import plain_steps
 from ..status import Status
 from .block_call import BlockCall, BlockSolution
 from .block_map import BlockProblem
@@ -193,22 +194,20 @@ class CausalCall(BlockCall):
         check_past(problem, z, self.tokens.reads, cache)
         damping = solver.damping if isinstance(solver, Picard) else 0.0
         step, start, lead = self.tokens.window(problem, z), z, z.shape[: z.ndim - layout.event_ndim]
-        later: Any = step
-        for index in range(steps):
-            z = counted(z)
-            mapped = later(z)
-            later = step.later() or step if index == 0 else later
-            z = mapped if damping == 0 else mapped - damping * (mapped - z)
+        z = plain_steps(lambda z: step(counted(z)), start, steps, damping)
         check_update(problem, cache)
         count = torch.full(lead, steps, dtype=torch.int32, device=z.device)
         finite = z.reshape(*lead, -1).isfinite().all(-1)
         if not bool(finite.all()):
             # Once more: a token that is not finite must not reach those before it by a weight of 0.
-            z, finite = start, torch.ones_like(finite)
-            for _ in range(steps):
-                mapped = step(only_existing(z, finite))
-                z = mapped if damping == 0 else mapped - damping * (mapped - z)
+            finite = torch.ones_like(finite)
+
+            def existing(z: Tensor) -> Tensor:
+                nonlocal finite
                 finite = finite & ~self.tokens.order.behind(~z.reshape(*lead, -1).isfinite().all(-1))
+                return only_existing(z, finite)
+
+            z = existing(plain_steps(lambda z: step(existing(z)), start, steps, damping))
             z = torch.where(finite.reshape(*lead, *(1,) * layout.event_ndim), z, torch.nan)
         status = torch.full_like(count, int(Status.BUDGET), dtype=torch.int8)
         status = status.masked_fill(~finite, int(Status.DIVERGED))

@@ -1,19 +1,28 @@
-"""The graphs that torch.compile makes of a block: several evaluations, steps of an adjoint solve, gradients."""
+"""Compiled solves of a block, by graphs that torch.compile makes of several evaluations each."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._norm import length as size_of
+from .._autograd import is_fake, transforms_active
+from ..adjoints import Unrolled
 from ..errors import outside
+from ..fixed_point_map import FixedPointMap
+from ..options import SolveOptions
+from ..problem import Problem, writes_to
+from ..solvers import Outcome, Picard, Solver
+from ..solvers._rows import flat, steps_left, unflat
+from ..solvers.loop import Images, Loop, iterate, plain_steps
 
 #: f(z, *inputs), a module.
 Map: TypeAlias = Callable[..., Tensor]
@@ -21,41 +30,133 @@ Map: TypeAlias = Callable[..., Tensor]
 BACKEND = "inductor"
 #: Evaluations in one graph, of which the most are made that are expected to be needed.
 LENGTHS = (1, 2, 3, 4, 6, 8)
-#: Steps of an adjoint solve in one graph, as many as are expected to be needed or more: the next one begins anew.
-STEPS = (2, 3, 4, 5, 6, 8)
 #: Graphs of one layer that a warning tells of.
 MANY = 100
+#: Samples leave the work where as many evaluations are still expected: fewer are not worth graphs of another size.
+WORTH = 4
 
 
-class System(NamedTuple):
-    """The system (I - J^T) u = g, g in units of a power of two for each sample, and where its solve goes on.
+def check_compiled(options: SolveOptions) -> None:
+    """Raise where a compiled layer cannot solve by these."""
+    solver = options.effective_solver
+    if type(solver) is not Picard:
+        remedy = "use Picard(damping=...), or leave `compiled` out"
+        required = "be Picard() in a layer with compiled=True, whose graphs hold plain steps"
+        raise ValueError(_validate.message("solver", required, repr(solver), remedy))
+    if options.adjoint is None and solver.fixed_budget:
+        remedy = "use steps=k and compile what is around the layer, or leave `compiled` out"
+        required = "have a tolerance in a layer with compiled=True: a fixed budget is differentiated as a loop is"
+        raise ValueError(_validate.message("solver", required, repr(solver), remedy))
+    if isinstance(options.adjoint, Unrolled):
+        remedy = "use Implicit() or Phantom(), or leave `compiled` out"
+        required = "not be Unrolled() in a layer with compiled=True, whose steps leave no graph of autograd"
+        raise ValueError(_validate.message("adjoint", required, repr(options.adjoint), remedy))
 
-    u: the answer so far; r: g - (I - J^T) u.
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPicard(Picard):
+    """`Picard` in graphs of several evaluations.
+
+    Args:
+        graphs: of the layer's block.
     """
 
-    g: Tensor
-    units: Tensor
-    u: Tensor
-    r: Tensor
+    graphs: Graphs = dataclasses.field(default_factory=lambda: Graphs(), repr=False, compare=False)
+
+    @classmethod
+    def like(cls, solver: Solver, graphs: Graphs) -> CompiledPicard:
+        """The compiled form of a `Picard`."""
+        return cls(**vars(solver), graphs=graphs)
+
+    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+        lead = initial.ndim - problem.event_ndim
+        fits = lead and initial.numel() > 0 and may_compile(self.graphs, problem, initial)
+        if trace or graph or not fits or problem.mixes:
+            return super().run(problem, initial, trace=trace, graph=graph)
+        assert isinstance(problem, FixedPointMap)
+        with torch.no_grad():
+            tensors = problem.tensors()
+            if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
+                # Inside a graph without autograd a compiler has no use for theirs, and warns of it.
+                problem = problem.replace(*(tensor.detach() for tensor in tensors))
+        outcome = iterate(self, problem, initial, trace=False, graph=False, begin=Stretches)
+        self.graphs.evaluations = int(outcome.record.num_evals.max())
+        return outcome
 
 
-class Stepped(NamedTuple):
-    """The end of some steps for a `System`.
+# Messages name what was passed to the layer.
+CompiledPicard.__name__ = CompiledPicard.__qualname__ = Picard.__name__
 
-    u, r: as there, r by a product with u.
-    left: |r|, (*lead).
-    sizes: of r after each step by the method's own recurrence, (count, *lead).
-    by_name, by_input: (df/dt)^T u units for each tensor t.
-    depends: whether J^T u has an entry that is not 0.
+
+class Stretches(Loop):
+    """A solve whose evaluations are made before they are asked for, several in one graph; then the host looks."""
+
+    solver: CompiledPicard
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.rows.few_sizes = True
+        self.ahead: list[Images] = []
+        self.needed = self.solver.graphs.evaluations
+
+    def evaluate(self, z: Tensor, index: int) -> Images:
+        if not self.ahead:
+            problem: Any = self.rows.problem
+            left = self.last + 1 - index
+            expected = left if self.rule.fixed_budget else min(max(self.needed, 1), left)
+            count = max(length for length in LENGTHS if length <= expected)
+            inputs, state = [tensor.detach() for tensor in problem.inputs], unflat(z.contiguous(), self.rows.event)
+            pairs = self.solver.graphs.evaluated(problem.function, state, inputs, count, self.solver.damping)
+            self.ahead = [(flat(z, self.rows.event), flat(image, self.rows.event), None) for z, image in pairs]
+        return self.ahead.pop(0)
+
+    def looks(self, index: int) -> bool:
+        return not self.ahead
+
+    def leaving(self, index: int) -> Tensor | None:
+        if self.before is None:
+            self.needed = self.solver.graphs.evaluations - 1
+        else:
+            last = self.before.residual, self.point.residual, self.tolerance
+            self.needed = math.ceil(min(steps_left(self.active, 1, *last), self.last))
+        return None if self.whole or self.needed < WORTH else self.rows.compaction(self.active)
+
+
+def may_compile(graphs: Graphs, problem: Problem, z: Tensor) -> bool:
+    """Whether graphs may stand for the block here: plain numbers, and a block that is one function of its arguments.
+
+    Warns where the block is none.
     """
+    if (
+        not isinstance(problem, FixedPointMap)
+        or transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or is_fake(z)
+    ):
+        return False
+    function: Any = problem.function
+    mode = tuple(part.training for part in function.block.modules())
+    reason = graphs.unfit.get(mode)
+    if reason is None:
+        reason = graphs.unfit[mode] = _unfit(problem, z)
+        if reason:
+            message = f"`compiled` has no effect for the block {function.__name__}, which {reason}"
+            warnings.warn(message, stacklevel=outside())
+    return not reason
 
-    u: Tensor
-    r: Tensor
-    left: Tensor
-    sizes: Tensor
-    by_name: dict[str, Tensor]
-    by_input: tuple[Tensor, ...]
-    depends: Tensor
+
+@torch.no_grad()
+def _unfit(problem: Problem, z: Tensor) -> str:
+    """Why no graph can stand for the block, found by one evaluation; empty if one can."""
+    beside: Any = problem.apart()
+    buffers = list(beside.function.block.buffers())
+    before = [writes_to(buffer) for buffer in buffers]
+    beside.fixed_point_map(z)
+    if beside.draws.repeated:
+        return "draws random numbers, the same ones at each evaluation of a call: call eval(), or leave dropout out"
+    if any(writes_to(buffer) != count for buffer, count in zip(buffers, before, strict=True)):
+        return "writes to its buffers, once for each evaluation: call eval(), or use a normalisation without statistics"
+    return ""
 
 
 class Graphs:
@@ -63,72 +164,30 @@ class Graphs:
 
     Attributes:
         evaluations: how many the last solve needed.
-        products: how many steps the last adjoint solve needed.
         unfit: for each mode of the block that was looked at, why no graph can stand for it; empty if one can.
     """
 
     def __init__(self) -> None:
-        self.evaluations = self.products = 6
+        self.evaluations = 6
         self.unfit: dict[tuple[bool, ...], str] = {}
         self._made: dict[Any, Callable[..., Any]] = {}
 
     def evaluated(
-        self, function: Map, z: Tensor, inputs: Sequence[Tensor], event_ndim: int, count: int, damping: float
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Make `count` evaluations f(z_0), ..., of z = z_0 and of what follows, z_(i+1) = f(z_i) - damping r_i.
-
-        Returns:
-            The states z_1, ..., z_count; f(z_(count-1)); and (2 count, *lead) |r_0|, |f(z_0)|, |r_1|, |f(z_1)|, ...
-        """
-        graph = self._graph(_evaluations, (event_ndim, count, damping), z, inputs)
-        states, mapped, sizes = _answer(graph, z.device, function, z, *inputs)
-        return states, states[-1] if mapped is None else mapped, sizes
-
-    def adjoint(
-        self,
-        function: Map,
-        z: Tensor,
-        system: System,
-        own: dict[str, Tensor],
-        moving: Sequence[int],
-        inputs: Sequence[Tensor],
-        event_ndim: int,
-        count: int,
-    ) -> Stepped:
-        """Make `count` steps of GMRES for the system, and gradients by the answer.
-
-        Args:
-            function, z: J is the Jacobian of f at z.
-            system: where the steps begin.
-            own: tensors of the function, by name, of which the gradients are wanted.
-            moving: the same for inputs, by number.
-            inputs: of the function.
-            event_ndim: number of trailing axes of z that are one sample.
-            count: how many steps.
-        """
-        graph = self._graph(_adjoint, (event_ndim, count, tuple(moving)), z, inputs, names=tuple(own))
-        given = tuple(inputs[i] for i in moving)
-        return Stepped(*_answer(graph, z.device, function, z, *system, own, given, *inputs))
-
-    def _graph(
-        self,
-        make: Callable[..., Callable[..., Any]],
-        options: tuple[Any, ...],
-        z: Tensor,
-        inputs: Sequence[Tensor],
-        names: tuple[str, ...] = (),
-    ) -> Callable[..., Any]:
-        key = (make, options, names, z.dtype, z.device, z.shape, *(t.shape for t in inputs))
+        self, function: Map, z: Tensor, inputs: Sequence[Tensor], count: int, damping: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`count` states and their images: z, and those that steps of `Picard(damping)` lead to."""
+        key = (count, damping, z.dtype, z.device, z.shape, *(t.shape for t in inputs))
         graph = self._made.get(key)
         if graph is None:
-            graph = self._made[key] = _compiled(make(*options), z.device)
+            graph = self._made[key] = _compiled(_evaluations(count, damping), z.device)
             if len(self._made) == MANY:
                 remedy = "pad inputs to few shapes, or leave `compiled` out"
                 message = (
                     f"`compiled` has made {MANY} graphs, one for each length and shape, each for seconds; {remedy}"
                 )
                 warnings.warn(message, stacklevel=outside())
-        return graph
+        images, states = _answer(graph, z.device, function, z, *inputs)
+        return list(zip((z, *(states or images[:-1])), images, strict=True))
 
 
 def _compiled(graph: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -175,103 +234,16 @@ def _uncompilable(error: BaseException, name: str) -> RuntimeError:
     return RuntimeError(_validate.message("compiled", required, received, remedy))
 
 
-# The functions of which graphs are made.
+def _evaluations(count: int, damping: float) -> Callable[..., Any]:
+    """The function of which a graph is made: `count` images, and the states behind the first if they are others."""
 
+    def evaluations(function: Map, z: Tensor, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        pairs: list[tuple[Tensor, Tensor]] = []
 
-def _evaluations(event_ndim: int, count: int, damping: float) -> Callable[..., Any]:
-    def evaluations(function: Map, z: Tensor, *inputs: Tensor) -> tuple[list[Tensor], Tensor | None, Tensor]:
-        states, sizes = [], []
-        mapped = z
-        for _ in range(count):
-            mapped = function(z, *inputs)
-            r = mapped - z
-            sizes += [size_of(_rows(r, event_ndim)), size_of(_rows(mapped, event_ndim))]
-            z = mapped if damping == 0 else mapped - damping * r
-            states.append(z)
-        return states, None if damping == 0 else mapped, torch.stack(sizes)
+        def seen(pair: tuple[Tensor, Tensor], index: int) -> None:
+            pairs.append(pair)
+
+        plain_steps(lambda state: function(state, *inputs), z, count, damping, seen)
+        return [image for _, image in pairs], [state for state, _ in pairs[1:]] if damping else []
 
     return evaluations
-
-
-def _adjoint(event_ndim: int, count: int, moving: tuple[int, ...]) -> Callable[..., Any]:
-    def adjoint(
-        function: Map,
-        z: Tensor,
-        g: Tensor,
-        units: Tensor,
-        u: Tensor,
-        r: Tensor,
-        own: dict[str, Tensor],
-        given: tuple[Tensor, ...],
-        *inputs: Tensor,
-    ) -> tuple[Any, ...]:
-        def mapped(state: Tensor, own: dict[str, Tensor], given: tuple[Tensor, ...]) -> Any:
-            arguments = list(inputs)
-            for i, tensor in zip(moving, given, strict=True):
-                arguments[i] = tensor
-            return torch.func.functional_call(cast(nn.Module, function), own, (state, *arguments))
-
-        transposed = torch.func.vjp(mapped, z, own, given)[1]
-
-        def product(v: Tensor) -> Tensor:
-            # A compiler leaves out what is not asked for.
-            return _rows(transposed(v.reshape(z.shape))[0], event_ndim)
-
-        change, sizes = _steps(product, _rows(r, event_ndim), count)
-        u = u + change.reshape(z.shape)
-        by_state, by_name, by_input = transposed(u * units)
-        r = g - (u - by_state / units)
-        return u, r, size_of(_rows(r, event_ndim)), sizes, by_name, by_input, (by_state != 0).any()
-
-    return adjoint
-
-
-def _steps(product: Callable[[Tensor], Tensor], r: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Make `count` steps of GMRES for u - product(u) = r (*lead, n): u, and the size of what is left after each."""
-    pending = size_of(r)
-    basis, columns = [_divided(r, pending)], []
-    turns: list[tuple[Tensor, Tensor]] = []
-    target, sizes = [], []
-    for _ in range(count):
-        w = basis[-1] - product(basis[-1])
-        size, column = size_of(w), []
-        for vector in basis:
-            column.append((vector * w).sum(-1))
-            w = w - column[-1][..., None] * vector
-        height = size_of(w)
-        # Nothing new is in the Krylov space.
-        height = torch.where(height <= 10 * torch.finfo(w.dtype).eps * size, 0.0, height)
-        basis.append(_divided(w, height))
-        for i, (cosine, sine) in enumerate(turns):
-            upper, lower = column[i], column[i + 1]
-            column[i], column[i + 1] = cosine * upper + sine * lower, cosine * lower - sine * upper
-        pivot = (column[-1].square() + height.square()).sqrt()
-        safe = torch.where(pivot == 0, 1.0, pivot)
-        cosine, sine = column[-1] / safe, height / safe
-        turns.append((cosine, sine))
-        column[-1] = safe
-        columns.append(column)
-        target.append(cosine * pending)
-        pending = -sine * pending
-        sizes.append(pending.abs())
-    weights: dict[int, Tensor] = {}
-    for row in reversed(range(count)):
-        rest = target[row]
-        for i in range(row + 1, count):
-            rest = rest - columns[i][row] * weights[i]
-        weights[row] = rest / columns[row][row]
-    change = torch.zeros_like(r)
-    for row in range(count):
-        change = change + weights[row][..., None] * basis[row]
-    return change, torch.stack(sizes)
-
-
-def _rows(tensor: Tensor, event_ndim: int) -> Tensor:
-    """(*lead, *event) -> (*lead, n)."""
-    return tensor.flatten(tensor.ndim - event_ndim) if event_ndim else tensor[..., None]
-
-
-def _divided(vector: Tensor, size: Tensor) -> Tensor:
-    """Vector / size, and 0 where the size is 0."""
-    zero = (size == 0)[..., None]
-    return torch.where(zero, 0.0, vector / torch.where(zero, 1.0, size[..., None]))

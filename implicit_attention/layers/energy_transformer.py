@@ -24,7 +24,7 @@ from ..potentials import LogSumExp, Potential, TokenAttention, TokenMemory
 from ..potentials.summed_scores import Polynomial
 from ..problem import Problem
 from ..solution import Solution
-from ..solvers.exported import check_no_evidence
+from ..solvers.loop import check_no_evidence
 from .cache import KeyValueCache
 from .calls import plain
 from .causal_tokens import check_cachable, check_causal_call, pairs_that_exist, solve_tokens, without_nonfinite

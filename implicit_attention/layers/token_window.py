@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import HALF, transforms_active
+from .._autograd import transforms_active
 from .._declared import picked
 from ..fixed_point_map import PerSample, Shared
 from ..linear._vectors import along
-from ..problem import Problem, TokenOrder, counted, is_like, writes_to
+from ..problem import Problem, TokenOrder, counted, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
 from .block_map import BlockProblem
@@ -87,9 +87,6 @@ class CausalProblem(BlockProblem):
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return only_existing(super().fixed_point_map(z), self.exists)
-
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        return super().later_map() if self.exists is None else None
 
     @torch.no_grad()
     def check_causal(self, z: Tensor) -> None:
@@ -236,27 +233,6 @@ class TokenWindow:
         mapped = function.layout.pack(function.layout.check_output(function.__name__, result, state, cast=cast))
         return only_existing(mapped, self.exists)
 
-    def later(self) -> Callable[[Tensor], Tensor] | None:
-        """The same for plain states after the first evaluation, with the tests of `BlockMap.later`; None for others."""
-        function, past = self.function, self.past
-        plain = self.exists is None and function.flat and function.rounding not in HALF
-        if not plain or function.draws.repeated or function.draws.watching:
-            return None
-        block, arguments, tensors = self.block, self.arguments, [t for t in self.tensors if not t.is_inference()]
-
-        def mapped(z: Tensor) -> Tensor:
-            past.begin()
-            before = [tensor._version for tensor in tensors]
-            result = block(z, *arguments)
-            past.end()
-            if [tensor._version for tensor in tensors] != before:
-                function._refuse_writes([False])
-            if not is_like(result, z):
-                result = function.layout.check_output(function.__name__, result, z, cast=False)
-            return cast(Tensor, result)
-
-        return mapped
-
 
 class TokensInWindow(TokensTogether):
     """The tokens of a window; those that have ended leave the work, and others read their keys."""
@@ -284,21 +260,11 @@ class OneToken(Problem):
 
     separates = False
 
-    @property
-    def tested(self) -> bool:  # type: ignore[override]
-        return self.window.problem.tested
-
-    def pass_tests(self) -> None:
-        self.window.problem.pass_tests()
-
     def __init__(self, window: TokenWindow, event_ndim: int) -> None:
         self.window, self.event_ndim = window, event_ndim
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.window(z)
-
-    def later_map(self) -> Callable[[Tensor], Tensor] | None:
-        return self.window.later() or super().later_map()
 
 
 def only_existing(z: Tensor, exists: Tensor | None) -> Tensor:

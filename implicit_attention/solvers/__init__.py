@@ -6,11 +6,10 @@ An adapter imports its library when one of its solvers is created.
 from .anderson import Anderson
 from .broyden import Broyden
 from .gradient_descent import GradientDescent
-from .iterate import Outcome, Solver, Update
+from .loop import Iteration, Outcome, Solver, Update
 from .newton import NewtonKrylov
 from .other_libraries import SciPy, TorchDEQ, register_with_torchdeq
 from .picard import Picard
-from .progress import Iteration
 from .safeguard import Safeguarded
 
 __all__ = [

@@ -116,6 +116,8 @@ class Rows:
             self.active = self.begun.status == Status.MAX_STEPS
         #: Whether f was not evaluated yet since some left.
         self.untried = False
+        #: Whether it has as few sizes as there are powers of two.
+        self.few_sizes = False
         pad = problem.separates and initial.numel() > 0 and not torch.is_grad_enabled()
         padded = self._rounded_up(self.count) if pad else self.count
         if padded > self.count:
@@ -135,34 +137,34 @@ class Rows:
         return None if falls is None else falls.to(self.active.device)[..., None].expand(self.active.shape)
 
     def _rounded_up(self, count: int) -> int:
+        if self.few_sizes:
+            return min(1 << max(count - 1, 0).bit_length(), self.count)
         return -(-count // self.base.row_block) * self.base.row_block
 
     def compaction(self, active: Tensor, *measured: Any) -> Tensor | None:
         """The working rows to keep, unfinished ones first, or None if too few have finished.
 
-        measured: as of `_pays`, to let none leave where it is not worth while.
+        measured: as of `steps_left`, to let none leave where it is not worth while.
         """
         if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
-        unfinished = active.nonzero()[:, 0] if active.ndim == 1 else None
-        most = int(active.sum(-1).max()) if unfinished is None else len(unfinished)
-        needed = self._rounded_up(most)
+        needed = self._rounded_up(int(active.sum(-1).max()))
         if needed > COMPACT_BELOW * active.shape[-1]:
             return None
         begins = self.rows is None
-        if begins and measured and not (self.base.separates or _pays(active, needed, *measured)):
-            return None
-        if unfinished is not None and needed == most:
-            order = unfinished
-        else:
-            # All distinct: finished rows fill up the block and are carried along unchanged.
-            order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
+        if begins and measured and not self.base.separates:
+            # The evaluation of all that judges them at the end has to be worth it.
+            spared = steps_left(active, *measured) * (1 - needed / active.shape[-1])
+            if not spared >= 1:
+                return None
+        # All distinct: finished rows fill up the block and are carried along unchanged.
+        order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
         if begins:
             # Some problems cannot be restricted.
             self.compact = self.base.select(order) is not None
         return order if self.compact else None
 
-    def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
+    def take(self, order: Tensor, best: Best, tree: Any) -> Any:
         """Restrict problem and solver memory to the rows `order` of the present working set, with the best states."""
         self.full = self._merged(best)
         self.untried = True
@@ -170,7 +172,7 @@ class Rows:
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        return list(pytree.tree_map_only(Tensor, lambda t: pick(t, order), tree))
+        return pytree.tree_map_only(Tensor, lambda t: pick(t, order), tree)
 
     def all(self, best: Best) -> tuple[Tensor, Record]:
         """Value and record of all rows, in their order, without padding."""
@@ -193,11 +195,11 @@ class Rows:
         return best._replace(value=value, record=record)
 
 
-def _pays(active: Tensor, needed: int, step: int, first: Tensor, residual: Tensor, tolerance: Tensor) -> bool:
-    """Whether evaluations of the `needed` rows alone save more than the one costs that judges all at the end.
+def steps_left(active: Tensor, step: int, first: Tensor, residual: Tensor, tolerance: Tensor) -> float:
+    """The number of steps that the slowest of the problems still needs if residuals go on to fall as they did.
 
     first, residual: the first residuals, and those after so many steps.
     """
     fall = (first / residual).log().clamp(min=0.0) / step
     steps = ((residual / tolerance).log() / fall).masked_fill(~active, 0.0)
-    return float(steps.nan_to_num(torch.inf).amax()) * (1 - needed / active.shape[-1]) >= 1
+    return float(steps.nan_to_num(torch.inf).amax())

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look, transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
-from .progress import Iteration
+from .loop import Iteration
 from .safeguard import Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.
@@ -94,7 +93,8 @@ class Anderson(Safeguarded):
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps)
 
     def plain_start(self, problem: Problem) -> int:
-        return max(self._plain_steps(problem) - self._history(problem), 0)
+        certain = problem.plain_steps_descend
+        return max(self._plain_steps(problem) - self._history(problem), 0) if certain else 0
 
     def init_history(self, z: Tensor) -> AndersonHistory:
         return AndersonHistory((), (), (), ())
@@ -118,10 +118,8 @@ class Anderson(Safeguarded):
             return Proposal(point.r, torch.zeros_like(accepted))
         first, *others = self._weights(history, point.r)
         s = point.r.addcmul(first[..., None], history.df[0], value=-1.0)
-        plain = not torch.is_grad_enabled() and not transforms_active()
         for weight, df in zip(others, history.df[1:], strict=True):
-            # s has no other reader.
-            s = (s.addcmul_ if plain else s.addcmul)(weight[..., None], df, value=-1.0)
+            s = s.addcmul(weight[..., None], df, value=-1.0)
         usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)
 
@@ -129,19 +127,12 @@ class Anderson(Safeguarded):
         """The least-squares weights, m times (*lead), by an LDL^T factorisation of the Gram matrix, entry by entry."""
         m, tiny, eps = len(history.dr), torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
         rest, valid = [_dot(dr, r) for dr in history.dr], history.valid
-        if m == 1:
-            square = history.gram[0][0]
-            return (torch.where(valid[0], rest[0] / (square + (self.ridge * square + tiny)), 0.0),)
-        rows = [list(row) for row in history.gram]
-        # A column is valid only where all newer ones are; mostly all are, and nothing has to be masked.
-        whole = host_may_look(valid[-1]) and bool(valid[-1].all())
-        count: Tensor | int = m
-        if not whole:
-            count = torch.stack(valid, -1).sum(-1).clamp(min=1)
-            rest = [torch.where(v, b, 0.0) for v, b in zip(valid, rest, strict=True)]
-            rows = [
-                [torch.where(valid[i + j], entry, 0.0) for j, entry in enumerate(row)] for i, row in enumerate(rows)
-            ]
+        count = torch.stack(valid, -1).sum(-1).clamp(min=1)
+        # A column is valid only where all newer ones are.
+        rest = [torch.where(v, b, 0.0) for v, b in zip(valid, rest, strict=True)]
+        rows = [
+            [torch.where(valid[i + j], entry, 0.0) for j, entry in enumerate(row)] for i, row in enumerate(history.gram)
+        ]
         shift = self.ridge * sum((row[0] for row in rows[1:]), rows[0][0]) / count + tiny
         least = [torch.add(shift / 2, row[0], alpha=4 * eps) for row in rows[1:]]
         for row in rows:
@@ -160,7 +151,7 @@ class Anderson(Safeguarded):
         for i in reversed(range(m - 1)):
             for j, factor in enumerate(lower[i], i + 1):
                 weights[i] = torch.addcmul(weights[i], factor, weights[j], value=-1)
-        return tuple(weights if whole else [torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True)])
+        return tuple(torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
-from .progress import Iteration
+from .loop import Iteration
 from .safeguard import Proposal, Safeguarded
 
 

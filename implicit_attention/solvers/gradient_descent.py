@@ -11,8 +11,7 @@ from .. import _validate
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
-from .iterate import Solver, Update
-from .progress import Iteration
+from .loop import Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)

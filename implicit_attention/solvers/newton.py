@@ -12,7 +12,7 @@ from .. import _rule, _validate
 from ..linear import CG, GMRES
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
-from .progress import Iteration
+from .loop import Iteration
 from .safeguard import Proposal, Safeguarded
 
 

@@ -29,7 +29,7 @@ from ..status import Status
 from ._rows import flat
 from .anderson import Anderson
 from .broyden import Broyden
-from .iterate import Outcome, Solver
+from .loop import Outcome, Solver
 from .newton import NewtonKrylov
 from .picard import Picard
 

@@ -12,8 +12,7 @@ from .._fused_rule import FusedRule
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import CONTRACT, Status
-from .iterate import Solver, Update
-from .progress import Iteration
+from .loop import Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,7 @@ from .._autograd import host_may_look, is_exporting
 from .._norm import norm, resolves
 from ..problem import Problem
 from ._rows import rows_where, unflat
-from .iterate import Solver, Update
-from .progress import Iteration
+from .loop import Iteration, Solver, Update
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 
@@ -42,7 +41,7 @@ class Memory(NamedTuple):
     energy: Tensor | None
     force: Tensor | None
     promise: Tensor | None
-    direction: Tensor | None
+    direction: Tensor
     length: Tensor
     accelerated: Tensor
     history: Any
@@ -91,11 +90,7 @@ class Safeguarded(Solver):
             )
 
     def needs_energy(self, problem: Problem, step: int) -> bool:
-        return self._guard(problem) == "energy" and step >= self._warm_up(problem)
-
-    def _warm_up(self, problem: Problem) -> int:
-        """Steps at the start that are certain to be plain and need not be remembered."""
-        return self.plain_start(problem) if problem.plain_steps_descend else 0
+        return self._guard(problem) == "energy" and step >= self.plain_start(problem)
 
     def _guard(self, problem: Problem) -> str:
         if self.guard != "auto":
@@ -108,7 +103,7 @@ class Safeguarded(Solver):
         return self._guard(problem) == "energy" and has_curvature and not self.backtracks
 
     def plain_start(self, problem: Problem) -> int:
-        """Number of first steps that are plain and that the method does not learn from."""
+        """Number of first steps that are certain to be plain, and that the method does not learn from."""
         return 0
 
     # Hooks of a method.
@@ -140,13 +135,11 @@ class Safeguarded(Solver):
         by_energy = self._guard(problem) == "energy"
         energy = unknown if by_energy else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        # A step is kept for a test of its energy against its promise, or to be shortened.
-        direction = z if self.backtracks or by_energy else None
         force, promise = (z, unknown) if problem.has_metric and by_energy else (None, None)
-        return Memory(z, z, unknown, energy, force, promise, direction, unknown, plain, self.init_history(z))
+        return Memory(z, z, unknown, energy, force, promise, z, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
-        if point.step <= self._warm_up(problem):
+        if point.step <= self.plain_start(problem):
             return None
         guard = self._guard(problem)
         # A plain step needs no test where it descends, or where there is nothing better to fall back on.
@@ -165,18 +158,14 @@ class Safeguarded(Solver):
     def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
-        assert state.direction is not None
-        before, now, accelerated = state.r, point.r, state.accelerated & (not self.backtracks)
-        if state.force is None or state.promise is None:
-            slope = (state.r * state.direction).sum(-1)
-            required = _rule.DESCENT * state.length * torch.where(accelerated, state.residual.square(), slope)
-        else:
-            assert point.force is not None
-            before, now = state.force, point.force
-            slope = (before * state.direction).sum(-1)
+        before, now = (state.r, point.r) if state.force is None or point.force is None else (state.force, point.force)
+        plain = slope = (before * state.direction).sum(-1)
+        promise = state.residual.square() if state.promise is None else 2 * state.promise
+        if state.promise is not None and not self.backtracks:
             # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
-            plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
-            required = _rule.DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
+            plain = torch.minimum(promise, slope)
+        accelerated = state.accelerated & (not self.backtracks)
+        required = _rule.DESCENT * state.length * torch.where(accelerated, promise, plain)
         # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
         trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
         eps = torch.finfo(point.z.dtype).eps
@@ -187,11 +176,9 @@ class Safeguarded(Solver):
             return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         return _rule.descends(point.energy, state.energy, required, trapezoid, eps)
 
-    def _tested(
-        self, problem: Problem, proposal: Proposal, point: Iteration, force: Tensor | None, downward: Tensor
-    ) -> Proposal:
+    def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
-        s, usable, num_evals = proposal
+        (s, usable, num_evals), force = proposal, point.force
         if force is not None or (self._guard(problem) != "none" and problem.symmetric):
             reach = norm(s)
             s = s * _rule.shortened(point.residual, reach, self.longest)[..., None]
@@ -207,7 +194,7 @@ class Safeguarded(Solver):
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
 
     def step(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> Update:
-        warm_up = self._warm_up(problem)
+        warm_up = self.plain_start(problem)
         if point.step < warm_up:
             return Update(state, point.mapped)
         if point.step == warm_up:
@@ -215,28 +202,19 @@ class Safeguarded(Solver):
             history, downward = state.history, torch.zeros_like(accepted)
         else:
             history, downward = self._learnt(problem, state, point, accepted)
-        force, promise = state.force, state.promise
-        if force is not None and promise is not None:
-            assert point.force is not None
-            force = rows_where(accepted, point.force, force)
-            states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
-            promise = torch.where(accepted, problem.divergence(*states), promise)
-        # Mostly all are accepted: then one look spares those of `rows_where`.
-        whole = host_may_look(accepted) and bool(accepted.all())
-        if not whole:
-            z, r = rows_where(accepted, point.z, state.z), rows_where(accepted, point.r, state.r)
-            point = point._replace(z=z, r=r, residual=torch.where(accepted, point.residual, state.residual))
-        base = state._replace(
-            z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
-        )
-        if point.energy is not None and state.energy is not None:
-            base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, force, downward)
-        memory, stalled = self._after(problem, state, base, proposal, accepted)
-        if memory.direction is None:
-            direction = proposal.direction if whole else rows_where(accepted, proposal.direction, base.r)
-            return Update(memory, memory.z + direction, None, proposal.num_evals)
-        return Update(memory, _ahead(memory.z, memory.length, memory.direction), stalled, proposal.num_evals)
+        states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
+        promise = None if state.promise is None else problem.divergence(*states)
+        found = point.z, point.r, point.residual, point.energy, point.force, promise
+        z, r, residual, energy, force, promise = (_chosen(accepted, *pair) for pair in zip(found, state, strict=False))
+        point = point._replace(z=z, r=r, residual=residual, force=force)
+        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
+        # The proposal where the last step was accepted, else the plain step or a shorter one.
+        to_plain = ~accepted & state.accelerated & (not self.backtracks)
+        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, r, state.direction))
+        length = torch.where(accepted | to_plain, 1.0, state.length / 2)
+        accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
+        memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
+        return Update(memory, z + length[..., None] * direction, length < SHORTEST, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
@@ -256,31 +234,12 @@ class Safeguarded(Solver):
         # Products that underflow show nothing of the curvature.
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
 
-    def _after(
-        self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
-    ) -> tuple[Memory, Tensor | None]:
-        """The step to try next: the proposal where the last one was accepted, else the plain or a shorter one."""
-        if state.direction is None:
-            return base._replace(accelerated=accepted & proposal.accelerated), None
-        if problem.plain_steps_descend and not self.backtracks:
-            # Only accelerated steps are ever rejected, and plain ones need no test.
-            direction = rows_where(accepted, proposal.direction, base.r)
-            accelerated = accepted & proposal.accelerated
-            length = torch.ones_like(base.length)
-            return base._replace(direction=direction, length=length, accelerated=accelerated), None
-        to_plain = ~accepted & state.accelerated & (not self.backtracks)
-        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
-        length = torch.where(accepted | to_plain, 1.0, state.length / 2)
-        accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
-        return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
 
-
-def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
-    """z + length direction."""
-    whole = length == 1
-    if host_may_look(whole) and bool(whole.all()):
-        return z + direction
-    return z + length[..., None] * direction
+def _chosen(accepted: Tensor, new: Any, old: Any) -> Any:
+    """What was found where the step was `accepted`, else what is remembered, of states or numbers; None where it is."""
+    if old is None:
+        return None
+    return rows_where(accepted, new, old) if new.ndim > accepted.ndim else torch.where(accepted, new, old)
 
 
 def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:

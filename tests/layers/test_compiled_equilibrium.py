@@ -121,7 +121,7 @@ def test_states_counts_and_gradients_are_those_of_eager_calls(damping, rtol, gra
         wanted = found if wanted is None else wanted
         alike(found, wanted)
         same_evidence(eager, layer)
-    assert set(graphs) == {"evaluations", "adjoint"}
+    assert set(graphs) == {"evaluations"}
 
 
 @pytest.mark.parametrize("rtol", [1e-3, 1e-12])
@@ -134,9 +134,7 @@ def test_the_evidence_of_a_backward_solve_is_that_of_the_loop(rtol):
         found.append(solution.adjoint)
     eager, compiled = found
     assert compiled.status.tolist() == [Status.CONVERGED] * 5
-    # Longer solves begin anew after each graph.
-    more = compiled.num_steps - eager.num_steps
-    assert bool(((more >= 0) & (more <= (0 if rtol > 1e-4 else 4))).all())
+    assert compiled.num_steps.tolist() == eager.num_steps.tolist()
     assert len(set(eager.num_steps.tolist())) > 1
     assert bool((compiled.residual <= compiled.tolerance).all())
     torch.testing.assert_close(compiled.tolerance, eager.tolerance)
@@ -307,25 +305,6 @@ def test_samples_without_a_loss_and_a_loss_that_is_nan_stay_apart():
     found, known = (torch.autograd.grad((layer(x) * weights).sum(), x)[0] for layer in (compiled, eager))
     torch.testing.assert_close(found, known, **EXACT, equal_nan=True)
     assert bool(found[:3].isfinite().all())
-
-
-class Turns(nn.Module):
-    """Each entry reads the next one: as many steps of GMRES are needed as there are entries, and solves are slow."""
-
-    def __init__(self, rate):
-        super().__init__()
-        self.rate = nn.Parameter(torch.tensor(rate))
-
-    def forward(self, z, x):
-        return self.rate * z.roll(1, -1) + x
-
-
-@pytest.mark.parametrize("rate", [0.8, 0.9])
-def test_a_backward_solve_that_graphs_do_not_finish_is_made_by_the_loop(rate, graphs):
-    x = torch.randn(2, 1, 200, dtype=torch.float64)
-    alike(*(trained(layer, x) for layer in pair(Turns(rate), solver=ia.Picard(rtol=1e-13, max_steps=3000))))
-    # At .9 the first graph brings it too little further.
-    assert (graphs.count("adjoint") == 1) == (rate == 0.9)
 
 
 def test_a_block_whose_gradient_is_lost_raises_as_in_eager_calls():
@@ -515,7 +494,7 @@ def test_graphs_hold_blocks_of_several_dtypes(graphs, inside):
         torch.autograd.grad(z.float().square().sum(), layer.block.mix.weight)[0]
         for z, layer in zip(answers, (eager, compiled), strict=True)
     ]
-    assert set(graphs) == {"evaluations", "adjoint"}
+    assert set(graphs) == {"evaluations"}
     assert {z.dtype for z in answers} == {torch.bfloat16}
     torch.testing.assert_close(*answers, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)

@@ -79,7 +79,3 @@ class NativeStep:
             self.value = torch.where(self._better[..., None], new, self.value)
         # Others may read the state that is returned for a finished row.
         return to if whole else torch.where(self.active[..., None], to, self.value.nan_to_num(0.0, 0.0, 0.0))
-
-    def end(self) -> None:
-        """Give up the rows that are unfinished, as the budget is spent."""
-        self.record.status.masked_fill_(self.active, int(self.rule.exhausted))

@@ -1,0 +1,782 @@
+"""The one loop: solvers (their options, and the hooks of a method), and what evaluates, decides and steps for all.
+
+`advance` makes the steps of every loop. Three call it: a `Loop` gathers evidence, decides for each problem when to
+stop, and keeps the best state with what was measured there; `stepped` makes the steps of an exported program, without a
+look at a number; `plain_steps` makes a number of steps of Picard's method, as a loop by hand does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import _validate
+from .._autograd import host_may_look, into_onnx, looks_every, transforms_active
+from .._fused_rule import FusedRule
+from .._norm import length, norm
+from ..errors import UnsupportedImplementation
+from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
+from ..solution import Record, Remedies, Trace
+from ..status import CONTRACT, Status
+from ._rows import Best, Rows, flat, rows_where, unflat
+from .in_order import Tokens, of_problems
+
+
+class Outcome(NamedTuple):
+    """The result of a solver: the values, how the solve went, and its course.
+
+    Not for users of `solve`, which returns a `Solution`.
+
+    `trace` is the course of the solve, if it was asked for; `states` are the values after every step with their graph,
+    where both were asked for. `evaluation` is what a kernel found at the values and that of the backward solve
+    reads: the mean of the keys, for Triton their log-sum-exp, too.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap
+        >>> from implicit_attention.solvers import Picard
+        >>> outcome = Picard().run(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(3, 1))
+        >>> outcome.value.shape, outcome.record.status.tolist()
+        (torch.Size([3, 1]), [0, 0, 0])
+    """
+
+    value: Tensor
+    record: Record
+    trace: Trace | None = None
+    states: tuple[Tensor, ...] = ()
+    evaluation: tuple[Tensor, ...] = ()
+
+
+#: Called with (step, residuals (*lead), which problems are unfinished (*lead)) after every evaluation of a solve.
+Callback: TypeAlias = Callable[[int, Tensor, Tensor], object]
+
+
+class Iteration(NamedTuple):
+    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
+
+    force: -grad E (*lead, n), where energies are read and the problem has a metric; elsewhere it is r.
+
+    Not for the course of a solve: ask for `solve(..., trace=True)`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.solvers import Iteration, Picard
+        >>> z = torch.ones(3, 2)
+        >>> r = z / 2 - z
+        >>> point = Iteration(z, z / 2, r, r.norm(dim=-1), energy=None, step=0, event_shape=torch.Size([2]))
+        >>> Picard().step(None, (), point, torch.ones(3, dtype=torch.bool)).candidate[0]
+        tensor([0.5000, 0.5000])
+    """
+
+    z: Tensor
+    mapped: Tensor
+    r: Tensor
+    residual: Tensor
+    energy: Tensor | None
+    step: int
+    event_shape: torch.Size
+    force: Tensor | None = None
+
+
+class Update(NamedTuple):
+    """The result of a solver's step.
+
+    Not for the results of a solve: those are in `Solution`.
+
+    state: the solver's memory, tuples, lists and dicts whose tensors have the problems' leading axes.
+    candidate: the state to evaluate next, (*lead, n).
+    stalled: (*lead), problems that the method gives up; None for none.
+    num_evals: (*lead), evaluations beyond the one that led here (inner products); None for none.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import Solver, Update
+        >>> class Halfway(Solver):
+        ...     def step(self, problem, state, point, accepted):
+        ...         return Update(state, point.z + point.r / 2)
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solve(cosine, torch.zeros(3, 1), solver=Halfway(max_steps=1), on_failure="ignore").value[0]
+        tensor([0.5000])
+    """
+
+    state: Any
+    candidate: Tensor
+    stalled: Tensor | None = None
+    num_evals: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Base of all solvers.
+
+    Not for use as it is: use one of its subclasses, such as `Anderson()`, or write one by defining `step`.
+
+    A problem has converged when |f(z) - z|_2 <= atol + rtol |f(z)|_2 at a state that the solver accepts.
+
+    Args:
+        rtol: tolerance relative to |f(z)|.
+        atol: absolute tolerance, in the units of the state: what a solution at 0 is held to. Where |f(z)| <= atol/rtol
+            (1e-4 by default) it decides, and for data of its own scale any state has converged: lower it, or scale the
+            data. `repr(solution)` and `solution.message()` say where that happened. With rtol = atol = 0 exactly
+            `max_steps` steps are made, status BUDGET.
+        max_steps: largest number of updates; 0 returns the initial state, status EXPLICIT. Where problems turn out to
+            read each other, updates since the first of them ended do not count.
+        check_every: steps between two looks at whether all problems are finished, each of which makes the host wait;
+            None is 1 on a CPU and 4 on an accelerator. Results do not depend on it.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import Solver, Update
+        >>> class Halfway(Solver):
+        ...     def step(self, problem, state, point, accepted):
+        ...         return Update(state, point.z + point.r / 2)
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1), solver=Halfway(rtol=1e-5))
+        >>> bool(solution.converged.all()), round(float(solution.value[0]), 3)
+        (True, 0.739)
+    """
+
+    rtol: float = 1e-4
+    atol: float = 1e-8
+    max_steps: int = 200
+    check_every: int | None = None
+
+    #: Whether the steps can be differentiated through (`Unrolled`).
+    differentiable: ClassVar[bool] = True
+    #: Whether each token of a causal layer can be solved on its own, though it reads others. Directions of Newton and
+    #: Broyden hold only where the others stand still; solvers of other libraries stop for all at once.
+    by_token: ClassVar[bool] = False
+    #: What to do about a problem that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.UNSTABLE: "start elsewhere, or use a solver with guard='energy'",
+        Status.MAX_STEPS: f"raise max_steps, or {CONTRACT}",
+        Status.STALLED: "use a larger rtol or a wider dtype",
+        Status.DIVERGED: CONTRACT,
+        Status.NONFINITE: "check the numbers that the problem reads",
+    }
+
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        _validate.check_number("rtol", self.rtol, low=0.0)
+        _validate.check_number("atol", self.atol, low=0.0)
+        _validate.check_integer("max_steps", self.max_steps, low=0)
+        if self.check_every is not None:
+            _validate.check_integer("check_every", self.check_every, low=1)
+
+    @property
+    def fixed_budget(self) -> bool:
+        """Whether all steps are made whatever the residual."""
+        return self.rtol == 0 and self.atol == 0
+
+    @property
+    def exhausted(self) -> Status:
+        """The status of a problem on which all steps were spent."""
+        return self.end_rule.exhausted
+
+    @property
+    def end_rule(self) -> FusedRule:
+        """When a problem ends: tolerances and budget."""
+        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0)
+
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
+        """Return the rule by which a fused operation is this solver on such a problem, or None if none can be."""
+        return None
+
+    def check_problem(self, problem: Problem) -> None:
+        """Raise if the method cannot solve such a problem."""
+
+    def needs_energy(self, problem: Problem, step: int) -> bool:
+        """Whether E(z) is read at the state reached after this many steps."""
+        return False
+
+    def init(self, problem: Problem, z: Tensor) -> Any:
+        """The memory before the first evaluation, for a state z of shape (*lead, n)."""
+        return ()
+
+    def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
+        """(*lead), whether the evaluated candidate is better than the state before it; None accepts all."""
+        return None
+
+    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+        """The next candidate, from the evaluated one (or, where it was rejected, from the memory)."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(problem, state, point, accepted)")
+
+    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+        """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
+        return iterate(self, problem, initial, trace=trace, graph=graph)
+
+
+def advance(
+    evaluate: Callable[[Any, int], Any],
+    step: Callable[[Any, int], Any],
+    z: Any,
+    *,
+    steps: int | None = None,
+    decide: Callable[[Any, int], bool | None] | None = None,
+) -> Any:
+    """The state after `steps` steps from z, or where `decide` ends them: the loop of all that is iterated.
+
+    Args:
+        evaluate: (state, its number) -> what is found there.
+        step: (what was found, the number) -> the next state.
+        decide: (what was found, the number) -> whether no step follows.
+    """
+    for index in itertools.count() if steps is None else range(steps):
+        found = evaluate(z, index)
+        if decide is not None and decide(found, index):
+            return z
+        z = step(found, index)
+    return z
+
+
+def plain_steps(
+    mapped: Callable[[Any], Any],
+    z: Any,
+    steps: int,
+    damping: float,
+    seen: Callable[[tuple[Any, Any], int], None] | None = None,
+) -> Any:
+    """The state after `steps` steps of `Picard(damping)`, of a tensor or a tuple, list or dict of some, as by hand.
+
+    seen: shown each state with its image.
+    """
+
+    def step(found: tuple[Any, Any], index: int) -> Any:
+        z, image = found
+        return image if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), image, z)
+
+    return advance(lambda z, _: (z, mapped(z)), step, z, steps=steps, decide=seen)
+
+
+def iterate(
+    solver: Solver,
+    problem: Problem,
+    initial: Tensor,
+    *,
+    trace: bool,
+    graph: bool,
+    callback: Callback | None = None,
+    begin: Callable[..., Loop] | None = None,
+) -> Outcome:
+    """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
+
+    Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
+    with the smallest residual; the last one where the budget is fixed, where every accepted step lowers the energy, and
+    of problems that go on together.
+    Finished problems leave the working set where the problem can be restricted to some of its rows. Each token of a
+    problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
+    together at the end.
+
+    begin: makes the `Loop` from `initial`; None is that class.
+    """
+    # The axes that number the tokens of a problem, each of which is one then.
+    axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
+    problem = Tokens(problem) if axes else problem
+    keep = graph and trace
+    graph = graph and (torch.is_grad_enabled() or transforms_active())
+    with torch.set_grad_enabled(graph):
+        compact = not trace and not graph and callback is None
+        rows = Rows(problem, initial, compact=compact, together=problem.mixes)
+        # Nothing is batched outside of transforms, and a search for tensors costs as much as a small evaluation.
+        every = looks_every(solver.check_every, initial, *(problem.tensors() if transforms_active() else ()))
+        traced: list[list[Tensor]] = []
+        numbers = itertools.count()
+
+        def kept(loop: Loop) -> None:
+            best = loop.best
+            shown = best.record.residual, best.energy, loop.num_evals, unflat(best.value, rows.event)
+            traced.append([t for t in shown if t is not None])
+
+        def told(loop: Loop) -> None:
+            residual, active = loop.best.record.residual.detach(), loop.active
+            if axes:
+                residual, active = norm(residual.flatten(-axes)), active.flatten(-axes).any(-1)
+            assert callback is not None
+            callback(next(numbers), *(rows.unpadded(t, 0).clone() for t in (residual, active)))
+
+        seen = [*[kept] * trace, *[told] * (callback is not None)]
+        # A fixed budget does not wait for another device.
+        looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
+        options: dict[str, Any] = {"every": looks, "seen": seen, "energy": trace and problem.has_energy}
+        go_on = functools.partial(Loop, solver, **options)
+        begin = go_on if begin is None else functools.partial(begin, solver, **options)
+        value, record = judged(solver, rows, begin, go_on, every=every)
+        if share_memory(value, initial):
+            value = value.clone()
+        stacked = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
+        states = tuple(rows.unpadded(course[-1], 0) for course in traced) if keep else ()
+        course = Trace.of(*stacked) if trace else None
+        record = record.map(torch.Tensor.detach)
+        if isinstance(problem, Tokens) and axes:
+            record, course = of_problems(record, axes), problem.course(course)
+        return Outcome(value.reshape(initial.shape), record, course, states)
+
+
+def judged(
+    solver: Solver, rows: Rows, begin: Callable[..., Loop], go_on: Callable[..., Loop], *, every: int
+) -> tuple[Tensor, Record]:
+    """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
+
+    A problem may read others that have moved on, or left the work, since it was found to have converged. One evaluation
+    of all tells, unless the last one was at these states. Problems above their tolerance go on. Where residuals differ
+    from those found before by rounding only, the others stand still; elsewhere problems read each other, and all go on.
+
+    Args:
+        begin: makes the `Loop` of a working set.
+        go_on: the same, from images that are `given`.
+        every: as for a `Loop`.
+    """
+    problem, event, rule, compact = rows.problem, rows.event, solver.end_rule, rows.compact
+    make, rest, before = begin, rows.active, torch.empty(0)
+    point: Any
+    while True:
+        try:
+            best, point, tolerance = make(rows).run()
+        except Exception:
+            if problem.separates or not rows.untried:
+                raise
+            # f may take no other number of problems than all.
+            best, point, rows.rows, compact = cast(Best, rows.full), None, None, False
+        value, record = rows.all(best)
+        if rows.begun is not None:
+            # Steps are counted for each problem: those of before, and those of this run.
+            more = record.num_steps - rows.made
+            record = record._replace(num_steps=torch.where(rest & (more >= 0), before + more, record.num_steps))
+        if problem.separates or not (every or not rule.fixed_budget):
+            return value, record
+        states, raised, given = value.nan_to_num(0.0, 0.0, 0.0), point is None, None
+        beside = point is None or not every or not torch.equal(point.z, states)
+        if beside:
+            with torch.no_grad():
+                images = imaged(problem, states, False, 2, event, None)
+                point, tolerance = measured(problem, images, 2, event, rule)
+        if not torch.is_grad_enabled():
+            given = point.mapped
+        small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
+        solved, known = record.status == Status.CONVERGED, record.status != Status.NONFINITE
+        if isinstance(problem, Tokens) and problem.exits is not None:
+            known = known & ~problem.exits.ended_at(None)
+        change = (point.residual - record.residual).abs()
+        residual = torch.where(known, point.residual.detach(), record.residual)
+        record = record._replace(residual=residual, tolerance=torch.where(known, tolerance.detach(), record.tolerance))
+        if rule.fixed_budget or (every and bool((solved & (small | ~known)).all())):
+            return value, record
+        late, ended = solved & known & ~small, record.status != Status.MAX_STEPS
+        early = small & known & (~ended | (record.status == Status.STALLED))
+        if isinstance(problem, Tokens):
+            early = early & ~problem.behind(~small)
+        status = record.status.masked_fill(late, int(Status.MAX_STEPS)).masked_fill(early, int(Status.CONVERGED))
+        record = record._replace(status=status)
+        if not every:
+            return value, record
+        rounding = torch.finfo(value.dtype).eps ** (2 / 3) * norm(point.mapped)
+        mixes = rows.together or bool((known & (change < torch.inf) & (change > rounding)).any())
+        rest, steps = late, record.num_steps.masked_fill(~late, 0).amax()
+        if rows.together:
+            rest, steps = status == Status.MAX_STEPS, record.num_steps.amax()
+        elif mixes or raised:
+            # Steps since the first problem has ended do not count: others left it, or moved beside it.
+            rest, steps = known & ~small, record.num_steps.masked_fill(~ended, solver.max_steps).amin()
+        made = max(int(steps), 1)
+        if made >= solver.max_steps or not bool(rest.any()):
+            return value, record
+        if mixes:
+            rest = known & (point.residual < torch.inf)
+        before, again = record.num_steps, rest if given is not None and not beside else torch.zeros_like(rest)
+        # An evaluation that was counted already is given once more.
+        counts = {"num_steps": before.clone(), "num_evals": record.num_evals - again.to(before.dtype)}
+        begun = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), **counts), made
+        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=begun)
+        make = functools.partial(go_on, given=given)
+
+
+class Loop:
+    """A solve of a working set: which problems are unfinished, and the best state of each with what was measured there.
+
+    Args:
+        solver: the method.
+        rows: the working set.
+        given: f at the first states, (*lead, n), where it is known.
+        every: evaluations between two looks of the host at whether all have finished; 0 for none.
+        seen: called with this object after every evaluation.
+        energy: whether the energy at the best states is kept.
+        library: makes of the first states (*lead, n) and the rows to be solved (*lead) what does all between two
+            evaluations, if it `reads` images; None for the solver's own steps.
+    """
+
+    #: The attributes with an entry for each problem.
+    OF_ROWS = ("state", "point", "accepted", "following", "active", "num_evals", "best", "falls", "floor", "overflows")
+
+    def __init__(
+        self,
+        solver: Solver,
+        rows: Rows,
+        *,
+        given: Tensor | None = None,
+        every: int,
+        seen: Sequence[Callable[[Loop], None]],
+        energy: bool,
+        library: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> None:
+        self.solver, self.rows, self.rule = solver, rows, solver.end_rule
+        self.given, self.every, self.seen, self.library = given, every, seen, library
+        #: The last step; the last evaluation with its tolerances, and the one before it.
+        self.last = solver.max_steps - rows.made
+        self.point: Any = None
+        self.before: Any = None
+        #: What the steps are made by, if not by the solver, and the states that it has found to follow.
+        self.native: Any = None
+        self.accepted: Any = None
+        self.following: Any = None
+        z = self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
+        #: The memory of the solver.
+        self.state = solver.init(rows.problem, z)
+        check_memory(f"{type(solver).__name__}.init", self.state, z)
+        #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
+        self.falls = rows.falls()
+        self.floor: Tensor | None = None
+        self.overflows: Tensor | None = None
+        # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual
+        # of a token holds for the last states of the tokens before it.
+        self.descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
+        self.descends = self.descends or rows.together or isinstance(rows.problem, Tokens)
+        per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
+        unknown = torch.full_like(per_problem, torch.inf)
+        count = torch.zeros_like(per_problem, dtype=torch.int32)
+        status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
+        record = Record(status, unknown, torch.zeros_like(unknown), count, count) if rows.begun is None else rows.begun
+        self.num_evals = record.num_evals
+        if energy and rows.begun is not None:
+            unknown = rows.problem.energy(unflat(rows.initial, rows.event))
+        self.best = Best(rows.initial, record, unknown if energy else None)
+        self._go_on_with(rows.active)
+
+    def _go_on_with(self, active: Tensor) -> None:
+        #: Which problems are unfinished, (*lead).
+        self.active = active
+        #: Whether the host knows that all are unfinished. Tokens end by rules of their own, too.
+        looks = active.numel() > 0 and host_may_look(active) and not isinstance(self.rows.problem, Tokens)
+        self.whole = looks and bool(active.all())
+
+    def run(self) -> tuple[Best, Iteration, Tensor]:
+        """Make steps until all problems have finished, with a graph where gradients are enabled.
+
+        Returns the best states, and the last evaluation with its tolerances.
+        """
+        advance(self.evaluate, self.step, self.start, decide=self.decide)
+        if self.falls is not None and self.solver.exhausted == Status.MAX_STEPS and self.before is not None:
+            # More steps would not help where the energy curves downwards; near a minimum they would.
+            downward = ((self.point.z - self.before.z) * (self.point.r - self.before.r)).sum(-1) > 0
+            here = self.rows.problem.bottomless(unflat(self.point.z, self.rows.event))
+            downward = downward if here is None else downward | here
+            self.end(self.falls & downward, Status.DIVERGED)
+        self.end(self.active, self.solver.exhausted)
+        # Evaluations that did not improve a problem were spent on it all the same.
+        best = self.best._replace(record=self.best.record._replace(num_evals=self.num_evals))
+        return best, self.point, self.tolerance
+
+    def evaluate(self, z: Tensor, index: int) -> Images:
+        """F at the states that stand for z."""
+        problem, event = self.rows.problem, self.rows.event
+        energy = self.best.energy is not None or self.solver.needs_energy(problem, index) or self.falls is not None
+        given, self.given = self.given, None
+        if given is not None and not energy:
+            return z, given, None
+        z = flat(problem.retract(unflat(z, event)), event)
+        return imaged(problem, z, energy, index, event, self.point)
+
+    def decide(self, found: Images, index: int) -> bool:
+        """Keep what is better, end problems that have converged or are broken, and say whether no step follows."""
+        rows = self.rows
+        rows.untried = False
+        if index == 0 and self.library is not None:
+            native = self.library(self.start, rows.active)
+            self.native = native if native.reads(found[1]) else None
+        if self.native is None:
+            self._judge(found, index)
+        else:
+            self._judge_natively(found, index)
+        if index > 0 or rows.begun is None:
+            for tell in self.seen:
+                tell(self)
+        if index == self.last:
+            return True
+        if self.looks(index):
+            if not (self.whole or bool(self.active.any())):
+                return True
+            if index == 0:
+                # The library writes the next ones in the same place.
+                self.first = self.point.residual.clone()
+            if (order := self.leaving(index)) is not None:
+                mine = rows.take(order, self.best, {name: getattr(self, name) for name in self.OF_ROWS})
+                vars(self).update(mine)
+                self._go_on_with(self.active)
+                if self.native is not None:
+                    self.native.go_on_with(self.state, self.best.value)
+        return False
+
+    def looks(self, index: int) -> bool:
+        """Whether the host looks after this evaluation."""
+        return bool(self.every) and index % self.every == 0
+
+    def leaving(self, index: int) -> Tensor | None:
+        """The rows that stay where others leave; None where all do."""
+        measures = (index, self.first, self.point.residual, self.tolerance)
+        return None if self.whole else self.rows.compaction(self.active, *measures)
+
+    def _judge_natively(self, found: Images, index: int) -> None:
+        z, mapped, _ = found
+        if mapped.shape != z.shape or mapped.dtype != z.dtype:
+            check_candidate(f"{type(self.solver).__name__}.step", mapped, z)
+        by = self.native
+        self.following, self.state = by(z, mapped, index), by.tensors
+        self.point = Iteration(z, mapped, by.r, by.residual, None, index, self.rows.event)
+        self.tolerance, self.active, self.best = by.tolerance, by.active, Best(by.value, by.record, None)
+        self.num_evals, self.whole = by.record.num_evals, by.left == by.active.numel()
+
+    def _judge(self, found: Images, index: int) -> None:
+        rows = self.rows
+        point, tolerance = measured(rows.problem, found, index, rows.event, self.rule)
+        if point.energy is not None:
+            # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
+            sizes = length(point.r) + length(point.mapped)
+            if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
+                long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+                self.overflows = long | far if self.overflows is None else self.overflows
+                point = point._replace(residual=point.residual.masked_fill(long & ~self.overflows, torch.inf))
+                tolerance = tolerance.masked_fill(far & ~self.overflows, torch.inf)
+            elif self.overflows is None:
+                self.overflows = torch.zeros_like(self.active)
+        self.point, self.tolerance = point, tolerance
+        accepted = self.solver.accept(rows.problem, self.state, point)
+        self.accepted, fallen = torch.ones_like(self.active) if accepted is None else accepted, None
+        if self.falls is not None:
+            self.floor = _floor(self.falls, point) if self.floor is None else self.floor
+            fallen = self.active & _below(self.floor, point, self.accepted)
+        self.num_evals = self.num_evals + self.active
+        candidates = self.active if accepted is None else self.active & accepted
+        # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
+        finite = (point.residual < torch.inf) & (tolerance < torch.inf)
+        broken = candidates & ~finite
+        converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
+        if rows.together and converged is not None:
+            converged = converged & ~(self.active & ~converged).any()
+        if fallen is not None:
+            broken = broken | (fallen if converged is None else fallen & ~converged)
+        if isinstance(rows.problem, Tokens):
+            numbered = point._replace(step=rows.made + point.step)
+            converged, broken = rows.problem.settled_of(self.active, converged, broken, numbered)
+        self._improve(point, tolerance, candidates, converged)
+        if converged is not None:
+            self.end(converged, Status.CONVERGED)
+        self.end(broken, Status.NONFINITE if rows.made + point.step == 0 else Status.DIVERGED)
+
+    def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
+        """Keep the candidates that are better; where the energy `descends` all candidates are."""
+        value, record, energy = self.best
+        number = self.rows.made + point.step
+        if self.rule.fixed_budget or number == 0:
+            better = candidates
+        elif self.descends:
+            better = candidates & (point.residual < torch.inf)
+        else:
+            better = candidates & (point.residual < record.residual)
+            better = better if converged is None else better | converged
+        # An initial state at which f is not finite is NaN, loudly.
+        new = rows_where(point.residual < torch.inf, point.z, torch.nan) if number == 0 else point.z
+        residual, steps = point.residual, torch.full_like(record.num_steps, number)
+        reached = None if energy is None else point.energy
+        if not (host_may_look(better) and bool(better.all())):
+            new = rows_where(better, new, value)
+            fields = zip((residual, tolerance, steps), record[1:4], strict=True)
+            residual, tolerance, steps = (torch.where(better, *pair) for pair in fields)
+            reached = reached if reached is None or energy is None else torch.where(better, reached, energy)
+        self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
+
+    def end(self, which: Tensor, status: Status) -> None:
+        """End those of the problems `which` that are unfinished, with a status."""
+        if host_may_look(which) and not bool(which.any()):
+            return
+        record = self.best.record
+        record = record._replace(status=record.status.masked_fill(self.active & which, int(status)))
+        self.best, self.active, self.whole = self.best._replace(record=record), self.active & ~which, False
+
+    def step(self, found: Images, index: int) -> Tensor:
+        """The states to evaluate next."""
+        self.before = self.point
+        if self.native is not None:
+            following: Tensor = self.following
+            return following
+        problem = self.rows.problem
+        update = updated(self.solver, problem, self.state, self.point, self.accepted)
+        self.state, z = update.state, update.candidate
+        if torch.is_grad_enabled():
+            # Further steps of a finished problem are detached: at the first 0/0 their gradient of zero would turn into
+            # NaN.
+            live = functools.partial(_live, active=self.active)
+            self.state, z = pytree.tree_map_only(Tensor, live, (self.state, z))
+        if update.num_evals is not None:
+            spent = torch.where(self.active, update.num_evals, 0)
+            self.num_evals = self.num_evals + spent.to(self.num_evals.dtype)
+        if update.stalled is not None:
+            self.end(update.stalled, Status.STALLED)
+        if not (problem.separates or self.whole):
+            # Others read the state that is returned for a finished problem; a NaN stays where it is.
+            z = rows_where(self.active, z, self.best.value.nan_to_num(0.0, 0.0, 0.0))
+        return z
+
+
+def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
+    """The state after a fixed budget of steps: that of `solver.run`, without evidence, and without a look at numbers.
+
+    For exported programs. A problem that leaves the finite numbers is not kept from there on, and may end in NaN.
+    """
+    event, rule = initial.shape[initial.ndim - problem.event_ndim :], solver.end_rule
+    value = flat(initial, event)
+    state, going = solver.init(problem, value), None
+    everyone = torch.ones(value.shape[:-1], dtype=torch.bool, device=initial.device)
+
+    def evaluate(z: Tensor, index: int) -> Iteration:
+        z = flat(problem.retract(unflat(z, event)), event)
+        images = imaged(problem, z, solver.needs_energy(problem, index), index, event, None)
+        return measured(problem, images, index, event, rule)[0]
+
+    def accepted(point: Iteration) -> Tensor | None:
+        nonlocal value
+        good = solver.accept(problem, state, point)
+        kept = going if good is None else good if going is None else good & going
+        value = point.z if kept is None else rows_where(kept, point.z, value)
+        return good
+
+    def step(point: Iteration, index: int) -> Tensor:
+        nonlocal state, going
+        good = accepted(point)
+        update = updated(solver, problem, state, point, everyone if good is None else good)
+        state = update.state
+        if update.stalled is not None:
+            going = ~update.stalled if going is None else going & ~update.stalled
+        return update.candidate
+
+    z = advance(evaluate, step, value, steps=solver.max_steps)
+    if type(solver).accept is Solver.accept:
+        return problem.retract(unflat(z, event))
+    accepted(evaluate(z, solver.max_steps))
+    return unflat(value, event)
+
+
+def is_budget(solver: Solver) -> bool:
+    """Whether the steps are counted before anything is computed, and are all made of tensor operations."""
+    counted = solver.fixed_budget or solver.max_steps == 0
+    return counted and solver.differentiable and type(solver).run is Solver.run
+
+
+def check_budget(solver: Solver) -> None:
+    """Raise if an exported program cannot hold the steps of this solver."""
+    if not is_budget(solver):
+        where = "ONNX" if into_onnx() else "an exported program"
+        required = f"make a number of steps that is known beforehand, to be a part of {where}"
+        remedy = "use a fixed budget: solver=Picard(max_steps=4, rtol=0, atol=0), or max_steps=0"
+        raise UnsupportedImplementation(_validate.message("solver", required, repr(solver), remedy))
+
+
+def check_no_evidence(wanted: bool, name: str) -> None:
+    """Raise if the evidence `name` of a solve is wanted, which no exported program has."""
+    if wanted:
+        remedy = "leave it out, and look at the evidence before the model is exported"
+        raise UnsupportedImplementation(_validate.message(name, "be False in an exported program", True, remedy))
+
+
+def updated(solver: Solver, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+    """A step of the solver. The first two are checked, as many methods extrapolate in the second."""
+    update, z = solver.step(problem, state, point, accepted), point.z
+    # Later candidates of another size or dtype would be broadcast or rounded.
+    if not (point.step > 1 and update.candidate.shape == z.shape and update.candidate.dtype == z.dtype):
+        name = f"{type(solver).__name__}.step"
+        _validate.check_instance(name, update, Update, "return Update(state, candidate)", "state may be ()")
+        _validate.check_instance(name, update.candidate, Tensor, "return Update(state, candidate) with a tensor")
+        check_candidate(name, update.candidate, z)
+        check_memory(name, update.state, z)
+    return update
+
+
+def check_candidate(name: str, candidate: Tensor, z: Tensor) -> None:
+    """Raise unless the state to evaluate next is like the last one, z."""
+    wanted, given = ((tuple(t.shape), t.dtype, str(t.device)) for t in (z, candidate))
+    if given != wanted:
+        remedy = "form it from point.z, point.r and point.mapped, or convert it with .to(point.z)"
+        raise ValueError(_validate.message(name, f"return a candidate like point.z, {wanted}", given, remedy))
+
+
+def check_memory(name: str, state: Any, z: Tensor) -> None:
+    """Raise unless the tensors of a solver's memory have an entry for each problem of z, (*lead, n)."""
+    for kept in pytree.tree_leaves(state):
+        if isinstance(kept, Tensor) and kept.shape[: z.ndim - 1] != z.shape[:-1]:
+            required = f"return a state whose tensors begin with the axes of the problems, {tuple(z.shape[:-1])}"
+            remedy = "expand it to them, as problems leave the work one by one; what all share can be no tensor there"
+            raise ValueError(_validate.message(name, required, f"shape {tuple(kept.shape)}", remedy))
+
+
+def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
+    # 0 * NaN is NaN: a problem that diverged must not reach tensors that all problems share.
+    return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
+
+
+#: States z (*lead, n), f(z), and E(z) (*lead) where it is wanted.
+Images: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
+
+def imaged(
+    problem: Problem, z: Tensor, energy: bool, index: int, event: torch.Size, before: Iteration | None
+) -> Images:
+    """z, f(z) and E(z), once the map has passed its tests."""
+    # Of inference tensors nobody would see that the map writes to them, or to what it returned before.
+    z = counted(z)
+    mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
+    mapped = flat(mapped, event)
+    if index == 1 and before is not None and share_memory(mapped, before.mapped):
+        # A map may return the same numbers twice, but no others in their place.
+        check_kept(problem, before.mapped - before.z, before.r)
+    return z, mapped, value
+
+
+def measured(
+    problem: Problem, images: Images, index: int, event: torch.Size, rule: FusedRule
+) -> tuple[Iteration, Tensor]:
+    """The evaluation, and the tolerances of the rule there."""
+    z, mapped, energy = images
+    r = mapped - z
+    force = None
+    if energy is not None and problem.has_metric:
+        force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
+    tolerance = rule.atol + rule.rtol * norm(mapped)
+    return Iteration(z, mapped, r, norm(r), energy, index, event, force), tolerance
+
+
+def _floor(falls: Tensor, point: Iteration) -> Tensor:
+    """The energy (*lead) below which a problem that `falls` without end is given up; NaN for the others.
+
+    Where it starts sets the scale: a minimum 1/eps^2 times as deep shares no digit with it. Of problems that are not
+    certain to fall this would not be true: the start may be near a saddle, and tell nothing of the minimum.
+    """
+    assert point.energy is not None
+    scale = point.energy.abs() + point.z.square().sum(-1) + point.residual.square()
+    level = point.energy - scale / torch.finfo(point.z.dtype).eps ** 2
+    return torch.where(falls, level, torch.nan).detach()
+
+
+def _below(floor: Tensor, point: Iteration, accepted: Tensor) -> Tensor:
+    """Return where the energy is below the floor; for a refused step, which may jump a minimum, where -inf."""
+    assert point.energy is not None
+    return (accepted & (point.energy < floor)) | (floor.isfinite() & (point.energy == -torch.inf))
