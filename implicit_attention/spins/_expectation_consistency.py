@@ -277,7 +277,7 @@ def _events(samples: Tensor) -> Tensor:
 
 
 class _FreeEnergy(SampleFunction):
-    """G."""
+    """The free energy G of a `_Point`."""
 
     def point(self, z: Tensor, before: object) -> tuple[_Point, None]:
         return _point(self.problem, z), None

@@ -104,8 +104,8 @@ class Multipliers(SampleProblem, general=True):
         tie: rows that share a multiplier.
         live: which rows exist, (*batch, n); only where all rows are one group, because a row alone leaves phi unchanged
             at lambda = 1, where it then stays.
-        minimum: where it was found, (*batch), elsewhere t is a constant; and A^{-1}, log det A and whether A > 0 there,
-            for who reads these at the minimum alone.
+        minimum: where it was found, (*batch), elsewhere t is a constant; and A^{-1}, log det A and whether A > 0 there.
+            With it nothing may be asked at any other t.
     """
 
     event_ndim = 1
@@ -291,11 +291,10 @@ class _Known(Solver):
     """The solver of a problem whose solution is given."""
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
-        none, lead = torch.zeros_like, initial[..., 0]
-        count = lead.to(torch.int32)
-        return Outcome(
-            initial.clone(), Record(none(lead, dtype=torch.int8), none(lead), none(lead), none(count), none(count))
-        )
+        status = torch.full_like(initial[..., 0], int(Status.CONVERGED), dtype=torch.int8)
+        residual, tolerance = (torch.zeros_like(initial[..., 0]) for _ in range(2))
+        steps, evals = (torch.zeros_like(status, dtype=torch.int32) for _ in range(2))
+        return Outcome(initial.clone(), Record(status, residual, tolerance, steps, evals))
 
 
 _KNOWN = _Known()
