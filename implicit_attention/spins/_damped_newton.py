@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,35 +16,44 @@ from typing_extensions import Self
 from .._autograd import looks_every
 from ..status import Status
 
-# Finished samples leave the working set when fewer than this part of it are running.
+# Finished samples leave the working set when no more than this part of it is running.
 COMPACT_BELOW = 2 / 3
 #: The status of a sample that is still on its way.
 RUNNING = -1
 
 
-class Function(Protocol):
-    """A function to go down on. A point is a tuple of tensors (*samples, ...), the first of them the place z.
+@dataclasses.dataclass(frozen=True)
+class SampleFunction(abc.ABC):
+    """A function of one axis of samples to go down on, given by a problem.
 
-    The method owns the order of things: what is tried, taken, halved, and when a sample is done.
+    A point is a tuple of tensors (samples, ...), the first of them the place z. `descend` owns the order of things:
+    what is tried, taken, halved, and when a sample leaves.
     """
 
+    problem: Any
+
+    @abc.abstractmethod
     def point(self, z: Tensor, before: Any) -> tuple[Any, Any]:
         """The point at z, tried from the point before, and what its step needs beyond that."""
 
+    @abc.abstractmethod
     def step(self, point: Any, more: Any, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """The direction of the next step and the part of it to try first, (*samples); read where `wanted` only."""
+        """The direction of the next step and the part of it to try first, (samples); read where `wanted` only."""
 
+    @abc.abstractmethod
     def accepts(self, point: Any, trial: Any, step: Tensor, size: Tensor) -> Tensor:
-        """Whether the function falls enough by a step of this size, (*samples)."""
+        """Whether the function falls enough by a step of this size, (samples)."""
 
+    @abc.abstractmethod
     def done(self, point: Any) -> Tensor:
-        """Whether a sample needs no other step, (*samples)."""
+        """Whether a sample needs no other step, (samples)."""
 
     def take(self, samples: Tensor) -> Self:
         """The function of some of the samples."""
+        return dataclasses.replace(self, problem=self.problem.replace(*(x[samples] for x in self.problem.tensors())))
 
 
-class Course(NamedTuple):
+class Descent(NamedTuple):
     """State of every sample: its point, the next step and its size, RUNNING or a status, and what was spent."""
 
     point: Any
@@ -53,13 +64,13 @@ class Course(NamedTuple):
     num_evals: Tensor
 
     @classmethod
-    def begun(cls, function: Function, point: Any, more: Any, status: Tensor, num_evals: Tensor) -> Course:
+    def begun(cls, function: SampleFunction, point: Any, more: Any, status: Tensor, num_evals: Tensor) -> Descent:
         """The course at its first point."""
         step, size = function.step(point, more, status == RUNNING)
         return cls(point, step, size, status, torch.zeros_like(num_evals), num_evals)
 
 
-def descend(function: Function, course: Course, max_steps: int) -> Course:
+def descend(function: SampleFunction, course: Descent, max_steps: int) -> Descent:
     """The course after at most so many trials of one axis of samples, each on its own; status RUNNING becomes
     CONVERGED, STALLED where no step is short enough, or MAX_STEPS."""
     every, record = looks_every(None, course.status), course
@@ -69,20 +80,19 @@ def descend(function: Function, course: Course, max_steps: int) -> Course:
         if index == max_steps:
             course = _ended(course, running, Status.MAX_STEPS)
         course = _ended(course, running & function.done(course.point), Status.CONVERGED)
-        if index % every and index < max_steps:
-            course = _tried(function, course)
-            continue
-        left = (course.status == RUNNING).nonzero()[:, 0]
-        if len(left) < COMPACT_BELOW * len(running) or len(left) == 0:
-            record = _each(lambda old, new, places=places: old.index_copy(0, places, new), record, course)
-            if len(left) == 0:
-                break
-            function, course, places = function.take(left), _each(lambda x, left=left: x[left], course), places[left]
+        if index % every == 0 or index == max_steps:
+            left = (course.status == RUNNING).nonzero()[:, 0]
+            if len(left) <= COMPACT_BELOW * len(running):
+                record = _each(lambda old, new, places=places: old.index_copy(0, places, new), record, course)
+                if len(left) == 0:
+                    break
+                function, places = function.take(left), places[left]
+                course = _each(lambda x, left=left: x[left], course)
         course = _tried(function, course)
     return record
 
 
-def _tried(function: Function, course: Course) -> Course:
+def _tried(function: SampleFunction, course: Descent) -> Descent:
     """After one trial: a step is taken where the function accepts it, and is halved where not."""
     point, step, size, status, num_steps, num_evals = course
     active = status == RUNNING
@@ -93,7 +103,7 @@ def _tried(function: Function, course: Course) -> Course:
     stalled = active & ~good & (z == point[0]).flatten(1).all(-1)
     taken = type(trial)(*(where_samples(good, new, old) for new, old in zip(trial, point, strict=True)))
     following, first = function.step(taken, more, good)
-    return Course(
+    return Descent(
         taken,
         where_samples(good, following, step),
         torch.where(good, first, size / 2),
@@ -103,15 +113,15 @@ def _tried(function: Function, course: Course) -> Course:
     )
 
 
-def _ended(course: Course, where: Tensor, status: Status) -> Course:
+def _ended(course: Descent, where: Tensor, status: Status) -> Descent:
     return course._replace(status=course.status.masked_fill(where, int(status)))
 
 
-def _each(change: Callable[..., Tensor], *courses: Course) -> Course:
+def _each(change: Callable[..., Tensor], *courses: Descent) -> Descent:
     """The tensors of courses, changed one by one."""
     points = [course.point for course in courses]
     point = type(points[0])(*map(change, *points))
-    return Course(point, *map(change, *(course[1:] for course in courses)))
+    return Descent(point, *map(change, *(course[1:] for course in courses)))
 
 
 def along(samples: Tensor, target: Tensor) -> Tensor:
@@ -124,11 +134,11 @@ def where_samples(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(along(condition, new), new, old)
 
 
-def constant(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """function(*tensors), constants to all derivatives, outside of all transforms of torch.func.
+def of_samples(function: Callable[..., tuple[Tensor, ...]], axes: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """function(*tensors) with one axis of samples in the place of the first `axes`, constants to all derivatives.
 
-    There the host may look at numbers. Axes that torch.vmap maps become leading axes of every tensor, and of what the
-    function returns.
+    It is called outside of all transforms of torch.func, where the host may look at numbers. Axes that torch.vmap maps
+    join those of the samples.
     """
     taken, sizes = [], dict[int, int]()
     with torch.no_grad(), temporarily_clear_interpreter_stack():
@@ -144,13 +154,16 @@ def constant(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> t
                 sizes[level] = tensor.shape[place]
             taken.append((tensor, [level for level, _ in mapped]))
         levels = sorted(sizes)
+        batch = torch.Size([sizes[level] for level in levels])
+        batch += tensors[0].shape[:axes]
         plain = []
         for tensor, own in taken:
             for place, level in enumerate(levels):
                 if level not in own:
                     tensor = tensor.unsqueeze(place)
-            plain.append(tensor.expand(*(sizes[level] for level in levels), *tensor.shape[len(levels) :]))
-        results = function(*plain)
+            rest = tensor.shape[len(batch) :]
+            plain.append(tensor.expand(batch + rest).reshape(batch.numel(), *rest))
+        results = tuple(result.reshape(batch + result.shape[1:]) for result in function(*plain))
     for level in levels:
         results = tuple(_functorch._add_batch_dim(result, 0, level) for result in results)
     return results

@@ -12,7 +12,7 @@ from .._types import LinearMap
 from ..potentials import SiteLaw
 from ..problem import Linearization, pullback
 from ..status import Status
-from ._damped_newton import RUNNING, Course, constant, descend
+from ._damped_newton import RUNNING, Descent, SampleFunction, descend, of_samples
 from ._matrix_inverse import inverse_and_logdet
 from ._multipliers import Multipliers, minimise
 from .approximation import SampleProblem
@@ -276,10 +276,8 @@ def _events(samples: Tensor) -> Tensor:
     return samples[..., None, None]
 
 
-class _FreeEnergy(NamedTuple):
-    """G of one axis of samples."""
-
-    problem: SiteEquations
+class _FreeEnergy(SampleFunction):
+    """The free energy G of a `_Point`."""
 
     def point(self, z: Tensor, before: object) -> tuple[_Point, None]:
         return _point(self.problem, z), None
@@ -298,10 +296,6 @@ class _FreeEnergy(NamedTuple):
         away = torch.maximum(point.square, point.distance.square()) > torch.finfo(point.z.dtype).eps
         return ~(away & torch.isfinite(point.value))
 
-    def take(self, samples: Tensor) -> _FreeEnergy:
-        field, couplings = self.problem.field[samples], self.problem.couplings[samples]
-        return _FreeEnergy(self.problem.replace(field, couplings))
-
 
 @uncompiled
 def descended(problem: SiteEquations, theta: Tensor, *, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
@@ -313,17 +307,16 @@ def descended(problem: SiteEquations, theta: Tensor, *, steps: int = STEPS) -> t
     derivatives.
     """
 
-    def solved(*tensors: Tensor) -> tuple[Tensor, ...]:
-        batch = tensors[0].shape[:-2]
-        field, couplings, start = (t.reshape(batch.numel(), *t.shape[-2:]) for t in tensors)
-        function = _FreeEnergy(problem.replace(field, couplings))
-        point, more = function.point(torch.cat([start, torch.zeros_like(start[..., :1])], dim=-1), None)
-        status = torch.where(function.done(point), int(Status.CONVERGED), RUNNING).to(torch.int8)
-        course = Course.begun(function, point, more, status, torch.ones_like(status, dtype=torch.int32))
-        course = descend(function, course, steps)
+    def solved(field: Tensor, couplings: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
+        energy = _FreeEnergy(problem.replace(field, couplings))
+        point, more = energy.point(torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1), None)
+        going = RUNNING if steps else int(Status.MAX_STEPS)
+        status = torch.where(energy.done(point), int(Status.CONVERGED), going).to(torch.int8)
+        course = Descent.begun(energy, point, more, status, torch.ones_like(status, dtype=torch.int32))
+        course = descend(energy, course, steps)
         # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
         z = torch.cat([course.point.z[..., :-1], course.point.v[..., None]], dim=-1)
-        return tuple(x.reshape(batch + x.shape[1:]) for x in (z, course.num_steps, course.num_evals))
+        return z, course.num_steps, course.num_evals
 
-    z, num_steps, num_evals = constant(solved, problem.field, problem.couplings, theta)
+    z, num_steps, num_evals = of_samples(solved, theta.ndim - 2, problem.field, problem.couplings, theta)
     return z, num_steps, num_evals

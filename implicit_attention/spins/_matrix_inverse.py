@@ -41,6 +41,7 @@ class _Inverse(torch.autograd.Function):
         return by_a, None, None
 
 
+#: A^{-1}, log det A, and whether A is positive definite.
 Known = tuple[Tensor, Tensor, Tensor]
 
 

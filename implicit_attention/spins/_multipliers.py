@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..problem import Linearization, Problem
 from ..solution import Record, SolveReport
 from ..solvers import Outcome, Solver
 from ..status import Status
-from ._damped_newton import RUNNING, Course, constant, descend
+from ._damped_newton import RUNNING, Descent, SampleFunction, descend, of_samples
 from ._matrix_inverse import inverse_and_logdet
 from .approximation import SampleProblem
 
@@ -103,8 +104,8 @@ class Multipliers(SampleProblem, general=True):
         tie: rows that share a multiplier.
         live: which rows exist, (*batch, n); only where all rows are one group, because a row alone leaves phi unchanged
             at lambda = 1, where it then stays.
-        minimum: where it was found, (*batch), elsewhere t is a constant; and A^{-1}, log det A and whether A > 0 there,
-            for who reads these at the minimum alone.
+        minimum: where it was found, (*batch), elsewhere t is a constant; and A^{-1}, log det A and whether A > 0 there.
+            With it nothing may be asked at any other t.
     """
 
     event_ndim = 1
@@ -131,10 +132,6 @@ class Multipliers(SampleProblem, general=True):
         """Rows per group."""
         return self.tie if self.live is None else self.live.sum(-1, keepdim=True).clamp(min=1)
 
-    def samples(self, batch: torch.Size) -> Multipliers:
-        """The same with one axis of samples."""
-        return self.replace(*(x.reshape(batch.numel(), *x.shape[len(batch) :]) for x in self.tensors()))
-
     def at_minimum(self, t: Tensor, converged: Tensor) -> tuple[Multipliers, Tensor]:
         """The same at its minimum t alone, which it knows, and t as a function of couplings and field."""
         couplings, field = self.couplings.detach(), self.field.detach()
@@ -142,7 +139,7 @@ class Multipliers(SampleProblem, general=True):
         known = converged, found.covariance, found.logdet, found.positive
         problem = Multipliers(self.couplings, self.field, self.tie, self.live, known)
         if transforms_active() or is_differentiated(self.couplings, self.field):
-            t = solve(problem, t, solver=_Known(), adjoint=Implicit(Neumann()), on_failure="ignore").value
+            t = solve(problem, t, solver=_KNOWN, adjoint=_ADJOINT, on_failure="ignore").value
         return problem, t
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
@@ -294,11 +291,15 @@ class _Known(Solver):
     """The solver of a problem whose solution is given."""
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
-        none, lead = torch.zeros_like, initial[..., 0]
-        count = lead.to(torch.int32)
-        return Outcome(
-            initial.clone(), Record(none(lead, dtype=torch.int8), none(lead), none(lead), none(count), none(count))
-        )
+        status = torch.full_like(initial[..., 0], int(Status.CONVERGED), dtype=torch.int8)
+        residual, tolerance = (torch.zeros_like(initial[..., 0]) for _ in range(2))
+        steps, evals = (torch.zeros_like(status, dtype=torch.int32) for _ in range(2))
+        return Outcome(initial.clone(), Record(status, residual, tolerance, steps, evals))
+
+
+_KNOWN = _Known()
+#: I - J is 1.
+_ADJOINT = Implicit(Neumann())
 
 
 @uncompiled
@@ -318,28 +319,26 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     """
 
     def solved(*tensors: Tensor) -> tuple[Tensor, ...]:
-        whole = problem.replace(*tensors)
-        batch = whole.field.shape[:-2]
-        phi = _Phi(whole.samples(batch), rtol)
+        phi = _Phi(problem.replace(*tensors), rtol)
         course = descend(phi, phi.begun(), max_steps)
         level, status = course.point, course.status
         t = level.t
         if polish:
             t = torch.where(((status == Status.CONVERGED) & (level.coldness == 1))[..., None], t + course.step, t)
-        found = (t, status, *level.accuracy(rtol), course.num_steps, course.num_evals)
-        return tuple(x.reshape(batch + x.shape[1:]) for x in found)
+        return t, status, *level.accuracy(rtol), course.num_steps, course.num_evals
 
-    t, *record = constant(solved, *problem.tensors())
+    t, *record = of_samples(solved, problem.field.ndim - 2, *problem.tensors())
     return t, SolveReport(Record(*record))
 
 
-class _Phi(NamedTuple):
-    """phi of one axis of samples, on whose way down spins are cooled."""
+@dataclasses.dataclass(frozen=True)
+class _Phi(SampleFunction):
+    """phi, on whose way down spins are cooled."""
 
     problem: Multipliers
     rtol: float
 
-    def begun(self) -> Course:
+    def begun(self) -> Descent:
         """At the guess where lengths are near to 1 at it, else at the start, which is then the second evaluation."""
         problem, t = self.problem, self.problem.guess()
         moments = problem.moments(t)
@@ -352,7 +351,7 @@ class _Phi(NamedTuple):
             level = problem.level(t, moments, coldness)
         fit = level.positive & level.value.isfinite()
         status = torch.where(fit, RUNNING, int(Status.NONFINITE)).to(torch.int8)
-        return Course.begun(self, level, moments, status, 2 - near.to(torch.int32))
+        return Descent.begun(self, level, moments, status, 2 - near.to(torch.int32))
 
     def point(self, z: Tensor, before: Level) -> tuple[Level, GaussianMoments]:
         moments = self.problem.moments(z)
@@ -385,9 +384,6 @@ class _Phi(NamedTuple):
     def done(self, point: Level) -> Tensor:
         residual, tolerance = point.accuracy(self.rtol)
         return residual <= tolerance
-
-    def take(self, samples: Tensor) -> _Phi:
-        return self._replace(problem=self.problem.replace(*(x[samples] for x in self.problem.tensors())))
 
     def _force(self, level: Level, coldness: Tensor) -> Tensor:
         """Minus the gradient of phi_s."""

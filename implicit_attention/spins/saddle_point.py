@@ -49,8 +49,7 @@ class SaddlePoint(Approximation):
             The error of log Z is of second order in it.
         max_steps: largest number of steps tried, shortened ones included.
 
-    Gradients: with respect to field, couplings and beta: exact to any order; where forward mode (jvp) takes part to
-    fourth, leading order alone to fifth.
+    Gradients: with respect to field, couplings and beta: exact to any order, in every mode.
 
     Reference: Berlin and Kac (1952) for the shared multiplier.
 
