@@ -253,6 +253,7 @@ OTHER_DERIVATIVES = {
     "potentials._bessel._WithSlope": "a function with a known slope",
     "potentials._entmax._Maximum": "a maximum in closed form",
     "potentials._entmax._Weights": "weights in closed form",
+    "potentials.legendre._Stationary": "the identity, where a derivative is 0",
     "spins._matrix_inverse._Inverse": "the inverse of a matrix",
 }
 
