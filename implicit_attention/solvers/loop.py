@@ -497,7 +497,7 @@ class Loop:
         return best, self.point, self.tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
-        """F at the states that stand for z."""
+        """The states that stand for z, with f and, where it is wanted, E there."""
         problem, event = self.rows.problem, self.rows.event
         energy = self.energy or self.solver.needs_energy(problem, index) or self.falls is not None
         given, self.given = self.given, None
@@ -540,7 +540,7 @@ class Loop:
         return bool(self.every) and index % self.every == 0
 
     def leaving(self, index: int) -> Tensor | None:
-        """The rows that stay where others leave; None where all do."""
+        """The rows that stay in the working set; None where none leaves it."""
         measures = (index, self.first, self.point.residual, self.tolerance)
         return None if self.whole else self.rows.compaction(self.active, *measures)
 
@@ -614,7 +614,7 @@ class Loop:
         self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
 
     def end(self, which: Tensor, status: Status) -> None:
-        """End those of the problems `which` that are unfinished, with a status."""
+        """End the problems `which`, where they are unfinished, with a status."""
         if host_may_look(which) and not bool(which.any()):
             return
         record = self.best.record
