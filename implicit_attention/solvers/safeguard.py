@@ -236,7 +236,7 @@ class Safeguarded(Solver):
 
 
 def _chosen(accepted: Tensor, new: Any, old: Any) -> Any:
-    """What was found where the step was `accepted`, else what is remembered, of states or numbers; None where it is."""
+    """The new states or numbers where the step was `accepted`, else the old ones; None where there are none."""
     if old is None:
         return None
     return rows_where(accepted, new, old) if new.ndim > accepted.ndim else torch.where(accepted, new, old)
