@@ -214,7 +214,7 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
-        return Update(memory, z + length[..., None] * direction, length < SHORTEST, proposal.num_evals)
+        return Update(memory, z.addcmul(length[..., None], direction), length < SHORTEST, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
