@@ -413,6 +413,9 @@ class Loop:
             evaluations, if it `reads` images; None for the solver's own steps.
     """
 
+    #: The best states so far, and the number of evaluations, (*lead).
+    best: Best
+    num_evals: Tensor
     #: The attributes with an entry for each problem.
     OF_ROWS = ("state", "point", "accepted", "following", "active", "num_evals", "best", "falls", "floor", "overflows")
 
@@ -428,19 +431,18 @@ class Loop:
         library: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> None:
         self.solver, self.rows, self.rule = solver, rows, solver.end_rule
-        self.given, self.every, self.seen, self.library = given, every, seen, library
+        self.given, self.every, self.seen, self.energy, self.library = given, every, seen, energy, library
         #: The last step; the last evaluation with its tolerances, and the one before it.
         self.last = solver.max_steps - rows.made
         self.point: Any = None
         self.before: Any = None
+        #: The memory of the solver.
+        self.state: Any = None
         #: What the steps are made by, if not by the solver, and the states that it has found to follow.
         self.native: Any = None
         self.accepted: Any = None
         self.following: Any = None
-        z = self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
-        #: The memory of the solver.
-        self.state = solver.init(rows.problem, z)
-        check_memory(f"{type(solver).__name__}.init", self.state, z)
+        self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
         #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
         self.falls = rows.falls()
         self.floor: Tensor | None = None
@@ -449,16 +451,27 @@ class Loop:
         # of a token holds for the last states of the tokens before it.
         self.descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
         self.descends = self.descends or rows.together or isinstance(rows.problem, Tokens)
+        self._go_on_with(rows.active)
+
+    def _begin(self, mapped: Tensor) -> None:
+        """Begin with the library's steps, if it reads the first images, else with the solver's own."""
+        solver, rows, z = self.solver, self.rows, self.start
+        if self.library is not None:
+            native = self.library(z, rows.active)
+            if native.reads(mapped):
+                self.native = native
+                return
+        self.state = solver.init(rows.problem, z)
+        check_memory(f"{type(solver).__name__}.init", self.state, z)
         per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
         unknown = torch.full_like(per_problem, torch.inf)
         count = torch.zeros_like(per_problem, dtype=torch.int32)
         status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
         record = Record(status, unknown, torch.zeros_like(unknown), count, count) if rows.begun is None else rows.begun
         self.num_evals = record.num_evals
-        if energy and rows.begun is not None:
+        if self.energy and rows.begun is not None:
             unknown = rows.problem.energy(unflat(rows.initial, rows.event))
-        self.best = Best(rows.initial, record, unknown if energy else None)
-        self._go_on_with(rows.active)
+        self.best = Best(rows.initial, record, unknown if self.energy else None)
 
     def _go_on_with(self, active: Tensor) -> None:
         #: Which problems are unfinished, (*lead).
@@ -485,9 +498,9 @@ class Loop:
         return best, self.point, self.tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
-        """F at the states that stand for z."""
+        """The states that stand for z, with f and, where it is wanted, E there."""
         problem, event = self.rows.problem, self.rows.event
-        energy = self.best.energy is not None or self.solver.needs_energy(problem, index) or self.falls is not None
+        energy = self.energy or self.solver.needs_energy(problem, index) or self.falls is not None
         given, self.given = self.given, None
         if given is not None and not energy:
             return z, given, None
@@ -498,9 +511,8 @@ class Loop:
         """Keep what is better, end problems that have converged or are broken, and say whether no step follows."""
         rows = self.rows
         rows.untried = False
-        if index == 0 and self.library is not None:
-            native = self.library(self.start, rows.active)
-            self.native = native if native.reads(found[1]) else None
+        if index == 0:
+            self._begin(found[1])
         if self.native is None:
             self._judge(found, index)
         else:
@@ -529,7 +541,7 @@ class Loop:
         return bool(self.every) and index % self.every == 0
 
     def leaving(self, index: int) -> Tensor | None:
-        """The rows that stay where others leave; None where all do."""
+        """The rows that stay in the working set; None where none leaves it."""
         measures = (index, self.first, self.point.residual, self.tolerance)
         return None if self.whole else self.rows.compaction(self.active, *measures)
 
@@ -603,7 +615,7 @@ class Loop:
         self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
 
     def end(self, which: Tensor, status: Status) -> None:
-        """End those of the problems `which` that are unfinished, with a status."""
+        """End the problems `which`, where they are unfinished, with a status."""
         if host_may_look(which) and not bool(which.any()):
             return
         record = self.best.record

@@ -214,7 +214,7 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
-        return Update(memory, z + length[..., None] * direction, length < SHORTEST, proposal.num_evals)
+        return Update(memory, z.addcmul(length[..., None], direction), length < SHORTEST, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
@@ -236,7 +236,7 @@ class Safeguarded(Solver):
 
 
 def _chosen(accepted: Tensor, new: Any, old: Any) -> Any:
-    """What was found where the step was `accepted`, else what is remembered, of states or numbers; None where it is."""
+    """The new states or numbers where the step was `accepted`, else the old ones; None where there are none."""
     if old is None:
         return None
     return rows_where(accepted, new, old) if new.ndim > accepted.ndim else torch.where(accepted, new, old)
