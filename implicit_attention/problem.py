@@ -15,6 +15,7 @@ from ._autograd import (
     at_least_single,
     check_graph,
     exact_precision,
+    grad,
     has_tangent,
     host_may_look,
     is_batched,
@@ -469,13 +470,14 @@ def pullback(
         new = {i: t.view_as(t) for i, t in zip(where, floating, strict=True)}
         return problem.replace(*(new.get(i, t) for i, t in enumerate(tensors))).fixed_point_map(z.view_as(z))
 
-    def mapped(*floating: Tensor) -> Tensor:
+    def along(*floating: Tensor) -> Tensor:
         result = unchecked(*floating)
         check_graph(problem._name(), result, unchecked, *floating)
-        return result
+        return (result * cotangent).sum()
 
     if not where:
         return (None,) * len(tensors)
-    _, by_tensors = vjp(mapped, *(tensors[i] for i in where))
-    gradients = dict(zip(where, by_tensors(cotangent), strict=True))
+    # Not a vjp, of which torch loses the level where a tensor has no part in f.
+    by_tensors = grad(along, argnums=tuple(range(len(where))))(*(tensors[i] for i in where))
+    gradients = dict(zip(where, by_tensors, strict=True))
     return tuple(map(gradients.get, range(len(tensors))))
