@@ -366,10 +366,12 @@ def _checked(
     wide = state_dtype(query.dtype)
     numbers: list[float | Tensor] = []
     for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
+        if isinstance(number, Tensor):
+            _validate.check_float_tensor(name, number)
+            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
         limits: dict[str, Any] = {"low": 0.0, "high": high, "open_low": name == "beta"}
         number = _validate.check_per_batch(name, number, **limits, remedy="parametrise it")
         if isinstance(number, Tensor):
-            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
             # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
             number = _validate.inside(number, **limits).to(wide)
         elif name == "anchor":

@@ -304,7 +304,7 @@ def _lifted(problem: Problem, tensors: Sequence[Tensor], in_dims: tuple[int | No
 
 
 def attached(request: Request, *tensors: Tensor) -> Any:
-    """What `FixedPoint` returns."""
+    """The value of a fixed point and its evidence, as `FixedPoint` returns them."""
     return FixedPoint.apply(request, request.initial, *tensors)  # type: ignore[no-untyped-call]
 
 
