@@ -116,21 +116,30 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
     return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
 
 
-def walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def walk(value: Any, name: str = "") -> list[tuple[str, Any]]:
     """The leaves of nested tuples, lists, dicts and `Declared` objects, and these objects, with names behind `name`."""
-    if isinstance(value, Declared):
-        yield name, value
+    found: list[tuple[str, Any]] = []
+    _collect(value, name, found)
+    return found
+
+
+def _collect(value: Any, name: str, found: list[tuple[str, Any]]) -> None:
+    # Not a generator, which costs a frame for each level and leaf: every solve looks for tensors several times.
+    if isinstance(value, Tensor | nn.Module):
+        found.append((name, value))
+    elif isinstance(value, Declared):
+        found.append((name, value))
         for attribute, part in vars(value).items():
             if isinstance(part, HOLDERS):
-                yield from walk(part, f"{name}.{attribute}" if name else attribute)
+                _collect(part, f"{name}.{attribute}" if name else attribute, found)
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from walk(item, f"{name}[{i}]")
+            _collect(item, f"{name}[{i}]", found)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from walk(item, f"{name}[{key!r}]")
+            _collect(item, f"{name}[{key!r}]", found)
     else:
-        yield name, value
+        found.append((name, value))
 
 
 def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -205,16 +205,23 @@ class Safeguarded(Solver):
         states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
         promise = None if state.promise is None else problem.divergence(*states)
         found = point.z, point.r, point.residual, point.energy, point.force, promise
-        z, r, residual, energy, force, promise = (_chosen(accepted, *pair) for pair in zip(found, state, strict=False))
+        # Mostly all are accepted.
+        whole = host_may_look(accepted) and bool(accepted.all())
+        pairs = zip(found, state, strict=False)
+        kept: list[Any] = [None if old is None else new if whole else _chosen(accepted, new, old) for new, old in pairs]
+        z, r, residual, energy, force, promise = kept
         point = point._replace(z=z, r=r, residual=residual, force=force)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
-        # The proposal where the last step was accepted, else the plain step or a shorter one.
-        to_plain = ~accepted & state.accelerated & (not self.backtracks)
-        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, r, state.direction))
-        length = torch.where(accepted | to_plain, 1.0, state.length / 2)
-        accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
+        direction, accelerated, length, stalled = *proposal[:2], torch.ones_like(state.length), None
+        if not whole:
+            # Where the last step was not accepted, the plain step or a shorter one.
+            to_plain = ~accepted & state.accelerated & (not self.backtracks)
+            direction = rows_where(accepted, direction, rows_where(to_plain, r, state.direction))
+            length = torch.where(accepted | to_plain, 1.0, state.length / 2)
+            accelerated = _either(accepted, accelerated, state.accelerated & ~to_plain)
+            stalled = length < SHORTEST
         memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
-        return Update(memory, z.addcmul(length[..., None], direction), length < SHORTEST, proposal.num_evals)
+        return Update(memory, z.addcmul(length[..., None], direction), stalled, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
@@ -235,10 +242,8 @@ class Safeguarded(Solver):
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
 
 
-def _chosen(accepted: Tensor, new: Any, old: Any) -> Any:
-    """The new states or numbers where the step was `accepted`, else the old ones; None where there are none."""
-    if old is None:
-        return None
+def _chosen(accepted: Tensor, new: Any, old: Tensor) -> Tensor:
+    """The new states or numbers where the step was `accepted`, else the old ones."""
     return rows_where(accepted, new, old) if new.ndim > accepted.ndim else torch.where(accepted, new, old)
 
 
