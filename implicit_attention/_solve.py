@@ -601,7 +601,7 @@ def attention_of(
     if torch.compiler.is_compiling() or is_fake(call.query):
         # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
         return call, rule
-    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors())
+    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in call if isinstance(t, Tensor))
     return None if wrapped or call.query.numel() == 0 else (call, rule)
 
 
@@ -934,7 +934,7 @@ def solve_plainly(
     way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
     outcome = Outcome(state, solved.record, evaluation=() if failed or not differentiated else (solved.mean,))
     if differentiated:
-        outcome = _differentiable(energy_of(call) if problem is None else problem, outcome, way, report)
+        outcome = _differentiable(_unchecked(call) if problem is None else problem, outcome, way, report)
     energy_function = partial(_energy_at, call) if problem is None else problem.energy
     told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
     state, made = concluded(outcome, plan.solver, report, plan.remedies, way, **told)
@@ -972,7 +972,7 @@ def solve_in_half(call: Attention, initial: Tensor, plan: Plan, report: AdjointR
     way = Route(plan.solver, impl, False, initial.dtype, "triton", "triton", "triton", floor=FLOOR)
     outcome, energy = Outcome(found.state, found.record, evaluation=found[1:3]), partial(_energy_at, call)
     if is_differentiated(*(t for t in call if isinstance(t, Tensor))):
-        outcome = _differentiable(energy_of(call), outcome, way, report)
+        outcome = _differentiable(_unchecked(call), outcome, way, report)
     solution = concluded(outcome, plan.solver, report, plan.remedies, way, energy_function=energy)[1]
     assert isinstance(solution, Solution)
     return solution
@@ -994,14 +994,20 @@ def energy_of(call: Attention) -> AnchoredEnergy:
     if first is not None and (mask is not None or bias is not None):
         lower = triangle(query.shape[-2], keys.shape[-2], first, query.device)
         mask, first = lower if mask is None else mask & lower, None
-    parts = [t for t in (keys, beta, mask, bias, query, anchor) if isinstance(t, Tensor)]
-    # Ones pass the checks of numbers; where kernels take half precision beside float32, they pass those of dtypes.
-    one = torch.ones((), dtype=torch.float32, device=query.device)
-    beta, anchor = (torch.ones_like(t) if isinstance(t, Tensor) else t for t in (beta, anchor))
-    query, keys = (one.expand(t.shape) if t.dtype in HALF else t for t in (query, keys))
-    bias = one.expand(bias.shape) if bias is not None and bias.dtype in HALF else bias
-    potential = LogSumExp(keys, beta, mask=mask, bias=bias, query_offset=first)
-    return AnchoredEnergy(potential, query, anchor, unbounded="ignore").replace(*parts)
+    # Ones pass the checks of numbers.
+    ones = [torch.ones_like(t) if isinstance(t, Tensor) else t for t in (beta, anchor)]
+    potential = LogSumExp(keys, ones[0], mask=mask, bias=bias, query_offset=first)
+    energy = AnchoredEnergy(potential, query, ones[1], unbounded="ignore")
+    return energy.replace(*(t for t in (keys, beta, mask, bias, query, anchor) if isinstance(t, Tensor)))
+
+
+def _unchecked(call: Attention) -> AnchoredEnergy:
+    """The same for a call that a kernel has answered, whose keys may be in half precision beside float32."""
+    query, keys, beta, anchor, mask, bias, first = call[:7]
+    potential, energy = object.__new__(LogSumExp), object.__new__(AnchoredEnergy)
+    vars(potential).update(keys=keys, beta=beta, mask=mask, bias=bias, _dense=False, query_offset=first)
+    vars(energy).update(potential=potential, field=query, anchor=anchor)
+    return energy
 
 
 # Calls of the operations that torch knows by name.

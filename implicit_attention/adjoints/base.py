@@ -80,7 +80,7 @@ class Request:
 
         differentiated: whether its `evaluation` is wanted, for the backward solve.
         """
-        found: Outcome | None = self.known or self.route.outcome(problem, initial, differentiated)
+        found: Outcome | None = self.route.outcome(problem, initial, differentiated)
         return self.run(problem, initial) if found is None else found
 
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:

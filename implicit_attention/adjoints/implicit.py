@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import _validate
 from .._autograd import (
@@ -239,14 +240,16 @@ class FixedPoint(torch.autograd.Function):
 
     @staticmethod
     def forward(request: Request, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # A copy: what modules keep here, without a graph, they must not read in the backward pass.
-        problem = request.problem.replace(*tensors)
-        with exact_precision(initial):
-            if isinstance(problem, LinearSystem):
-                answer = solve_system(request, problem.inner, problem.z, problem.rhs, transpose=problem.transpose)
-                outcome = Outcome(answer.value, answer.record)
-            else:
-                outcome = request.solved(problem, initial, differentiated=True)
+        outcome = request.known
+        if outcome is None:
+            # A copy: what modules keep here, without a graph, they must not read in the backward pass.
+            problem = request.problem.replace(*tensors)
+            with exact_precision(initial):
+                if isinstance(problem, LinearSystem):
+                    answer = solve_system(request, problem.inner, problem.z, problem.rhs, transpose=problem.transpose)
+                    outcome = Outcome(answer.value, answer.record)
+                else:
+                    outcome = request.solved(problem, initial, differentiated=True)
         fields = (outcome.value, *outcome.record, *(outcome.trace or ()), *outcome.evaluation)
         # Forward mode cannot attach tangents to outputs that are views.
         return tuple(t.clone() if t._is_view() else t for t in fields if t is not None)
@@ -305,6 +308,10 @@ def _lifted(problem: Problem, tensors: Sequence[Tensor], in_dims: tuple[int | No
 
 def attached(request: Request, *tensors: Tensor) -> Any:
     """The value of a fixed point and its evidence, as `FixedPoint` returns them."""
+    if not (transforms_active() or any(map(is_functorch_wrapped_tensor, (request.initial, *tensors)))):
+        # Torch would bind the arguments by their signature, which takes as long as a small solve.
+        function = super(torch.autograd.Function, FixedPoint)
+        return function.apply(request, request.initial, *tensors)  # type: ignore[attr-defined]
     return FixedPoint.apply(request, request.initial, *tensors)  # type: ignore[no-untyped-call]
 
 
