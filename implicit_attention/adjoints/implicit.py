@@ -195,8 +195,9 @@ def gradients_at(
         if request.route.floor is not None:
             # Products in half precision have no further derivatives, and no kernel in the place of the one.
             wide = tuple(map(at_least_single, tensors))
-            request = dataclasses.replace(request, route=request.route.widened(), evaluation=())
-            found = gradients_at(request, z, wide, cotangent, needed)
+            way = request.route.widened()
+            found = gradients_at(dataclasses.replace(request, route=way, evaluation=()), z, wide, cotangent, needed)
+            request.route.product = way.product
             return tuple(None if g is None else g.to(t.dtype) for t, g in zip(tensors, found, strict=True))
         problem = problem.replace(*tensors)
         u = _linear_answer(request, problem, True, z, cotangent)
