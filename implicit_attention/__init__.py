@@ -16,82 +16,48 @@ if sys.orig_argv[1:3] != ["-m", __name__] and not "".join(sys.orig_argv[1:2]).en
     from . import _operations as _operations
 
 if TYPE_CHECKING:
-    from ._solve import solve
-    from .adjoints import Implicit, OneStep, Phantom, Reversible, Unrolled
-    from .attention import equilibrium_attention
-    from .comparison import compare_solvers
-    from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
-    from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
-    from .failure_policy import FailurePolicy
-    from .fixed_point_map import FixedPointMap, PerSample, Shared
-    from .layers import (
-        AttentionPooling,
-        EnergyTransformer,
-        Equilibrium,
-        EquilibriumTransformer,
-        ImplicitAttention,
-        KeyValueCache,
-        MemoryLookup,
-        Rotary,
-    )
-    from .layers.tie import tie
-    from .options import SolveOptions
-    from .potentials import LogSumExp, Potential, SquaredScores
-    from .solution import Solution, SolveReport
-    from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
-    from .status import Status
+    from ._solve import solve as solve
+    from .adjoints import Implicit as Implicit
+    from .adjoints import OneStep as OneStep
+    from .adjoints import Phantom as Phantom
+    from .adjoints import Reversible as Reversible
+    from .adjoints import Unrolled as Unrolled
+    from .attention import equilibrium_attention as equilibrium_attention
+    from .comparison import compare_solvers as compare_solvers
+    from .energies import AnchoredEnergy as AnchoredEnergy
+    from .energies import EnergyFunction as EnergyFunction
+    from .energies import RepeatedSelfAttention as RepeatedSelfAttention
+    from .energies import SelfAttentionEnergy as SelfAttentionEnergy
+    from .errors import ConvergenceError as ConvergenceError
+    from .errors import ConvergenceWarning as ConvergenceWarning
+    from .errors import UnsupportedImplementation as UnsupportedImplementation
+    from .failure_policy import FailurePolicy as FailurePolicy
+    from .fixed_point_map import FixedPointMap as FixedPointMap
+    from .fixed_point_map import PerSample as PerSample
+    from .fixed_point_map import Shared as Shared
+    from .layers import AttentionPooling as AttentionPooling
+    from .layers import EnergyTransformer as EnergyTransformer
+    from .layers import Equilibrium as Equilibrium
+    from .layers import EquilibriumTransformer as EquilibriumTransformer
+    from .layers import ImplicitAttention as ImplicitAttention
+    from .layers import KeyValueCache as KeyValueCache
+    from .layers import MemoryLookup as MemoryLookup
+    from .layers import Rotary as Rotary
+    from .layers.tie import tie as tie
+    from .options import SolveOptions as SolveOptions
+    from .potentials import LogSumExp as LogSumExp
+    from .potentials import Potential as Potential
+    from .potentials import SquaredScores as SquaredScores
+    from .solution import Solution as Solution
+    from .solution import SolveReport as SolveReport
+    from .solvers import Anderson as Anderson
+    from .solvers import Broyden as Broyden
+    from .solvers import GradientDescent as GradientDescent
+    from .solvers import NewtonKrylov as NewtonKrylov
+    from .solvers import Picard as Picard
+    from .status import Status as Status
 
 __version__ = "0.1.0"
-
-__all__ = [
-    # Attention
-    "equilibrium_attention",
-    "ImplicitAttention",
-    "AttentionPooling",
-    "MemoryLookup",
-    "KeyValueCache",
-    "Rotary",
-    # Any block, iterated until its answer settles
-    "Equilibrium",
-    "EquilibriumTransformer",
-    "tie",
-    # One energy for a whole block
-    "EnergyTransformer",
-    # Problems: an energy of a potential, or any map
-    "LogSumExp",
-    "SquaredScores",
-    "Potential",
-    "AnchoredEnergy",
-    "SelfAttentionEnergy",
-    "RepeatedSelfAttention",
-    "EnergyFunction",
-    "FixedPointMap",
-    "PerSample",
-    "Shared",
-    # A solve, and how it went
-    "solve",
-    "compare_solvers",
-    "SolveOptions",
-    "FailurePolicy",
-    "Solution",
-    "SolveReport",
-    "Status",
-    "ConvergenceError",
-    "ConvergenceWarning",
-    "UnsupportedImplementation",
-    # Solvers
-    "Anderson",
-    "Picard",
-    "Broyden",
-    "NewtonKrylov",
-    "GradientDescent",
-    # Adjoints: how a solution is differentiated
-    "Implicit",
-    "OneStep",
-    "Phantom",
-    "Reversible",
-    "Unrolled",
-]
 
 #: The public names of each module, which is imported when it or one of its names is first read.
 _NAMES = {
@@ -131,6 +97,8 @@ _NAMES = {
     "training": (),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
