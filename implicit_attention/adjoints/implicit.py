@@ -32,7 +32,6 @@ from ..linear import LinearSolver
 from ..linear._vectors import along
 from ..problem import Linearization, Problem, isolated, pullback
 from ..solution import Record, Remedies, Trace
-from ..solvers._rows import agree
 from ..solvers.loop import Outcome
 from ..status import Status
 from .base import Adjoint, Request
@@ -130,29 +129,12 @@ def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tenso
     if not is_batched(failed, value, *problem.tensors()):
         if not bool(failed.any()):
             return value
-        # Those that have converged make no steps, where the problem can be restricted.
-        index, part = alone(problem, failed)
-        if index is None or problem.separates or _separates(problem, part, index, failed, value):
-            problem = part
-        else:
-            index = None
+        if problem.separates:
+            # Those that have converged make no steps.
+            index, problem = alone(problem, failed)
     steps = fallback.through(problem, rows_of(value.detach(), index))
     assert steps is not None
     return merged(index, failed, value, steps)
-
-
-@torch.no_grad()
-def _separates(problem: Problem, part: Problem, index: Tensor, failed: Tensor, value: Tensor) -> bool:
-    """Whether f of the problems `index` alone, the `part`, is that of all where they have `failed`."""
-    rows = rows_of(value, index)
-    try:
-        alone = part.apart().fixed_point_map(rows)
-    except Exception:
-        # f may take no other number of problems than all.
-        return False
-    among = rows_of(problem.apart().fixed_point_map(value), index)
-    shape = (*rows.shape[: rows.ndim - problem.event_ndim], -1)
-    return agree(alone.reshape(shape), among.reshape(shape), rows_of(failed, index))
 
 
 def fixed_point(
