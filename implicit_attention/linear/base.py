@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -156,37 +156,6 @@ class LinearSolver(abc.ABC, Generic[S]):
         """The longest sweep."""
         return max_steps
 
-    def sweep(
-        self, apply: LinearMap, residual: Tensor, tolerance: Tensor, live: Tensor, num_steps: Tensor, max_steps: int
-    ) -> tuple[S, Tensor]:
-        """Step while a live problem is above its tolerance, has no verdict and has steps left.
-
-        Args:
-            apply: v -> A v, (*batch, n).
-            residual: of the answer so far, (*batch, n), 0 where a problem is not live.
-            tolerance: of the residual, (*batch).
-            live: which problems take part, (*batch).
-            num_steps: steps made before, (*batch).
-            max_steps: the largest number of them.
-
-        Returns:
-            The state of the method, and the steps made by then.
-        """
-        state, every = self.begin(residual), looks_every(self.check_every, live)
-        # Who takes no part, or has a verdict, is below any tolerance.
-        tolerance, verdict = tolerance.masked_fill(~live, torch.inf), state.verdict
-        for step in range(self.sweep_steps(max_steps)):
-            if state.verdict is not verdict:
-                verdict = state.verdict
-                tolerance = tolerance.masked_fill(verdict >= 0, torch.inf)
-            # A NaN residual compares false: such a problem rests until the true residual gives its status.
-            active = (state.residual_norm > tolerance) & (num_steps < max_steps)
-            if step and step % every == 0 and not bool(active.any()):
-                break
-            state = self.step(apply, state, active)
-            num_steps = num_steps + active
-        return state, num_steps
-
     def solve(
         self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None, check: LinearMap | None = None
     ) -> LinearSolution:
@@ -211,7 +180,7 @@ class LinearSolver(abc.ABC, Generic[S]):
 
         """
         with torch.no_grad():
-            return _run(self, matvec, b, initial, check)
+            return _solved(self, matvec, b, initial, check)
 
 
 def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
@@ -236,142 +205,97 @@ def taken(state: S, advanced: S, active: Tensor, blocked: Tensor, negative: Tens
     )
 
 
-class _LinearSystem(NamedTuple):
-    """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit.
-
-    `measure` is A, for the residual of an answer. `initial` is the first guess.
-    """
-
-    apply: LinearMap
-    measure: LinearMap
-    b: Tensor
-    initial: Tensor | None
-    tolerance: Tensor
-    max_steps: int
-
-
-class _Reached(NamedTuple):
-    """The state of every problem between two sweeps: the answer so far, in units of b, and the vector b - A x.
-
-    Status MAX_STEPS means that a problem may still go on.
-    """
-
-    solution: LinearSolution
-    residual: Tensor
-    #: Problems whose last sweep was undone, (*batch).
-    undone: Tensor | None = None
-
-
-def _run(
+def _solved(
     solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor | None, check: LinearMap | None
 ) -> LinearSolution:
     """Sweep until no problem may go on; see `LinearSolver.solve`."""
     check_arguments(solver.rtol, matvec, b, initial)
     b, max_steps = b.detach(), solver.max_steps or solver.default_max_steps(b.shape[-1])
-    if b.numel() == 0:
-        nothing = b.sum(-1)
-        return _first(solver, b, nothing, nothing)
+    value = torch.zeros_like(b) if initial is None else initial.detach()
     # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
-    _, scale = normalised(b if initial is None else torch.cat([b, initial.detach()], -1))
-    unit = b / scale.unsqueeze(-1)
+    _, scale = normalised(torch.cat([b, value], -1))
+    b, value = b / scale.unsqueeze(-1), value / scale.unsqueeze(-1)
+    length_of_b = norm(b)
     # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
-    tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * norm(unit)
+    tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * length_of_b
     apply = measure = checked(matvec, b)
     if check is not None:
         product = checked(check, b)
         measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
-    guess = None if initial is None else initial.detach() / scale.unsqueeze(-1)
-    system = _LinearSystem(apply, measure, unit, guess, tolerance, max_steps)
-    last_is_answer = False
-    reached = _opened(solver, system)
-    for sweep in range(solver.max_sweeps or max_steps):
-        record = reached.solution.record
-        live = (record.status == Status.MAX_STEPS) & (record.num_steps + _cost(sweep) < max_steps)
-        if reached.undone is not None:
-            # One look, where the host would have looked anyway. NONFINITE problems become NaN, which no product saw.
-            other = reached.undone | (record.status == Status.NONFINITE)
-            last_is_answer = not bool((live | other).any())
-        if last_is_answer or not bool(live.any()):
-            break
-        reached = _swept(solver, system, reached, live, sweep)
-    return replace(_scaled(reached.solution, scale), checked=last_is_answer and check is not None)
-
-
-def _cost(sweep: int) -> int:
-    """The steps that the beginning of a sweep costs: the residual with which a restart begins."""
-    return min(sweep, 1)
-
-
-def _swept(solver: LinearSolver[S], system: _LinearSystem, before: _Reached, live: Tensor, sweep: int) -> _Reached:
-    """One sweep of the live problems from their residuals, undone where it made one worse."""
-    solution, record = before.solution, before.solution.record
-    # At first the right-hand sides, which are in these units.
-    opened = sweep == 0 and system.initial is None
-    unit, scale = (before.residual, torch.ones_like(system.tolerance)) if opened else normalised(before.residual)
-    start, tolerance = choose(live, unit, 0.0), system.tolerance / scale
-    num_steps = record.num_steps + _cost(sweep) * live
-    state, num_steps = solver.sweep(system.apply, start, tolerance, live, num_steps, system.max_steps)
-    value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
-    residual = system.b - system.measure(value)
+    residual = b
+    if initial is not None:
+        # Problems with b = 0 start, and end, at 0.
+        nonzero = length_of_b != 0
+        value = choose(nonzero, value, 0.0)
+        residual = choose(nonzero, b - apply(value), b)
     size = norm(residual)
-    kept = live & (size.isfinite() if sweep == 0 and not solver.monotone else size < record.residual)
-    met, direction = live & state.negative_curvature, solution.direction
-    if direction is not None:
-        direction = choose(met, solver.direction(state), direction)
-    # Where a sweep is the last that can help: it made no progress, or no other is allowed.
-    settled = ~(size < PROGRESS * record.residual) | (sweep + 1 == solver.max_sweeps)
-    claimed = state.residual_norm * scale <= system.tolerance
-    after = record._replace(residual=torch.where(kept, size, record.residual), num_steps=num_steps, num_evals=num_steps)
-    status = _judged(system, after, state.verdict, settled, claimed)
-    status = _coded(~size.isfinite() & (sweep == 0), Status.NONFINITE, status)
-    after = after._replace(status=torch.where(live, status, record.status))
-    best = choose(kept, value, solution.value)
-    return _Reached(
-        LinearSolution(after, best, solution.negative_curvature | met, direction),
-        choose(kept, residual, before.residual),
-        live & ~kept,
-    )
+    # MAX_STEPS means that a problem may still go on.
+    status = torch.full_like(size, Status.MAX_STEPS, dtype=torch.int8)
+    status = _coded(size <= tolerance, Status.CONVERGED, status)
+    status = _coded(~size.isfinite(), Status.NONFINITE, status)
+    num_steps = torch.zeros_like(status, dtype=torch.int64)
+    curved = torch.zeros_like(status, dtype=torch.bool)
+    direction = torch.zeros_like(b) if solver.keeps_direction else None
+    undone = torch.ones_like(curved)
+    for sweep in range(solver.max_sweeps or max_steps):
+        # A restart begins with the residual, which cost a product.
+        cost = min(sweep, 1)
+        live = (status == Status.MAX_STEPS) & (num_steps + cost < max_steps)
+        if not bool(live.any()):
+            break
+        unit, stretch = normalised(residual)
+        state, num_steps = _swept(
+            solver, apply, choose(live, unit, 0.0), tolerance / stretch, live, num_steps + cost * live, max_steps
+        )
+        tried = torch.addcmul(value, stretch.unsqueeze(-1), solver.correction(state))
+        left = b - measure(tried)
+        after = norm(left)
+        kept = live & (after.isfinite() if sweep == 0 and not solver.monotone else after < size)
+        met, undone = live & state.negative_curvature, live & ~kept
+        curved = curved | met
+        if direction is not None:
+            direction = choose(met, solver.direction(state), direction)
+        # Where a sweep is the last that can help: it made no progress, or no other is allowed.
+        settled = ~(after < PROGRESS * size) | (sweep + 1 == solver.max_sweeps)
+        value, residual, size = choose(kept, tried, value), choose(kept, left, residual), torch.where(kept, after, size)
+        # By the true residual first, then by the method's verdict, then by the progress made. Where it is refined, and
+        # still above the residual that the method claims, the rest is rounding, accepted within SLACK.
+        rounding = settled & (state.residual_norm * stretch <= tolerance) & (size <= SLACK * tolerance)
+        found = _coded(settled & (num_steps < max_steps), Status.STALLED, status)
+        found = _coded(rounding, Status.CONVERGED, found)
+        found = torch.where(state.verdict >= 0, state.verdict, found)
+        found = _coded(size <= tolerance, Status.CONVERGED, found)
+        found = _coded(~after.isfinite() & (sweep == 0), Status.NONFINITE, found)
+        status = torch.where(live, found, status)
+    # A problem that met a NaN or an infinity gets NaN, not a number, which no product saw.
+    broken = status == Status.NONFINITE
+    record = Record(status, (size * scale).masked_fill(broken, torch.nan), tolerance * scale, num_steps, num_steps)
+    value = choose(~broken, value * scale.unsqueeze(-1), torch.nan)
+    return LinearSolution(record, value, curved, direction, check is not None and not bool((undone | broken).any()))
 
 
-def _judged(system: _LinearSystem, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
-    """Status after a sweep: by the true residual first, then by the method's verdict, then by the progress made."""
-    status = _coded(settled & (record.num_steps < system.max_steps), Status.STALLED, record.status)
-    # Refined, and still above the residual that the method claims: the rest is rounding, accepted within SLACK.
-    rounding = settled & claimed & (record.residual <= SLACK * system.tolerance)
-    status = _coded(rounding, Status.CONVERGED, status)
-    status = torch.where(verdict >= 0, verdict, status)
-    return _coded(record.residual <= system.tolerance, Status.CONVERGED, status)
+def _swept(
+    solver: LinearSolver[S],
+    apply: LinearMap,
+    residual: Tensor,
+    tolerance: Tensor,
+    live: Tensor,
+    num_steps: Tensor,
+    max_steps: int,
+) -> tuple[S, Tensor]:
+    """Step while a live problem is above its tolerance, has no verdict and has steps left; (state, steps made by then).
 
-
-def _opened(solver: LinearSolver[S], system: _LinearSystem) -> _Reached:
-    """Return the initial guess; problems with b = 0 start, and end, at 0."""
-    value, residual = torch.zeros_like(system.b), system.b
-    if system.initial is not None:
-        nonzero = norm(system.b) != 0
-        value = choose(nonzero, system.initial, value)
-        residual = choose(nonzero, system.b - system.apply(value), system.b)
-    return _Reached(_first(solver, value, norm(residual), system.tolerance), residual)
-
-
-def _first(solver: LinearSolver[S], value: Tensor, residual: Tensor, tolerance: Tensor) -> LinearSolution:
-    """The solution before any step, with residuals of these sizes (*batch)."""
-    status = torch.full_like(residual, Status.MAX_STEPS, dtype=torch.int8)
-    status = _coded(residual <= tolerance, Status.CONVERGED, status)
-    status = _coded(~residual.isfinite(), Status.NONFINITE, status)
-    count = torch.zeros_like(status, dtype=torch.int64)
-    direction = torch.zeros_like(value) if solver.keeps_direction else None
-    return LinearSolution(
-        Record(status, residual, tolerance, count, count), value, torch.zeros_like(status, dtype=torch.bool), direction
-    )
-
-
-def _scaled(solution: LinearSolution, scale: Tensor) -> LinearSolution:
-    """The solution in the units of b: a problem that met a NaN or an infinity gets NaN, not a number."""
-    record = solution.record
-    broken = record.status == Status.NONFINITE
-    residual = (record.residual * scale).masked_fill(broken, torch.nan)
-    value = choose(~broken, solution.value * scale.unsqueeze(-1), torch.nan)
-    return replace(solution, value=value, record=record._replace(residual=residual, tolerance=record.tolerance * scale))
+    residual: of the answer so far, (*batch, n), 0 where a problem is not live.
+    """
+    state, every = solver.begin(residual), looks_every(solver.check_every, live)
+    for step in range(solver.sweep_steps(max_steps)):
+        # A NaN residual compares false: such a problem rests until the true residual gives its status.
+        active = live & (state.residual_norm > tolerance) & (state.verdict < 0) & (num_steps < max_steps)
+        if step and step % every == 0 and not bool(active.any()):
+            break
+        state = solver.step(apply, state, active)
+        num_steps = num_steps + active
+    return state, num_steps
 
 
 def _coded(where: Tensor, status: Status, otherwise: Tensor) -> Tensor:
