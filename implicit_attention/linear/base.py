@@ -156,6 +156,7 @@ class LinearSolver(abc.ABC, Generic[S]):
         """The longest sweep."""
         return max_steps
 
+    @torch.no_grad()
     def solve(
         self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None, check: LinearMap | None = None
     ) -> LinearSolution:
@@ -179,8 +180,76 @@ class LinearSolver(abc.ABC, Generic[S]):
             ValueError: a shape, dtype or device that does not match b, or rtol < 1e-6 with float32.
 
         """
-        with torch.no_grad():
-            return _solved(self, matvec, b, initial, check)
+        check_arguments(self.rtol, matvec, b, initial)
+        b, max_steps = b.detach(), self.max_steps or self.default_max_steps(b.shape[-1])
+        every = looks_every(self.check_every, b)
+        value = torch.zeros_like(b) if initial is None else initial.detach()
+        # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
+        _, scale = normalised(torch.cat([b, value], -1))
+        b, value = b / scale.unsqueeze(-1), value / scale.unsqueeze(-1)
+        length_of_b = norm(b)
+        # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
+        tolerance = torch.full_like(scale, self.atol) / scale + self.rtol * length_of_b
+        apply = measure = checked(matvec, b)
+        if check is not None:
+            product = checked(check, b)
+            measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
+        residual = b
+        if initial is not None:
+            # Problems with b = 0 start, and end, at 0.
+            nonzero = length_of_b != 0
+            value = choose(nonzero, value, 0.0)
+            residual = choose(nonzero, b - apply(value), b)
+        size = norm(residual)
+        # MAX_STEPS means that a problem may still go on.
+        status = torch.full_like(size, Status.MAX_STEPS, dtype=torch.int8)
+        status = status.masked_fill(size <= tolerance, int(Status.CONVERGED))
+        status = status.masked_fill(~size.isfinite(), int(Status.NONFINITE))
+        num_steps = torch.zeros_like(status, dtype=torch.int64)
+        curved = torch.zeros_like(status, dtype=torch.bool)
+        direction = torch.zeros_like(b) if self.keeps_direction else None
+        undone = torch.ones_like(curved)
+        for sweep in range(self.max_sweeps or max_steps):
+            # A restart begins with the residual, which cost a product.
+            cost = min(sweep, 1)
+            live = (status == Status.MAX_STEPS) & (num_steps + cost < max_steps)
+            if not bool(live.any()):
+                break
+            unit, stretch = normalised(residual)
+            aim = tolerance / stretch
+            state, num_steps = self.begin(choose(live, unit, 0.0)), num_steps + cost * live
+            for step in range(self.sweep_steps(max_steps)):
+                # A NaN residual compares false: such a problem rests until the true residual gives its status.
+                active = live & (state.residual_norm > aim) & (state.verdict < 0) & (num_steps < max_steps)
+                if step and step % every == 0 and not bool(active.any()):
+                    break
+                state, num_steps = self.step(apply, state, active), num_steps + active
+            tried = torch.addcmul(value, stretch.unsqueeze(-1), self.correction(state))
+            left = b - measure(tried)
+            after = norm(left)
+            kept = live & (after.isfinite() if sweep == 0 and not self.monotone else after < size)
+            met, undone = live & state.negative_curvature, live & ~kept
+            curved = curved | met
+            if direction is not None:
+                direction = choose(met, self.direction(state), direction)
+            # Where a sweep is the last that can help: it made no progress, or no other is allowed.
+            settled = ~(after < PROGRESS * size) | (sweep + 1 == self.max_sweeps)
+            value, residual = choose(kept, tried, value), choose(kept, left, residual)
+            size = torch.where(kept, after, size)
+            # By the true residual first, then by the method's verdict, then by the progress made. Where it is refined,
+            # and still above the residual that the method claims, the rest is rounding, accepted within SLACK.
+            rounding = settled & (state.residual_norm <= aim) & (size <= SLACK * tolerance)
+            found = status.masked_fill(settled & (num_steps < max_steps), int(Status.STALLED))
+            found = found.masked_fill(rounding, int(Status.CONVERGED))
+            found = torch.where(state.verdict >= 0, state.verdict, found)
+            found = found.masked_fill(size <= tolerance, int(Status.CONVERGED))
+            found = found.masked_fill(~after.isfinite() & (sweep == 0), int(Status.NONFINITE))
+            status = torch.where(live, found, status)
+        # A problem that met a NaN or an infinity gets NaN, not a number, which no product saw.
+        broken = status == Status.NONFINITE
+        record = Record(status, (size * scale).masked_fill(broken, torch.nan), tolerance * scale, num_steps, num_steps)
+        value = choose(~broken, value * scale.unsqueeze(-1), torch.nan)
+        return LinearSolution(record, value, curved, direction, check is not None and not bool((undone | broken).any()))
 
 
 def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
@@ -203,103 +272,6 @@ def taken(state: S, advanced: S, active: Tensor, blocked: Tensor, negative: Tens
         verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
         negative_curvature=state.negative_curvature | negative,
     )
-
-
-def _solved(
-    solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor | None, check: LinearMap | None
-) -> LinearSolution:
-    """Sweep until no problem may go on; see `LinearSolver.solve`."""
-    check_arguments(solver.rtol, matvec, b, initial)
-    b, max_steps = b.detach(), solver.max_steps or solver.default_max_steps(b.shape[-1])
-    value = torch.zeros_like(b) if initial is None else initial.detach()
-    # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
-    _, scale = normalised(torch.cat([b, value], -1))
-    b, value = b / scale.unsqueeze(-1), value / scale.unsqueeze(-1)
-    length_of_b = norm(b)
-    # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
-    tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * length_of_b
-    apply = measure = checked(matvec, b)
-    if check is not None:
-        product = checked(check, b)
-        measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
-    residual = b
-    if initial is not None:
-        # Problems with b = 0 start, and end, at 0.
-        nonzero = length_of_b != 0
-        value = choose(nonzero, value, 0.0)
-        residual = choose(nonzero, b - apply(value), b)
-    size = norm(residual)
-    # MAX_STEPS means that a problem may still go on.
-    status = torch.full_like(size, Status.MAX_STEPS, dtype=torch.int8)
-    status = _coded(size <= tolerance, Status.CONVERGED, status)
-    status = _coded(~size.isfinite(), Status.NONFINITE, status)
-    num_steps = torch.zeros_like(status, dtype=torch.int64)
-    curved = torch.zeros_like(status, dtype=torch.bool)
-    direction = torch.zeros_like(b) if solver.keeps_direction else None
-    undone = torch.ones_like(curved)
-    for sweep in range(solver.max_sweeps or max_steps):
-        # A restart begins with the residual, which cost a product.
-        cost = min(sweep, 1)
-        live = (status == Status.MAX_STEPS) & (num_steps + cost < max_steps)
-        if not bool(live.any()):
-            break
-        unit, stretch = normalised(residual)
-        state, num_steps = _swept(
-            solver, apply, choose(live, unit, 0.0), tolerance / stretch, live, num_steps + cost * live, max_steps
-        )
-        tried = torch.addcmul(value, stretch.unsqueeze(-1), solver.correction(state))
-        left = b - measure(tried)
-        after = norm(left)
-        kept = live & (after.isfinite() if sweep == 0 and not solver.monotone else after < size)
-        met, undone = live & state.negative_curvature, live & ~kept
-        curved = curved | met
-        if direction is not None:
-            direction = choose(met, solver.direction(state), direction)
-        # Where a sweep is the last that can help: it made no progress, or no other is allowed.
-        settled = ~(after < PROGRESS * size) | (sweep + 1 == solver.max_sweeps)
-        value, residual, size = choose(kept, tried, value), choose(kept, left, residual), torch.where(kept, after, size)
-        # By the true residual first, then by the method's verdict, then by the progress made. Where it is refined, and
-        # still above the residual that the method claims, the rest is rounding, accepted within SLACK.
-        rounding = settled & (state.residual_norm * stretch <= tolerance) & (size <= SLACK * tolerance)
-        found = _coded(settled & (num_steps < max_steps), Status.STALLED, status)
-        found = _coded(rounding, Status.CONVERGED, found)
-        found = torch.where(state.verdict >= 0, state.verdict, found)
-        found = _coded(size <= tolerance, Status.CONVERGED, found)
-        found = _coded(~after.isfinite() & (sweep == 0), Status.NONFINITE, found)
-        status = torch.where(live, found, status)
-    # A problem that met a NaN or an infinity gets NaN, not a number, which no product saw.
-    broken = status == Status.NONFINITE
-    record = Record(status, (size * scale).masked_fill(broken, torch.nan), tolerance * scale, num_steps, num_steps)
-    value = choose(~broken, value * scale.unsqueeze(-1), torch.nan)
-    return LinearSolution(record, value, curved, direction, check is not None and not bool((undone | broken).any()))
-
-
-def _swept(
-    solver: LinearSolver[S],
-    apply: LinearMap,
-    residual: Tensor,
-    tolerance: Tensor,
-    live: Tensor,
-    num_steps: Tensor,
-    max_steps: int,
-) -> tuple[S, Tensor]:
-    """Step while a live problem is above its tolerance, has no verdict and has steps left; (state, steps made by then).
-
-    residual: of the answer so far, (*batch, n), 0 where a problem is not live.
-    """
-    state, every = solver.begin(residual), looks_every(solver.check_every, live)
-    for step in range(solver.sweep_steps(max_steps)):
-        # A NaN residual compares false: such a problem rests until the true residual gives its status.
-        active = live & (state.residual_norm > tolerance) & (state.verdict < 0) & (num_steps < max_steps)
-        if step and step % every == 0 and not bool(active.any()):
-            break
-        state = solver.step(apply, state, active)
-        num_steps = num_steps + active
-    return state, num_steps
-
-
-def _coded(where: Tensor, status: Status, otherwise: Tensor) -> Tensor:
-    return otherwise.masked_fill(where, int(status))
 
 
 def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
