@@ -208,7 +208,7 @@ class LinearSolver(abc.ABC, Generic[S]):
         num_steps = torch.zeros_like(status, dtype=torch.int64)
         curved = torch.zeros_like(status, dtype=torch.bool)
         direction = torch.zeros_like(b) if self.keeps_direction else None
-        undone = torch.ones_like(curved)
+        undone: Tensor | None = None
         for sweep in range(self.max_sweeps or max_steps):
             # A restart begins with the residual, which cost a product.
             cost = min(sweep, 1)
@@ -249,7 +249,8 @@ class LinearSolver(abc.ABC, Generic[S]):
         broken = status == Status.NONFINITE
         record = Record(status, (size * scale).masked_fill(broken, torch.nan), tolerance * scale, num_steps, num_steps)
         value = choose(~broken, value * scale.unsqueeze(-1), torch.nan)
-        return LinearSolution(record, value, curved, direction, check is not None and not bool((undone | broken).any()))
+        last = check is not None and undone is not None and not bool((undone | broken).any())
+        return LinearSolution(record, value, curved, direction, last)
 
 
 def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
