@@ -91,12 +91,13 @@ class GMRES(LinearSolver[GMRESState]):
         cosine, sine = diagonal / pivot, height / pivot
         triangle = choose(used, column, 0.0)
         triangle[..., -1] = torch.where(used, pivot, 1.0)
-        following = remainder / height.unsqueeze(-1)
+        # The remainder has no other reader.
+        following = remainder.div_(height.unsqueeze(-1)).masked_fill_(~(used & (height != 0)).unsqueeze(-1), 0.0)
         return replace(
             state,
             residual_norm=torch.where(used, sine * state.residual_norm, state.residual_norm),
             verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
-            basis=(*state.basis, choose(used & (height != 0), following, 0.0)),
+            basis=(*state.basis, following),
             turned=_turned(state.turned, cosine.unsqueeze(-1), sine.unsqueeze(-1)),
             triangle=(*state.triangle, triangle),
             target=(*state.target, torch.where(used, cosine * state.residual_norm, 0.0)),

@@ -101,8 +101,8 @@ def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tens
         rows = torch.stack(basis, -2)
         parts = coordinates(rows, vector)
         return parts, vector - (rows * parts.unsqueeze(-1)).sum(-2)
-    found = []
+    found, left = [], vector.clone()
     for row in basis:
-        found.append((row * vector).sum(-1, keepdim=True))
-        vector = torch.addcmul(vector, found[-1], row, value=-1)
-    return torch.cat(found, -1), vector
+        found.append((row * left).sum(-1, keepdim=True))
+        left.addcmul_(found[-1], row, value=-1)
+    return torch.cat(found, -1), left
