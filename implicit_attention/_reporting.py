@@ -71,19 +71,18 @@ def report_failures(
     """
     failed = record.failed
 
-    def message() -> tuple[int, str]:
+    def message() -> str:
         indices = failed.nonzero()
         first = [tuple(i) for i in indices[:SHOWN].tolist()]
         where = ", ".join(map(shown_index, first)) if first[0] else "the only problem"
         more = ", ..." if len(indices) > SHOWN else ""
-        text = (
+        because = f"; {reason}" if (reason := cause()) else ""
+        return (
             f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
-            f"{record.message(first[0], remedies)}"
+            f"{record.message(first[0], remedies)}{because}"
         )
-        reason = cause()
-        return int(record.status.max()), f"{text}; {reason}" if reason else text
 
-    _report(on_failure, site, side, failed, message, what=what)
+    _tell(on_failure, site, side, failed, message, f"{what} is not reliable", status=record.status)
 
 
 def tell(
@@ -95,36 +94,38 @@ def tell(
     """
     # Checkpointing computes a forward pass again, whose failures were reported before.
     if not backward_running():
-        _report(on_failure, None, "layer", failed, lambda: (OTHER_KIND, message()), received=received, but=but)
+        _tell(on_failure, None, "layer", failed, message, received=received, but=but)
 
 
-def _report(
+def _tell(
     on_failure: Any,
     site: FailureSite | None,
     side: Side,
     failed: Tensor,
-    message: Callable[[], tuple[int, str]],
+    message: Callable[[], str],
+    otherwise: str = "",
     *,
-    what: str = "",
+    status: Tensor | None = None,
     received: str = "the solution",
     but: str = "",
 ) -> None:
-    """Raise or warn if more problems failed than are tolerated, with what `message` says: the kind, and the text.
+    """Raise or warn if more problems failed than are tolerated, with the `message` on those of this call.
 
-    what: is told of, too, where only calls before this one had failures.
+    otherwise: what to say where only calls before this one had failures; nothing if it is empty.
     """
     policy, site = policy_of(on_failure), site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(failed):
         return
     too_many = (site or policy._site).count(side, policy, failed) if policy.counts else ""
     now = too_many is not None and bool(failed.any())
-    if not now and not (too_many and what):
+    if not now and not (too_many and otherwise):
         return
-    kind, text = message() if now else (int(Status.MAX_STEPS), f"{what} is not reliable")
+    text = message() if now else otherwise
     follows = f"{'.' if now else ':'} {too_many}" if too_many else ""
     if policy.over == "raise":
         remedy = f"Pass on_failure='warn' or 'ignore' to receive {received} all the same."
         raise ConvergenceError(f"{text}{follows}. {remedy}")
+    kind = OTHER_KIND if status is None else int(status.max()) if now else int(Status.MAX_STEPS)
     _warn(site, "forward" if side == "layer" else side, kind, f"{text}{follows}{but}")
 
 

@@ -19,14 +19,15 @@ from .base import LinearSolver, SweepState, fresh
 
 @dataclass(frozen=True)
 class GMRESState(SweepState):
-    """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column."""
+    """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column.
+
+    Entry j + 1 of Q |r| e_1 is `residual_norm`.
+    """
 
     basis: tuple[Tensor, ...]  # the j + 1 columns of V, (*batch, n) each
     turned: Tensor  # Q, (*batch, j + 1, j + 1)
     triangle: tuple[Tensor, ...]  # the j columns of R, (*batch, 1), ..., (*batch, j); unit columns for a frozen one
-    target: tuple[
-        Tensor, ...
-    ]  # the first j entries of Q |r| e_1, (*batch) each; 0 once it is frozen; the next is the residual
+    target: tuple[Tensor, ...]  # the first j entries of Q |r| e_1, (*batch) each; 0 for a frozen problem
     stiffness: Tensor  # the largest |A v| met: a lower bound of |A|, (*batch)
 
 

@@ -185,7 +185,7 @@ class LinearSolver(abc.ABC, Generic[S]):
         every = looks_every(self.check_every, b)
         value = torch.zeros_like(b) if initial is None else initial.detach()
         # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
-        _, scale = normalised(torch.cat([b, value], -1))
+        _, scale = normalised(b if initial is None else torch.cat([b, value], -1))
         b, value = b / scale.unsqueeze(-1), value / scale.unsqueeze(-1)
         length_of_b = norm(b)
         # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
