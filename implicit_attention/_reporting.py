@@ -69,78 +69,64 @@ def report_failures(
 
     Inside torch.vmap, where the host cannot look, the status itself must be read.
     """
-    policy, site = policy_of(on_failure), site or own_site(on_failure)
-    if policy.over == "ignore" or is_batched(record.status):
-        return
     failed = record.failed
-    too_many = _too_many(policy, site, side, failed)
-    if too_many is None:
-        return
-    if not bool(failed.any()):
-        if too_many:
-            _tell(policy, site, side, int(Status.MAX_STEPS), f"{what} is not reliable:{too_many[:-1]}")
-        return
-    indices = failed.nonzero()
-    first = [tuple(i) for i in indices[:SHOWN].tolist()]
-    where = ", ".join(map(shown_index, first)) if first[0] else "the only problem"
-    more = ", ..." if len(indices) > SHOWN else ""
-    message = (
-        f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
-        f"{record.message(first[0], remedies)}"
-    )
-    if reason := cause():
-        message += f"; {reason}"
-    _tell(policy, site, side, int(record.status.max()), message, too_many)
 
+    def message() -> str:
+        indices = failed.nonzero()
+        first = [tuple(i) for i in indices[:SHOWN].tolist()]
+        where = ", ".join(map(shown_index, first)) if first[0] else "the only problem"
+        more = ", ..." if len(indices) > SHOWN else ""
+        because = f"; {reason}" if (reason := cause()) else ""
+        return (
+            f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
+            f"{record.message(first[0], remedies)}{because}"
+        )
 
-def _too_many(policy: FailurePolicy, site: FailureSite | None, side: Side, failed: Tensor) -> str | None:
-    """Return the text on the window after this call, empty where calls are not counted; None for tolerated failures."""
-    if not policy.counts:
-        return ""
-    counted = (site or policy._site).count(side, policy, failed)
-    if counted is None or counted[0] <= policy.tolerate * counted[1]:
-        return None
-    calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
-    return f" {counted[0]} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {counted[1]:.0f}."
-
-
-def _tell(
-    policy: FailurePolicy,
-    site: FailureSite | None,
-    side: Side,
-    kind: int,
-    message: str,
-    too_many: str = "",
-    received: str = "the solution",
-    but: str = "",
-) -> None:
-    """Raise or warn as the policy says, with what the window holds; `but` follows a warning."""
-    if policy.over == "raise":
-        remedy = f"Pass on_failure='warn' or 'ignore' to receive {received} all the same."
-        raise ConvergenceError(f"{message}.{too_many} {remedy}")
-    _warn(site, side, kind, f"{message}{f'.{too_many[:-1]}' if too_many else ''}{but}")
+    _tell(on_failure, site, side, failed, message, f"{what} is not reliable", status=record.status)
 
 
 def tell(
-    on_failure: Any,
-    failed: Tensor,
-    message: Callable[[], str],
-    *,
-    received: str,
-    but: str = "",
-    site: FailureSite | None = None,
+    on_failure: Any, failed: Tensor, message: Callable[[], str], *, received: str = "the solution", but: str = ""
 ) -> None:
     """Raise or warn of failures that a layer finds by itself.
 
     `but` follows a warning, and `received` names the value that is returned.
     """
-    policy = policy_of(on_failure)
     # Checkpointing computes a forward pass again, whose failures were reported before.
-    if policy.over == "ignore" or is_batched(failed) or backward_running():
+    if not backward_running():
+        _tell(on_failure, None, "layer", failed, message, received=received, but=but)
+
+
+def _tell(
+    on_failure: Any,
+    site: FailureSite | None,
+    side: Side,
+    failed: Tensor,
+    message: Callable[[], str],
+    otherwise: str = "",
+    *,
+    status: Tensor | None = None,
+    received: str = "the solution",
+    but: str = "",
+) -> None:
+    """Raise or warn if more problems failed than are tolerated, with the `message` on those of this call.
+
+    otherwise: what to say where only calls before this one had failures; nothing if it is empty.
+    """
+    policy, site = policy_of(on_failure), site or own_site(on_failure)
+    if policy.over == "ignore" or is_batched(failed):
         return
-    too_many = _too_many(policy, site, "layer", failed)
-    if too_many is not None and bool(failed.any()):
-        _tell(policy, site, "forward", OTHER_KIND, message(), too_many, received, but)
+    too_many = (site or policy._site).count(side, policy, failed) if policy.counts else ""
+    now = too_many is not None and bool(failed.any())
+    if not now and not (too_many and otherwise):
+        return
+    text = message() if now else otherwise
+    follows = f"{'.' if now else ':'} {too_many}" if too_many else ""
+    if policy.over == "raise":
+        remedy = f"Pass on_failure='warn' or 'ignore' to receive {received} all the same."
+        raise ConvergenceError(f"{text}{follows}. {remedy}")
+    kind = OTHER_KIND if status is None else int(status.max()) if now else int(Status.MAX_STEPS)
+    _warn(site, "forward" if side == "layer" else side, kind, f"{text}{follows}{but}")
 
 
 def report_gradients(
@@ -164,7 +150,7 @@ def report_gradients(
     if error is None or policy.counts:
         return
     unsure = ((error > UNSURE) & ~record.failed).cpu()
-    if site is not None and _too_many(RARE, site, "backward", unsure) is None:
+    if site is not None and site.count("backward", RARE, unsure) is None:
         return
     if count := int(unsure.sum()):
         worst = float(error[unsure].max())
@@ -201,7 +187,7 @@ def without_gradient(on_failure: Any, failed: Tensor, value: Tensor) -> Tensor:
     # Inside transforms a value that is differentiated at an outer level, or in forward mode, does not say so.
     if policy_of(on_failure).backward == "keep" or not (value.requires_grad or transforms_active()):
         return value
-    return torch.where(_per_problem(failed, value), value.detach(), value)
+    return torch.where(_along(failed, value), value.detach(), value)
 
 
 def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | None:
@@ -214,7 +200,7 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
     failed = forgiven(status, cotangent) > Status.UNSTABLE
     if host_may_look(status) and not bool(failed.any()):
         return None
-    return cotangent.masked_fill(_per_problem(failed, cotangent), 0.0)
+    return cotangent.masked_fill(_along(failed, cotangent), 0.0)
 
 
 def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> Tensor:
@@ -224,15 +210,14 @@ def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> 
     """
     if policy_of(on_failure).backward == "keep":
         return answer
-    zeros = ((t == 0) for t in (answer, rhs))
-    nothing, no_system = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
-    return torch.where(_per_problem(nothing & ~no_system, answer), answer.detach(), answer)
+    lead = answer.ndim - event_ndim
+    left = _everywhere(answer == 0, lead) & ~_everywhere(rhs == 0, lead)
+    return torch.where(_along(left, answer), answer.detach(), answer)
 
 
 def lost(status: Tensor, cotangent: Tensor) -> Tensor:
     """(*lead), where the gradient from above is not finite, so that there is no gradient and no solve failed."""
-    finite = torch.isfinite(cotangent)
-    return ~(finite.flatten(status.ndim).all(-1) if finite.ndim > status.ndim else finite)
+    return ~_everywhere(torch.isfinite(cotangent), status.ndim)
 
 
 def unread(z: Tensor, cotangent: Tensor, event_ndim: int) -> Tensor:
@@ -240,10 +225,8 @@ def unread(z: Tensor, cotangent: Tensor, event_ndim: int) -> Tensor:
 
     It must not reach tensors that problems share: 0 * NaN is NaN. One with a cotangent stays: its solve fails.
     """
-    lost, zero = ~torch.isfinite(z), cotangent == 0
-    if not event_ndim:
-        return lost & zero
-    return lost.flatten(z.ndim - event_ndim).any(-1) & zero.flatten(z.ndim - event_ndim).all(-1)
+    lead = z.ndim - event_ndim
+    return ~_everywhere(torch.isfinite(z), lead) & _everywhere(cotangent == 0, lead)
 
 
 def forgiven(status: Tensor, cotangent: Tensor) -> Tensor:
@@ -251,5 +234,10 @@ def forgiven(status: Tensor, cotangent: Tensor) -> Tensor:
     return status.masked_fill(lost(status, cotangent), int(Status.CONVERGED))
 
 
-def _per_problem(failed: Tensor, value: Tensor) -> Tensor:
+def _along(failed: Tensor, value: Tensor) -> Tensor:
     return failed.reshape((*failed.shape, *(1,) * (value.ndim - failed.ndim)))
+
+
+def _everywhere(holds: Tensor, lead: int) -> Tensor:
+    """Whether something holds for all entries of a problem, (*lead, *event) -> (*lead)."""
+    return holds.flatten(lead).all(-1) if holds.ndim > lead else holds

@@ -125,8 +125,8 @@ class FailureSite:
         """The site with this handle, if it still is."""
         return None if handle is None else cls._all.get(int(handle))
 
-    def count(self, side: Side, policy: FailurePolicy, failed: Tensor) -> tuple[int, float] | None:
-        """Count a call; returns failures and problems of a full window of the policy, or None where nobody looks."""
+    def count(self, side: Side, policy: FailurePolicy, failed: Tensor) -> str | None:
+        """Count a call; returns what to say of too many failures in a full window of the policy, else None."""
         window = self._windows.setdefault((side, policy), deque(maxlen=policy.window))
         self._calls[side, policy] += 1
         on_host = failed.device.type == "cpu"
@@ -134,7 +134,11 @@ class FailureSite:
         if not on_host and self._calls[side, policy] % policy.window:
             return None
         failures, problems = map(sum, zip(*((int(f), n) for f, n in window), strict=True))
-        return failures, problems * (policy.window / len(window))
+        of = problems * (policy.window / len(window))
+        if failures <= policy.tolerate * of:
+            return None
+        calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
+        return f"{failures} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {of:.0f}"
 
     def again(self, side: Side, kind: int) -> str | None:
         """Return the text that follows a warning of this kind; None where the warning is not due.

@@ -24,8 +24,8 @@ from benchmarks.__main__ import app as benchmarks  # noqa: E402
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 CHOICES = (ROOT / "docs" / "choosing.md").read_text()
 PACKAGE = ROOT / "implicit_attention"
-#: Functions whose first string is what a user reads, by the position of that string.
-TOLD = {"warn": 0, "ConvergenceError": 0, "_warn": 3, "_tell": 4, "tell": 2}
+#: Functions with strings that a user reads, by the positions of these.
+TOLD = {"warn": [0], "ConvergenceError": [0], "_warn": [3], "_tell": [4, 5], "tell": [2]}
 SYMPTOMS = (
     "All outputs are equal",
     "Query weights do not train",
@@ -78,9 +78,9 @@ def messages(tree):
         for node in ast.walk(function):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-                place = TOLD.get(name)
-                if place is not None and len(node.args) > place and (words := literal(node.args[place], names)):
-                    yield " ".join(words.split())
+                for place in TOLD.get(name, ()):
+                    if len(node.args) > place and (words := literal(node.args[place], names)):
+                        yield " ".join(words.split())
 
 
 def test_every_status_has_a_section_that_begins_with_its_message():

@@ -18,9 +18,8 @@ from .._reporting import left_out, lost, report_gradients
 from .._types import LinearMap
 from ..failure_policy import policy_of
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
-from ..linear._solution import forgiven, has_no_digits
 from ..linear._vectors import ORDINARY, along, normalised
-from ..linear.base import adjoint_rtol
+from ..linear.base import adjoint_rtol, forgiven, has_no_digits
 from ..problem import Linearization, Problem, widened
 from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver

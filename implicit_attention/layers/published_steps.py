@@ -13,7 +13,7 @@ from .._reporting import tell
 from .._types import OnFailure
 from ..energies.causal_tokens import CausalDynamics
 from ..energies.legendre import PublishedDynamics
-from ..failure_policy import located, policy_of
+from ..failure_policy import policy_of
 from ..problem import Evaluation, Problem
 from ..solvers import GradientDescent, Picard, Solver
 
@@ -59,7 +59,6 @@ def published_solver(step_size: float, steps: int, *, causal: bool) -> Solver:
 
 def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> None:
     """Raise or warn if energies (steps + 1, *lead) of any problem rise by more than rounding."""
-    on_failure, site = located(on_failure)
     if policy_of(on_failure).over == "ignore" or energies.numel() == 0:
         return
     rises = energies.diff(dim=0)
@@ -77,4 +76,4 @@ def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> No
             f"from {before:.6g}: steps of {step_size:g} are too long there; use a smaller step_size, and more steps"
         )
 
-    tell(on_failure, failed, message, received="the tokens", site=site)
+    tell(on_failure, failed, message, received="the tokens")

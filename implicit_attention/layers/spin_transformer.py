@@ -15,7 +15,6 @@ from .._autograd import at_least_single, uncompiled
 from .._reporting import tell
 from .._types import OnFailure
 from ..attention.function import merge_heads, split_heads
-from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .calls import TokenMasks, plain
@@ -341,7 +340,6 @@ def _cut(x: Tensor, limit: float) -> Tensor:
 @uncompiled
 def _report(inside: Tensor, on_failure: OnFailure) -> None:
     """Raise or warn about tokens that no field gives."""
-    on_failure, site = located(on_failure)
     lost = ~inside
 
     def message() -> str:
@@ -350,4 +348,4 @@ def _report(inside: Tensor, on_failure: OnFailure) -> None:
             "R = sqrt(head_dim) in every head for input='magnetization'; use clip=0.95, or shorten x"
         )
 
-    tell(on_failure, lost, message, received="NaN for them", but=". Their output is NaN.", site=site)
+    tell(on_failure, lost, message, received="NaN for them", but=". Their output is NaN.")

@@ -9,8 +9,7 @@ from ._cg import CG
 from ._gmres import GMRES
 from ._minres import MINRES
 from ._neumann import Neumann
-from ._solution import LinearSolution
-from .base import LinearSolver, SweepState
+from .base import LinearSolution, LinearSolver, SweepState
 from .spectrum import Eigenvalue, LanczosResult, extreme_eigenvalues, lanczos, spectral_radius
 
 __all__ = [

@@ -69,22 +69,19 @@ class CG(LinearSolver[CGState]):
         noise = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness * square
         blocked = active & (curvature <= noise)  # a NaN is not blocked: it goes on into the residual and is seen there
         negative = blocked & ((curvature < -noise) | (strength > 100 * noise * stiffness))
-        advanced = replace(self._advance(state, product, curvature), stiffness=stiffness)
-        return taken(state, advanced, active, blocked, negative)
-
-    def _advance(self, state: CGState, product: Tensor, curvature: Tensor) -> CGState:
         rate = divide(state.residual_square, curvature).unsqueeze(-1)
         residual = torch.addcmul(state.residual, rate, product, value=-1)
         square = dot(residual, residual)
-        ratio = divide(square, state.residual_square).unsqueeze(-1)
-        return replace(
+        advanced = replace(
             state,
             value=torch.addcmul(state.value, rate, state.search),
             residual=residual,
             residual_norm=square.sqrt(),
             residual_square=square,
-            search=torch.addcmul(residual, ratio, state.search),
+            search=torch.addcmul(residual, divide(square, state.residual_square).unsqueeze(-1), state.search),
+            stiffness=stiffness,
         )
+        return taken(state, advanced, active, blocked, negative)
 
     def correction(self, state: CGState) -> Tensor:
         return state.value

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._autograd import host_may_look
 from .._norm import length
 from .._types import LinearMap
 from .._validate import check_integer
 from ..status import Status
-from ._vectors import ROUNDOFF, choose, coordinates, divide, orthogonalise
+from ._vectors import ROUNDOFF, choose, coordinates, orthogonalise
 from .base import LinearSolver, SweepState, fresh
 
 
 @dataclass(frozen=True)
 class GMRESState(SweepState):
-    """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column."""
+    """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column.
+
+    Entry j + 1 of Q |r| e_1 is `residual_norm`.
+    """
 
     basis: tuple[Tensor, ...]  # the j + 1 columns of V, (*batch, n) each
     turned: Tensor  # Q, (*batch, j + 1, j + 1)
-    triangle: tuple[
-        Tensor, ...
-    ]  # the j columns of R, (*batch, 1), ..., (*batch, j); a frozen problem gets unit columns
+    triangle: tuple[Tensor, ...]  # the j columns of R, (*batch, 1), ..., (*batch, j); unit columns for a frozen one
     target: tuple[Tensor, ...]  # the first j entries of Q |r| e_1, (*batch) each; 0 for a frozen problem
-    pending: Tensor  # entry j + 1: the residual, (*batch)
     stiffness: Tensor  # the largest |A v| met: a lower bound of |A|, (*batch)
 
 
@@ -76,65 +75,44 @@ class GMRES(LinearSolver[GMRESState]):
             turned=torch.ones_like(size)[..., None, None],
             triangle=(),
             target=(),
-            pending=size,
             stiffness=torch.zeros_like(size),
         )
 
     def step(self, matvec: LinearMap, state: GMRESState, active: Tensor) -> GMRESState:
-        product = matvec(state.basis[-1])
-        column, remainder, size, height = orthogonalise(state.basis, product)
+        column, remainder, size, height = orthogonalise(state.basis, matvec(state.basis[-1]))
         stiffness = torch.maximum(state.stiffness, size)
-        tiny = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
-        invariant = height <= tiny  # happy breakdown: nothing new is in the Krylov space
+        tiny = ROUNDOFF * torch.finfo(size.dtype).eps * stiffness
+        height = height.masked_fill(height <= tiny, 0.0)  # happy breakdown: nothing new is in the Krylov space
         column = coordinates(state.turned, column)
-        verdict, diagonal = state.verdict, column[..., -1]
-        # Mostly the host sees that all problems take part, and that the space of each grows: nothing is to be masked.
-        used = active & ~invariant
-        whole = host_may_look(used) and bool(used.all())
-        if not whole:
-            height = height.masked_fill(invariant, 0.0)
+        diagonal = column[..., -1]
         pivot = torch.hypot(diagonal, height)
-        # A reflection of the last row and one more, by which the residual stays positive.
-        cosine, sine = (side / pivot if whole else divide(side, pivot) for side in (diagonal, height))
-        turned = _turned(state.turned, cosine.unsqueeze(-1), sine.unsqueeze(-1))
-        target, pending = cosine * state.pending, sine * state.pending
-        # The column has no other reader, and its last entry none from here on.
-        diagonal.copy_(pivot)
-        if whole:
-            # The remainder has no other reader.
-            following = remainder.div_(height.unsqueeze(-1))
-        else:
-            blocked = active & (pivot <= tiny)  # A is singular on the invariant space
-            verdict, used = verdict.masked_fill(blocked, int(Status.STALLED)), active & ~blocked
-            unit = torch.zeros_like(column)
-            unit[..., -1] = 1.0
-            column, target = choose(used, column, unit), torch.where(used, target, 0.0)
-            pending = torch.where(used, pending, state.pending)
-            following = remainder / height.masked_fill(invariant, 1.0).unsqueeze(-1)
-            following = choose(used & ~invariant, following, 0.0)
-        return GMRESState(
-            residual_norm=pending,
-            verdict=verdict,
-            negative_curvature=state.negative_curvature,
+        blocked = active & (pivot <= tiny)  # A is singular on the invariant space
+        used = active & ~blocked
+        # A reflection of the last row and one more, by which the residual stays positive; 0/0 where it is blocked.
+        cosine, sine = diagonal / pivot, height / pivot
+        triangle = choose(used, column, 0.0)
+        triangle[..., -1] = torch.where(used, pivot, 1.0)
+        # The remainder has no other reader.
+        following = remainder.div_(height.unsqueeze(-1)).masked_fill_(~(used & (height != 0)).unsqueeze(-1), 0.0)
+        return replace(
+            state,
+            residual_norm=torch.where(used, sine * state.residual_norm, state.residual_norm),
+            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
             basis=(*state.basis, following),
-            turned=turned,
-            triangle=(*state.triangle, column),
-            target=(*state.target, target),
-            pending=pending,
+            turned=_turned(state.turned, cosine.unsqueeze(-1), sine.unsqueeze(-1)),
+            triangle=(*state.triangle, triangle),
+            target=(*state.target, torch.where(used, cosine * state.residual_norm, 0.0)),
             stiffness=stiffness,
         )
 
     def correction(self, state: GMRESState) -> Tensor:
         # Column by column, so that the unit columns of a frozen problem change no bit of its sum.
-        if not state.target:
-            return torch.zeros_like(state.basis[0])
-        target, value = torch.stack(state.target, -1), None
+        target, value = torch.stack(state.target, -1), torch.zeros_like(state.basis[0])
         for index in reversed(range(len(state.triangle))):
-            column, vector = state.triangle[index], state.basis[index]
+            column = state.triangle[index]
             weight = (target[..., index] / column[..., index]).unsqueeze(-1)
             target = torch.addcmul(target[..., : index + 1], weight, column, value=-1)
-            value = weight * vector if value is None else torch.addcmul(value, weight, vector)
-        assert value is not None
+            value = torch.addcmul(value, weight, state.basis[index])
         return value
 
 

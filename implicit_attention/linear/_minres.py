@@ -74,7 +74,11 @@ class MINRES(LinearSolver[MINRESState]):
         )
 
     def step(self, matvec: LinearMap, state: MINRESState, active: Tensor) -> MINRESState:
-        following, alpha, beta = self._lanczos(matvec, state)
+        # The step of Lanczos: A v_k without its parts along v_{k-1} and v_k is beta_{k+1} v_{k+1}.
+        product = torch.addcmul(matvec(state.lanczos), state.beta.unsqueeze(-1), state.lanczos_before, value=-1)
+        alpha = dot(state.lanczos, product)
+        following = torch.addcmul(product, alpha.unsqueeze(-1), state.lanczos, value=-1)
+        beta = length(following)
         column = (state.beta.square() + alpha.square() + beta.square()).sqrt()
         stiffness = torch.maximum(state.stiffness, column)
         roundoff = ROUNDOFF * torch.finfo(beta.dtype).eps
@@ -85,25 +89,11 @@ class MINRES(LinearSolver[MINRESState]):
         # going on would only add null vectors. Above that, A >= 0 has curvature >= |A r|^2 / |A| |r|^2 > roundoff |A|.
         blocked = active & (torch.hypot(gamma, state.cosine * beta) <= roundoff**0.5 * stiffness)
         negative = active & ~blocked & (curvature <= roundoff * stiffness)
-        advanced = replace(self._advance(state, following, alpha, beta, gamma), stiffness=stiffness)
-        return taken(state, advanced, active, blocked, negative)
-
-    def _lanczos(self, matvec: LinearMap, state: MINRESState) -> tuple[Tensor, Tensor, Tensor]:
-        """(beta_{k+1} v_{k+1}, alpha_k, beta_{k+1})."""
-        product = torch.addcmul(matvec(state.lanczos), state.beta.unsqueeze(-1), state.lanczos_before, value=-1)
-        alpha = dot(state.lanczos, product)
-        following = torch.addcmul(product, alpha.unsqueeze(-1), state.lanczos, value=-1)
-        return following, alpha, length(following)
-
-    def _advance(
-        self, state: MINRESState, following: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor
-    ) -> MINRESState:
-        above = state.cosine * state.delta + state.sine * alpha
-        pivot = torch.hypot(gamma, beta)
+        above, pivot = state.cosine * state.delta + state.sine * alpha, torch.hypot(gamma, beta)
         cosine, sine = divide(gamma, pivot), divide(beta, pivot)
         search = state.lanczos - above.unsqueeze(-1) * state.search - state.epsilon.unsqueeze(-1) * state.search_before
         search = divide(search, pivot)
-        return replace(
+        advanced = replace(
             state,
             residual_norm=sine * state.residual_norm,
             value=torch.addcmul(state.value, (cosine * state.residual_norm).unsqueeze(-1), search),
@@ -116,7 +106,9 @@ class MINRES(LinearSolver[MINRESState]):
             epsilon=state.sine * beta,
             search=search,
             search_before=state.search,
+            stiffness=stiffness,
         )
+        return taken(state, advanced, active, blocked, negative)
 
     def correction(self, state: MINRESState) -> Tensor:
         return state.value

@@ -61,14 +61,7 @@ class Neumann(LinearSolver[NeumannState]):
 
     def begin(self, residual: Tensor) -> NeumannState:
         size, still = length(residual), torch.zeros_like(residual)
-        return NeumannState(
-            **fresh(size),
-            value=still,
-            residual=residual,
-            best=still,
-            best_norm=size,
-            start_norm=size,
-        )
+        return NeumannState(**fresh(size), value=still, residual=residual, best=still, best_norm=size, start_norm=size)
 
     def step(self, matvec: LinearMap, state: NeumannState, active: Tensor) -> NeumannState:
         value, residual = state.value + state.residual, state.residual - matvec(state.residual)

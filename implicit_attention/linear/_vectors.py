@@ -14,8 +14,7 @@ from .._norm import length
 
 State = TypeVar("State")
 
-#: Vectors from this length on are worked off one after the other, without a pass or a copy that can be saved; below,
-#: it is the number of operations that costs.
+#: Shorter vectors of a basis are worked off together.
 WIDE = 1024
 #: Where a remainder is smaller than its vector by more than this, its parts along a basis are removed a second time.
 LOST = 0.1
@@ -57,17 +56,14 @@ def along(per_problem: Tensor, target: Tensor) -> Tensor:
 
 def choose(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
     """New rows where the (*batch) mask holds, old rows (or a number) elsewhere."""
-    if new.ndim > mask.ndim and new.shape[-1] >= WIDE and host_may_look(mask):
-        # A look at a few flags costs less than a pass over long vectors.
-        if bool(mask.all()):
-            return new
-        if isinstance(old, Tensor) and not bool(mask.any()):
-            return old
     return torch.where(along(mask, new), new, old)
 
 
 def freeze(active: Tensor, new: State, old: State) -> State:
     """A dataclass of (*batch, ...) tensors: rows of `new` where active, untouched rows of `old` elsewhere."""
+    # A look at a few flags costs less than a pass over each vector.
+    if host_may_look(active) and bool(active.all()):
+        return new
     changes: dict[str, Any] = {}
     for field in fields(new):  # type: ignore[arg-type]
         after, before = getattr(new, field.name), getattr(old, field.name)
@@ -87,17 +83,10 @@ def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Te
     working precision; one does where the remainder has not lost more than a digit.
     """
     size = length(vector)
-    if vector.shape[-1] < WIDE or not host_may_look(vector):
-        rows = torch.stack(basis, -2)
-        first = coordinates(rows, vector)
-        vector = vector - (rows * first.unsqueeze(-1)).sum(-2)
-        second = coordinates(rows, vector)
-        remainder = vector - (rows * second.unsqueeze(-1)).sum(-2)
-        return first + second, remainder, size, length(remainder)
     total, remainder = _subtracted(basis, vector)
     height = length(remainder)
     again = height < LOST * size
-    if bool(again.any()):
+    if not host_may_look(again) or bool(again.any()):
         # A problem has the same bits whatever its neighbours need.
         more, twice = _subtracted(basis, remainder)
         total, remainder = torch.where(again.unsqueeze(-1), total + more, total), choose(again, twice, remainder)
@@ -106,12 +95,14 @@ def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Te
 
 
 def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
-    """One pass of Gram-Schmidt, vector by vector: the parts along the basis, and the remainder without them."""
-    products = basis[0] * vector
-    parts = [products.sum(-1, keepdim=True)]
-    left = torch.addcmul(vector, parts[0], basis[0], value=-1)
-    for row in basis[1:]:
-        # The memory of the first products is in the cache.
-        parts.append(torch.mul(row, left, out=products).sum(-1, keepdim=True))
-        left.addcmul_(parts[-1], row, value=-1)
-    return torch.cat(parts, -1), left
+    """One pass of Gram-Schmidt: the parts along the basis, and the remainder without them."""
+    if vector.shape[-1] < WIDE or not host_may_look(vector):
+        # The number of operations costs more than the copy of the basis, on another device at any length.
+        rows = torch.stack(basis, -2)
+        parts = coordinates(rows, vector)
+        return parts, vector - (rows * parts.unsqueeze(-1)).sum(-2)
+    found, left = [], vector.clone()
+    for row in basis:
+        found.append((row * left).sum(-1, keepdim=True))
+        left.addcmul_(found[-1], row, value=-1)
+    return torch.cat(found, -1), left

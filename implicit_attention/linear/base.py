@@ -1,10 +1,10 @@
-"""The base of linear solvers (options, and the hooks of a method), and the one loop: sweeps from true residuals."""
+"""The base of linear solvers: options, the hooks of a method, results, and the one loop: sweeps from true residuals."""
 
 from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from .._autograd import HALF, looks_every
 from .._norm import norm
 from .._types import LinearMap
 from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
-from ..solution import Record, Remedies
+from ..solution import Record, Recorded, Remedies
 from ..status import Status
-from ._solution import LinearSolution
-from ._vectors import choose, freeze, normalised
+from ._vectors import ROUNDOFF, choose, freeze, normalised
 
 #: The verdict of a problem that may go on.
 RUNNING = -1
@@ -32,6 +31,13 @@ FINEST_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALF_RTOL = 3e-3
 #: A larger tolerance of a state is not that of its adjoint: at 1 a gradient of 0 would do.
 LOOSEST_RTOL = 1e-2
+#: Rounding an answer x leaves a residual of about this many times eps |x|.
+ROUNDING = 4.0
+#: Where that is more of the right-hand side than this, the answer has no digits.
+MEANINGFUL = 0.02
+#: Attention over keys far from the origin loses more, as its products cancel (20 was measured): that is rounding while
+#: it stays below this part of the right-hand side.
+CANCELLING, SMALL = 32.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,38 @@ class SweepState:
     residual_norm: Tensor
     verdict: Tensor
     negative_curvature: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSolution(Recorded):
+    """The answers x of a batch of systems A x = b, and how each solve went.
+
+    Not for solves of fixed points: those return a `Solution`.
+
+    Attributes:
+        record: (*batch) each, and read by name: `status` (CONVERGED, MAX_STEPS, STALLED, NONFINITE or, by Neumann,
+            DIVERGED); `residual` |b - A x|_2 of exactly this value, computed with a matvec of its own; `tolerance`
+            atol + rtol |b|, which rounding may keep a converged residual above by less than a factor of 10;
+            `num_steps` and `num_evals`, matvecs spent: one per step and one per restart, without the residual of
+            `initial` and without the last check.
+        value: x, (*batch, n); NaN for a problem whose status is NONFINITE.
+        negative_curvature: whether v . A v <= 0 was met, (*batch) bool: by CG for a search direction, by MINRES for a
+            residual; False for GMRES and Neumann, which do not look.
+        direction: CG only, else None: the unit vector v of that curvature, (*batch, n), zero where none was met.
+        checked: whether `value` is the last vector that the argument `check` of the solve was called with.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.linear import CG
+        >>> solution = CG().solve(lambda v: -v, torch.ones(2, 3))
+        >>> solution.negative_curvature.tolist(), solution.direction.shape
+        ([True, True], torch.Size([2, 3]))
+    """
+
+    value: Tensor
+    negative_curvature: Tensor
+    direction: Tensor | None = None
+    checked: bool = False
 
 
 S = TypeVar("S", bound=SweepState)
@@ -156,37 +194,7 @@ class LinearSolver(abc.ABC, Generic[S]):
         """The longest sweep."""
         return max_steps
 
-    def sweep(
-        self, apply: LinearMap, residual: Tensor, tolerance: Tensor, live: Tensor, num_steps: Tensor, max_steps: int
-    ) -> tuple[S, Tensor]:
-        """Step while a live problem is above its tolerance, has no verdict and has steps left.
-
-        Args:
-            apply: v -> A v, (*batch, n).
-            residual: of the answer so far, (*batch, n), 0 where a problem is not live.
-            tolerance: of the residual, (*batch).
-            live: which problems take part, (*batch).
-            num_steps: steps made before, (*batch).
-            max_steps: the largest number of them.
-
-        Returns:
-            The state of the method, and the steps made by then.
-        """
-        state, every = self.begin(residual), looks_every(self.check_every, live)
-        # Who takes no part, or has a verdict, is below any tolerance.
-        tolerance, verdict = tolerance.masked_fill(~live, torch.inf), state.verdict
-        for step in range(self.sweep_steps(max_steps)):
-            if state.verdict is not verdict:
-                verdict = state.verdict
-                tolerance = tolerance.masked_fill(verdict >= 0, torch.inf)
-            # A NaN residual compares false: such a problem rests until the true residual gives its status.
-            active = (state.residual_norm > tolerance) & (num_steps < max_steps)
-            if step and step % every == 0 and not bool(active.any()):
-                break
-            state = self.step(apply, state, active)
-            num_steps = num_steps + active
-        return state, num_steps
-
+    @torch.no_grad()
     def solve(
         self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None, check: LinearMap | None = None
     ) -> LinearSolution:
@@ -210,8 +218,77 @@ class LinearSolver(abc.ABC, Generic[S]):
             ValueError: a shape, dtype or device that does not match b, or rtol < 1e-6 with float32.
 
         """
-        with torch.no_grad():
-            return _run(self, matvec, b, initial, check)
+        check_arguments(self.rtol, matvec, b, initial)
+        b, max_steps = b.detach(), self.max_steps or self.default_max_steps(b.shape[-1])
+        every = looks_every(self.check_every, b)
+        value = torch.zeros_like(b) if initial is None else initial.detach()
+        # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
+        _, scale = normalised(b if initial is None else torch.cat([b, value], -1))
+        b, value = b / scale.unsqueeze(-1), value / scale.unsqueeze(-1)
+        length_of_b = norm(b)
+        # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
+        tolerance = torch.full_like(scale, self.atol) / scale + self.rtol * length_of_b
+        apply = measure = checked(matvec, b)
+        if check is not None:
+            product = checked(check, b)
+            measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
+        residual = b
+        if initial is not None:
+            # Problems with b = 0 start, and end, at 0.
+            nonzero = length_of_b != 0
+            value = choose(nonzero, value, 0.0)
+            residual = choose(nonzero, b - apply(value), b)
+        size = norm(residual)
+        # MAX_STEPS means that a problem may still go on.
+        status = torch.full_like(size, Status.MAX_STEPS, dtype=torch.int8)
+        status = status.masked_fill(size <= tolerance, int(Status.CONVERGED))
+        status = status.masked_fill(~size.isfinite(), int(Status.NONFINITE))
+        num_steps = torch.zeros_like(status, dtype=torch.int64)
+        curved = torch.zeros_like(status, dtype=torch.bool)
+        direction = torch.zeros_like(b) if self.keeps_direction else None
+        undone: Tensor | None = None
+        for sweep in range(self.max_sweeps or max_steps):
+            # A restart begins with the residual, which cost a product.
+            cost = min(sweep, 1)
+            live = (status == Status.MAX_STEPS) & (num_steps + cost < max_steps)
+            if not bool(live.any()):
+                break
+            unit, stretch = normalised(residual)
+            aim = tolerance / stretch
+            state, num_steps = self.begin(choose(live, unit, 0.0)), num_steps + cost * live
+            for step in range(self.sweep_steps(max_steps)):
+                # A NaN residual compares false: such a problem rests until the true residual gives its status.
+                active = live & (state.residual_norm > aim) & (state.verdict < 0) & (num_steps < max_steps)
+                if step and step % every == 0 and not bool(active.any()):
+                    break
+                state, num_steps = self.step(apply, state, active), num_steps + active
+            tried = torch.addcmul(value, stretch.unsqueeze(-1), self.correction(state))
+            left = b - measure(tried)
+            after = norm(left)
+            kept = live & (after.isfinite() if sweep == 0 and not self.monotone else after < size)
+            met, undone = live & state.negative_curvature, live & ~kept
+            curved = curved | met
+            if direction is not None:
+                direction = choose(met, self.direction(state), direction)
+            # Where a sweep is the last that can help: it made no progress, or no other is allowed.
+            settled = ~(after < PROGRESS * size) | (sweep + 1 == self.max_sweeps)
+            value, residual = choose(kept, tried, value), choose(kept, left, residual)
+            size = torch.where(kept, after, size)
+            # By the true residual first, then by the method's verdict, then by the progress made. Where it is refined,
+            # and still above the residual that the method claims, the rest is rounding, accepted within SLACK.
+            rounding = settled & (state.residual_norm <= aim) & (size <= SLACK * tolerance)
+            found = status.masked_fill(settled & (num_steps < max_steps), int(Status.STALLED))
+            found = found.masked_fill(rounding, int(Status.CONVERGED))
+            found = torch.where(state.verdict >= 0, state.verdict, found)
+            found = found.masked_fill(size <= tolerance, int(Status.CONVERGED))
+            found = found.masked_fill(~after.isfinite() & (sweep == 0), int(Status.NONFINITE))
+            status = torch.where(live, found, status)
+        # A problem that met a NaN or an infinity gets NaN, not a number, which no product saw.
+        broken = status == Status.NONFINITE
+        record = Record(status, (size * scale).masked_fill(broken, torch.nan), tolerance * scale, num_steps, num_steps)
+        value = choose(~broken, value * scale.unsqueeze(-1), torch.nan)
+        last = check is not None and undone is not None and not bool((undone | broken).any())
+        return LinearSolution(record, value, curved, direction, last)
 
 
 def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
@@ -236,148 +313,6 @@ def taken(state: S, advanced: S, active: Tensor, blocked: Tensor, negative: Tens
     )
 
 
-class _LinearSystem(NamedTuple):
-    """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit.
-
-    `measure` is A, for the residual of an answer. `initial` is the first guess.
-    """
-
-    apply: LinearMap
-    measure: LinearMap
-    b: Tensor
-    initial: Tensor | None
-    tolerance: Tensor
-    max_steps: int
-
-
-class _Reached(NamedTuple):
-    """The state of every problem between two sweeps: the answer so far, in units of b, and the vector b - A x.
-
-    Status MAX_STEPS means that a problem may still go on.
-    """
-
-    solution: LinearSolution
-    residual: Tensor
-    #: Problems whose last sweep was undone, (*batch).
-    undone: Tensor | None = None
-
-
-def _run(
-    solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor | None, check: LinearMap | None
-) -> LinearSolution:
-    """Sweep until no problem may go on; see `LinearSolver.solve`."""
-    check_arguments(solver.rtol, matvec, b, initial)
-    b, max_steps = b.detach(), solver.max_steps or solver.default_max_steps(b.shape[-1])
-    if b.numel() == 0:
-        nothing = b.sum(-1)
-        return _first(solver, b, nothing, nothing)
-    # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
-    _, scale = normalised(b if initial is None else torch.cat([b, initial.detach()], -1))
-    unit = b / scale.unsqueeze(-1)
-    # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
-    tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * norm(unit)
-    apply = measure = checked(matvec, b)
-    if check is not None:
-        product = checked(check, b)
-        measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
-    guess = None if initial is None else initial.detach() / scale.unsqueeze(-1)
-    system = _LinearSystem(apply, measure, unit, guess, tolerance, max_steps)
-    last_is_answer = False
-    reached = _opened(solver, system)
-    for sweep in range(solver.max_sweeps or max_steps):
-        record = reached.solution.record
-        live = (record.status == Status.MAX_STEPS) & (record.num_steps + _cost(sweep) < max_steps)
-        if reached.undone is not None:
-            # One look, where the host would have looked anyway. NONFINITE problems become NaN, which no product saw.
-            other = reached.undone | (record.status == Status.NONFINITE)
-            last_is_answer = not bool((live | other).any())
-        if last_is_answer or not bool(live.any()):
-            break
-        reached = _swept(solver, system, reached, live, sweep)
-    return replace(_scaled(reached.solution, scale), checked=last_is_answer and check is not None)
-
-
-def _cost(sweep: int) -> int:
-    """The steps that the beginning of a sweep costs: the residual with which a restart begins."""
-    return min(sweep, 1)
-
-
-def _swept(solver: LinearSolver[S], system: _LinearSystem, before: _Reached, live: Tensor, sweep: int) -> _Reached:
-    """One sweep of the live problems from their residuals, undone where it made one worse."""
-    solution, record = before.solution, before.solution.record
-    # At first the right-hand sides, which are in these units.
-    opened = sweep == 0 and system.initial is None
-    unit, scale = (before.residual, torch.ones_like(system.tolerance)) if opened else normalised(before.residual)
-    start, tolerance = choose(live, unit, 0.0), system.tolerance / scale
-    num_steps = record.num_steps + _cost(sweep) * live
-    state, num_steps = solver.sweep(system.apply, start, tolerance, live, num_steps, system.max_steps)
-    value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
-    residual = system.b - system.measure(value)
-    size = norm(residual)
-    kept = live & (size.isfinite() if sweep == 0 and not solver.monotone else size < record.residual)
-    met, direction = live & state.negative_curvature, solution.direction
-    if direction is not None:
-        direction = choose(met, solver.direction(state), direction)
-    # Where a sweep is the last that can help: it made no progress, or no other is allowed.
-    settled = ~(size < PROGRESS * record.residual) | (sweep + 1 == solver.max_sweeps)
-    claimed = state.residual_norm * scale <= system.tolerance
-    after = record._replace(residual=torch.where(kept, size, record.residual), num_steps=num_steps, num_evals=num_steps)
-    status = _judged(system, after, state.verdict, settled, claimed)
-    status = _coded(~size.isfinite() & (sweep == 0), Status.NONFINITE, status)
-    after = after._replace(status=torch.where(live, status, record.status))
-    best = choose(kept, value, solution.value)
-    return _Reached(
-        LinearSolution(after, best, solution.negative_curvature | met, direction),
-        choose(kept, residual, before.residual),
-        live & ~kept,
-    )
-
-
-def _judged(system: _LinearSystem, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
-    """Status after a sweep: by the true residual first, then by the method's verdict, then by the progress made."""
-    status = _coded(settled & (record.num_steps < system.max_steps), Status.STALLED, record.status)
-    # Refined, and still above the residual that the method claims: the rest is rounding, accepted within SLACK.
-    rounding = settled & claimed & (record.residual <= SLACK * system.tolerance)
-    status = _coded(rounding, Status.CONVERGED, status)
-    status = torch.where(verdict >= 0, verdict, status)
-    return _coded(record.residual <= system.tolerance, Status.CONVERGED, status)
-
-
-def _opened(solver: LinearSolver[S], system: _LinearSystem) -> _Reached:
-    """Return the initial guess; problems with b = 0 start, and end, at 0."""
-    value, residual = torch.zeros_like(system.b), system.b
-    if system.initial is not None:
-        nonzero = norm(system.b) != 0
-        value = choose(nonzero, system.initial, value)
-        residual = choose(nonzero, system.b - system.apply(value), system.b)
-    return _Reached(_first(solver, value, norm(residual), system.tolerance), residual)
-
-
-def _first(solver: LinearSolver[S], value: Tensor, residual: Tensor, tolerance: Tensor) -> LinearSolution:
-    """The solution before any step, with residuals of these sizes (*batch)."""
-    status = torch.full_like(residual, Status.MAX_STEPS, dtype=torch.int8)
-    status = _coded(residual <= tolerance, Status.CONVERGED, status)
-    status = _coded(~residual.isfinite(), Status.NONFINITE, status)
-    count = torch.zeros_like(status, dtype=torch.int64)
-    direction = torch.zeros_like(value) if solver.keeps_direction else None
-    return LinearSolution(
-        Record(status, residual, tolerance, count, count), value, torch.zeros_like(status, dtype=torch.bool), direction
-    )
-
-
-def _scaled(solution: LinearSolution, scale: Tensor) -> LinearSolution:
-    """The solution in the units of b: a problem that met a NaN or an infinity gets NaN, not a number."""
-    record = solution.record
-    broken = record.status == Status.NONFINITE
-    residual = (record.residual * scale).masked_fill(broken, torch.nan)
-    value = choose(~broken, solution.value * scale.unsqueeze(-1), torch.nan)
-    return replace(solution, value=value, record=record._replace(residual=residual, tolerance=record.tolerance * scale))
-
-
-def _coded(where: Tensor, status: Status, otherwise: Tensor) -> Tensor:
-    return otherwise.masked_fill(where, int(status))
-
-
 def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
     """Matvec, with every result compared with b in shape, dtype and device (no synchronisation)."""
 
@@ -390,6 +325,31 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
         return product
 
     return apply
+
+
+def has_no_digits(size: Tensor, rhs: Tensor) -> Tensor:
+    """Whether an answer, of norm `size`, of a system I - J is so long that the rounding of I - J explains it.
+
+    Kernels give such a query up, too: its curvature is within ROUNDOFF eps of 0.
+    """
+    return ROUNDOFF * torch.finfo(size.dtype).eps * size > rhs
+
+
+def forgiven(
+    status: Tensor, residual: Tensor, tolerance: Tensor, negative_curvature: Tensor, size: Tensor, rhs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(status, tolerance), with stalled problems counted as solved where rounding of the answer explains the residual.
+
+    Near a fold the answer, of norm `size`, is large against the right-hand side, of norm `rhs`, and no answer of that
+    precision has a smaller residual: it is exact for a matrix that differs by rounding.
+    """
+    unit = torch.finfo(size.dtype).eps * size
+    # A singular system drives the answer to 1/eps, where everything would be forgiven.
+    stalled = (status == Status.STALLED) & (ROUNDING * unit <= MEANINGFUL * rhs)
+    floor = torch.maximum(ROUNDING * unit, torch.minimum(CANCELLING * unit, SMALL * rhs))
+    solved = torch.where(negative_curvature, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
+    status = torch.where(stalled & (residual <= floor), solved, status)
+    return status, torch.where(stalled, torch.maximum(tolerance, floor), tolerance)
 
 
 def adjoint_rtol(of_state: float, dtype: torch.dtype) -> float:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .._autograd import exact_precision
 from .._norm import length
 from .._types import LinearMap
 from .._validate import check_integer, require
-from ._vectors import ROUNDOFF, along, divide, dot, normalised
+from ._vectors import ROUNDOFF, choose, divide, dot, normalised, orthogonalise
 from .base import check_arguments, checked
 
 
@@ -191,50 +191,23 @@ def arnoldi(matvec: LinearMap, start: Tensor, steps: int) -> tuple[Tensor, Tenso
     require(n > 0, "start", "have at least one entry per problem", f"shape {tuple(start.shape)}")
     apply, count = checked(matvec, start), min(steps, n)
     fillers = _fillers(start, count)
-    vector = _started(start.detach(), fillers[0])
-    basis = vector.unsqueeze(-2)
-    columns: list[Tensor] = []
-    stiffness = height = torch.zeros_like(vector[..., 0])
+    unit, _ = normalised(start.detach())
+    basis: tuple[Tensor, ...] = (_unit(choose(dot(unit, unit) != 0, unit, fillers[0])),)
+    columns = []
+    stiffness = torch.zeros_like(unit[..., 0])
     for index in range(count):
-        product = apply(vector) if start.numel() else vector
-        stiffness = torch.maximum(stiffness, length(product))
-        column, vector, height = _extend(basis, product, fillers[index], stiffness)
-        columns.append(torch.cat([column, height.unsqueeze(-1)], -1))
-        if index + 1 < count:
-            basis = torch.cat([basis, vector.unsqueeze(-2)], -2)
-    padded = [torch.nn.functional.pad(c, (0, count + 1 - c.shape[-1])) for c in columns]
-    return basis, torch.stack(padded, -1)[..., :count, :], height
+        column, vector, size, height = orthogonalise(basis, apply(basis[-1]) if start.numel() else unit)
+        stiffness = torch.maximum(stiffness, size)
+        # The filler replaces an A v with nothing new in it.
+        complete = height <= ROUNDOFF * torch.finfo(size.dtype).eps * stiffness
+        vector, height = choose(~complete, vector, fillers[index]), height.masked_fill(complete, 0.0)
+        # What is left of a product may be so short that it has lost its right angles.
+        basis = (*basis, _unit(orthogonalise(basis, _unit(vector))[1]))
+        columns.append(pad(torch.cat([column, height.unsqueeze(-1)], -1), (0, count - 1 - index)))
+    return torch.stack(basis[:-1], -2), torch.stack(columns, -1)[..., :-1, :], height
 
 
-def _extend(basis: Tensor, product: Tensor, filler: Tensor, stiffness: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(coordinates of A v, next unit vector, subdiagonal entry); the filler replaces an A v with nothing new in it."""
-    column, vector = _orthogonalised(basis, product)
-    height = length(vector)
-    complete = height <= ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
-    vector = torch.where(along(complete, vector), filler, vector)
-    _, vector = _orthogonalised(basis, divide(vector, length(vector)))
-    return column, divide(vector, length(vector)), torch.where(complete, 0.0, height)
-
-
-def _orthogonalised(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-    """`orthogonalise` by matrix products, which read the basis once and write nothing of its size."""
-    shape = basis.shape[:-2]
-    if shape.numel() == 1:
-        # The kernel for a single matrix rounds in another way than that for several.
-        basis, vector = basis.expand(2, *basis.shape), vector.expand(2, *vector.shape)
-    coordinates = torch.zeros_like(basis[..., 0])
-    with exact_precision(basis):
-        for _ in range(2):
-            part = (basis @ vector[..., None])[..., 0]
-            vector = vector - (part[..., None, :] @ basis)[..., 0, :]
-            coordinates = coordinates + part
-    return (coordinates[0], vector[0]) if shape.numel() == 1 else (coordinates, vector)
-
-
-def _started(start: Tensor, filler: Tensor) -> Tensor:
-    """Unit start vectors; a filler where the start is zero."""
-    unit, _ = normalised(start)
-    vector = torch.where(along(dot(unit, unit) == 0, unit), filler, unit)
+def _unit(vector: Tensor) -> Tensor:
     return divide(vector, length(vector))
 
 
