@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -115,29 +116,25 @@ class Reversible(Adjoint):
         _validate.require(damping in (0, self.damping), "solver", required, f"damping={damping:g}", "leave it out")
 
     def run(self, request: Request) -> Outcome:
-        problem, initial = request.problem, request.initial
+        problem, initial, steps = request.problem, request.initial, request.solver.max_steps
         tensors = problem.tensors()
         traced = transforms_active() or any(map(may_have_tangent, (initial, *tensors)))
-        nothing = request.solver.max_steps == 0 or initial.numel() == 0
         with exact_precision(initial):
-            if traced or nothing or not is_differentiated(initial, *tensors):
-                return self._judged(request, *self._recorded(request))
+            if traced or not (steps and initial.numel() and is_differentiated(initial, *tensors)):
+                return self._judged(request, *self._recorded(problem, initial, steps))
             kept = request.without_tensors(), self.fraction
             found = ReversibleSteps.apply(*kept, initial, *tensors)  # type: ignore[no-untyped-call]
             return self._judged(request, *found)
 
-    def _recorded(self, request: Request) -> tuple[Tensor, Tensor]:
+    def _recorded(self, problem: Problem, initial: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """The value and what failed by plain operations, with the graph of each step where derivatives are recorded."""
-        problem, initial, steps = request.problem, request.initial, request.solver.max_steps
         value = coupled_steps(pure(problem), initial, steps, self.fraction)
-        finite = torch.isfinite(value.detach())
-        failed = ~(finite.flatten(value.ndim - problem.event_ndim).all(-1) if problem.event_ndim else finite)
-        lost = not is_batched(failed) and bool(failed.any())
-        if lost and (value.requires_grad or transforms_active()):
+        failed = ~torch.isfinite(value.detach())[..., None].flatten(value.ndim - problem.event_ndim).all(-1)
+        if not is_batched(failed) and bool(failed.any()) and (value.requires_grad or transforms_active()):
             # Once more without their tensors: NaN in their steps would be NaN in the gradients of all shared tensors.
             problem, start = isolated(problem, initial, failed)
             again = coupled_steps(pure(problem), start, steps, self.fraction)
-            value = merged_rows(failed, value.detach(), again)
+            value = torch.where(along(failed, value), value.detach(), again)
         return value if steps else value.clone(), failed
 
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
@@ -152,7 +149,7 @@ class Reversible(Adjoint):
                 outcome = plain.run(problem, request.initial.detach())
             # What became of the plain steps, too.
             status = torch.where(failed & outcome.record.failed, outcome.record.status, status)
-            value = merged_rows(failed, outcome.value.detach(), value)
+            value = torch.where(along(failed, value), outcome.value.detach(), value)
         residual = torch.full_like(failed, torch.nan, dtype=value.dtype)
         if request.measured:
             with torch.no_grad():
@@ -164,40 +161,24 @@ class Reversible(Adjoint):
 
 def pure(problem: Problem) -> Callable[[Tensor], Tensor]:
     """f of the problem, whose first two evaluations are tested for writes to their state."""
-    calls = 0
-
-    def mapped(z: Tensor) -> Tensor:
-        nonlocal calls
-        result = evaluate_pure(problem, z, energy=False, call=calls).mapped
-        calls += 1
-        return result
-
-    return mapped
+    calls = itertools.count()
+    return lambda z: evaluate_pure(problem, z, energy=False, call=next(calls)).mapped
 
 
-def coupled_steps(mapped: Callable[[Tensor], Tensor], start: Any, steps: int, damping: Fraction) -> Any:
+def coupled_steps(mapped: Callable[[Tensor], Tensor], start: Tensor, steps: int, damping: Fraction) -> Tensor:
     """The value after some steps in floats, by operations that autograd and compilers record."""
     part = float(damping)
-
-    def towards(new: Tensor, old: Tensor) -> Tensor:
-        return new - part * (new - old)
-
-    y = z = start
-    for _ in range(steps):
-        y = towards(mapped(z), y)
-        z = towards(mapped(y), z)
+    other = z = start
+    # Both states are moved by the same rule, in turns.
+    for _ in range(2 * steps):
+        new = mapped(z)
+        other, z = z, new - part * (new - other)
     return z
-
-
-def merged_rows(chosen: Tensor, ours: Tensor, others: Tensor) -> Tensor:
-    """`ours` where a problem (*lead) is chosen, else `others`."""
-    return torch.where(along(chosen, others), ours, others)
 
 
 def largest(z: Tensor, event_ndim: int) -> Tensor:
     """The largest absolute value of each problem, (*lead); NaN where one is."""
-    size = z.detach().abs()
-    return size.flatten(z.ndim - event_ndim).amax(-1) if event_ndim else size
+    return z.detach().abs()[..., None].flatten(z.ndim - event_ndim).amax(-1)
 
 
 class IntegerUnits:
@@ -210,13 +191,11 @@ class IntegerUnits:
         self.unit, self.inverse = unit, torch.where(unit > 0, 1 / unit, 0.0)
 
     @classmethod
-    def of(cls, size: Tensor, left_out: Tensor | None, event_ndim: int) -> Self:
+    def of(cls, size: Tensor, left_out: Tensor, event_ndim: int) -> Self:
         """The units for problems whose start and f there have this size."""
         bits, least = BITS[size.dtype]
         power = torch.frexp(size.nan_to_num(1.0, 1.0).clamp_min(least)).exponent
-        unit = torch.ldexp(torch.ones_like(size), power - bits)
-        if left_out is not None:
-            unit = unit.masked_fill(left_out, 0.0)
+        unit = torch.ldexp(torch.ones_like(size), power - bits).masked_fill(left_out, 0.0)
         return cls(unit.reshape((*unit.shape, *(1,) * event_ndim)))
 
     def floats(self, x: Tensor) -> Tensor:
@@ -228,102 +207,85 @@ class IntegerUnits:
         return (z * (part * self.inverse)).to(torch.int64)
 
 
-@dataclasses.dataclass
-class BackAndForth:
-    """The steps of one call.
+def with_leaves(problem: Problem, start: Tensor, failed: Tensor) -> tuple[Problem, Tensor]:
+    """Problem and start; the tensors of the problem are leaves, and what failed reads finite numbers only."""
+    needed = [t.requires_grad for t in problem.tensors()]
+    with torch.no_grad():
+        problem, start = isolated(problem, start, failed)
+    leaves = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), needed, strict=True))
+    return problem.replace(*leaves), start
 
-    Attributes:
-        request: without tensors, as those are saved where hooks see them.
-        fraction: the damping.
-        start: the initial state.
-        tensors: those of the problem.
-        needed: which of these need a gradient.
+
+def steps_there(
+    problem: Problem, start: Tensor, count: int, fraction: Fraction, left_out: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The last states y and z as integers after `count` moves, their unit, what failed, and what the products dropped.
+
+    All are made once more without the problems that leave the numbers, or their integers.
     """
+    ndim = problem.event_ndim
+    without = torch.zeros_like(largest(start, ndim), dtype=torch.bool) if left_out is None else left_out
+    leaves, first = with_leaves(problem, start, without)
+    evaluate = pure(leaves)
 
-    request: Request
-    fraction: Fraction
-    start: Tensor
-    tensors: Sequence[Tensor]
-    needed: Sequence[bool]
+    def mapped(z: Tensor) -> Tensor:
+        # With the graph of the way back: without one, modules may take other kernels, with other bits.
+        with torch.enable_grad(), without_hooks():
+            return evaluate(z.detach().requires_grad_()).detach()
 
-    def problem(self, left_out: Tensor | None) -> tuple[Problem, Tensor]:
-        """Problem and start; the tensors of the problem are leaves, and what is left out reads finite numbers only."""
-        problem, start = self.request.problem.replace(*(t.detach() for t in self.tensors)), self.start
-        if left_out is not None:
-            with torch.no_grad():
-                problem, start = isolated(problem, start, left_out)
-        leaves = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), self.needed, strict=True))
-        return problem.replace(*leaves), start
-
-    def there(self, left_out: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The last states y and z as integers, their unit, what failed, and what the products dropped.
-
-        All steps are made once more without the problems that leave the numbers, or their integers.
-        """
-        problem, start = self.problem(left_out)
-        evaluate, ndim, steps = pure(problem), problem.event_ndim, self.request.solver.max_steps
-
-        def mapped(z: Tensor) -> Tensor:
-            # With the graph of the way back: without one, modules may take other kernels, with other bits.
-            with torch.enable_grad(), without_hooks():
-                return evaluate(z.detach().requires_grad_()).detach()
-
-        new = mapped(start)
-        size = torch.maximum(largest(start, ndim), largest(new, ndim))
-        units, digits = IntegerUnits.of(size, left_out, ndim), LostDigits(self.fraction, 2 * steps)
-        part = float(1 - self.fraction)
-        y = z = units.integers(start)
-        for step in range(steps):
-            if step:
-                new = mapped(units.floats(z))
-                size = torch.maximum(size, largest(new, ndim))
-            y = digits.multiply(y).add_(units.integers(new, part))
-            new = mapped(units.floats(y))
+    new = mapped(first)
+    size = torch.maximum(largest(first, ndim), largest(new, ndim))
+    units, digits = IntegerUnits.of(size, without, ndim), LostDigits(fraction, count)
+    y = z = units.integers(first)
+    for i in range(count):
+        if i:
+            new = mapped(units.floats(z))
             size = torch.maximum(size, largest(new, ndim))
-            z = digits.multiply(z).add_(units.integers(new, part))
-        # So is NaN.
-        failed = ~(size * units.inverse.reshape(size.shape) <= LARGEST)
-        if left_out is not None:
-            failed = failed | left_out
-        elif bool(failed.any()):
-            return self.there(failed)
-        return y, z, units.unit, failed, *digits.words
+        y, z = z, digits.multiply(y).add_(units.integers(new, float(1 - fraction)))
+    # So is NaN.
+    failed = without | ~(size * units.inverse.reshape(size.shape) <= LARGEST)
+    if left_out is None and bool(failed.any()):
+        return steps_there(problem, start, count, fraction, failed)
+    return y, z, units.unit, failed, *digits.words
 
-    def back(
-        self, y: Tensor, z: Tensor, unit: Tensor, failed: Tensor, *words: Tensor, by_z: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the start and of each tensor that is needed, by the ends of `there` and dL/dz."""
-        problem, start = self.problem(failed if bool(failed.any()) else None)
-        by_z, steps = merged_rows(failed, torch.zeros_like(by_z), by_z), self.request.solver.max_steps
-        # Compiled modules stay so, as plain ones would return other bits.
-        problem, part, rest = problem.unwritten(), float(1 - self.fraction), float(self.fraction)
-        units, digits = IntegerUnits(unit), LostDigits(self.fraction, 2 * steps, words)
-        by_y = torch.zeros_like(by_z)
-        for step in reversed(range(steps)):
-            new, product = pulled(problem, units.floats(y), part * by_z)
-            z, by_y, by_z = digits.divide(z - units.integers(new, part)), product.add_(by_y), rest * by_z
-            new, product = pulled(problem, units.floats(z) if step else start, part * by_y)
-            y, by_y, by_z = digits.divide(y - units.integers(new, part)), by_y.mul_(rest), by_z.add_(product)
-        first = units.integers(start)
-        apart = (largest((x - first).to(unit.dtype), problem.event_ndim) for x in (y, z))
-        # Relative to the numbers that the unit was chosen for.
-        error = torch.maximum(*apart) / 2.0 ** BITS[unit.dtype][0]
-        report_reconstruction(self.request.report, error, 2 * steps, problem.if_random)
-        return by_y + by_z, *(t.grad for t in problem.tensors())
 
-    def recorded(self, failed: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the start and the tensors with a graph of their own, from a graph of all steps."""
-        # Views: a tensor may be computed from another one of them.
-        inputs = [t.view_as(t) for t in (self.start, *self.tensors)]
-        problem, first = self.request.problem.replace(*inputs[1:]).apart(), inputs[0]
-        if bool(failed.any()):
-            problem, first = isolated(problem, first, failed)
-            cotangent = merged_rows(failed, torch.zeros_like(cotangent), cotangent)
-        value = coupled_steps(pure(problem), first, self.request.solver.max_steps, self.fraction)
-        where = [i for i, n in enumerate((True, *self.needed)) if n and inputs[i].requires_grad]
-        found = torch.autograd.grad(value, [inputs[i] for i in where], cotangent, create_graph=True, allow_unused=True)
-        gradients = dict(zip(where, found, strict=True))
-        return tuple(map(gradients.get, range(len(inputs))))
+def steps_back(
+    problem: Problem, start: Tensor, count: int, fraction: Fraction, ends: Sequence[Tensor], by_z: Tensor
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """How far from the start the moves back arrive, (*lead), and the gradients of the start and the tensors.
+
+    ends: of `steps_there`; by_z: dL/dz.
+    """
+    y, z, unit, failed, *words = ends
+    problem, start = with_leaves(problem, start, failed)
+    # Compiled modules stay so, as plain ones would return other bits.
+    problem, part = problem.unwritten(), float(1 - fraction)
+    units, digits = IntegerUnits(unit), LostDigits(fraction, count, words)
+    by_z = by_z.masked_fill(along(failed, by_z), 0.0)
+    by_y = torch.zeros_like(by_z)
+    for i in reversed(range(count)):
+        new, product = pulled(problem, units.floats(y) if i else start, part * by_z)
+        y, z = digits.divide(z - units.integers(new, part)), y
+        by_y, by_z = float(fraction) * by_z, product.add_(by_y)
+    first = units.integers(start)
+    apart = (largest((x - first).to(unit.dtype), problem.event_ndim) for x in (y, z))
+    # Relative to the numbers that the unit was chosen for.
+    error = torch.maximum(*apart) / 2.0 ** BITS[unit.dtype][0]
+    return error, (by_y + by_z, *(t.grad for t in problem.tensors()))
+
+
+def steps_recorded(
+    problem: Problem, start: Tensor, count: int, fraction: Fraction, failed: Tensor, by_z: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `steps_back` with a graph of their own, from a graph of all steps."""
+    # Views: a tensor may be computed from another one of them.
+    inputs = [t.view_as(t) for t in (start, *problem.tensors())]
+    problem, first = isolated(problem.replace(*inputs[1:]).apart(), inputs[0], failed)
+    value = coupled_steps(pure(problem), first, count // 2, fraction)
+    by_z = by_z.masked_fill(along(failed, by_z), 0.0)
+    needed = [t for t in inputs if t.requires_grad]
+    found = iter(torch.autograd.grad(value, needed, by_z, create_graph=True, allow_unused=True))
+    return tuple(next(found) if t.requires_grad else None for t in inputs)
 
 
 def pulled(problem: Problem, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,9 +307,9 @@ class ReversibleSteps(torch.autograd.Function):
     def forward(
         ctx: Any, request: Request, fraction: Fraction, initial: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ends = BackAndForth(request, fraction, initial, tensors, ctx.needs_input_grad[3:]).there()
+        ctx.request, ctx.fraction, ctx.num_tensors = request, fraction, len(tensors)
+        ends = steps_there(request.problem.replace(*tensors), initial, 2 * request.solver.max_steps, fraction)
         _, z, unit, failed, *_ = ends
-        ctx.request, ctx.fraction, ctx.count = request, fraction, len(tensors)
         ctx.mark_non_differentiable(failed)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(initial, *tensors, *ends)
@@ -356,20 +318,21 @@ class ReversibleSteps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         start, *rest = ctx.saved_tensors
-        tensors, ends = rest[: ctx.count], rest[ctx.count :]
+        tensors, ends = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
         if cotangent is None:
             return (None,) * (3 + len(tensors))
         if torch._C._functorch.is_legacy_batchedtensor(cotangent):
             raise RuntimeError(
                 "steps cannot run backwards with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
             )
-        _, _, needs_start, *needed = ctx.needs_input_grad
-        run = BackAndForth(ctx.request, ctx.fraction, start, tensors, needed)
+        request, count = ctx.request, 2 * ctx.request.solver.max_steps
+        given = request.problem.replace(*tensors), start, count, ctx.fraction
         with exact_precision(start):
             if torch.is_grad_enabled():
-                return None, None, *run.recorded(ends[3], cotangent)
-            by_start, *gradients = run.back(*ends, by_z=cotangent)
-        return None, None, by_start if needs_start else None, *gradients
+                return None, None, *steps_recorded(*given, ends[3], cotangent)
+            error, gradients = steps_back(*given, ends, cotangent)
+            report_reconstruction(request.report, error, count, request.problem.if_random)
+            return None, None, *gradients
 
 
 #: Rounding of this many units of a state is told of: where f repeats itself the error is 0, else it grows at each step.
