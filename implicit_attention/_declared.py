@@ -62,7 +62,7 @@ def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[...,
     return context(function) if callable(context) else None
 
 
-def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
+def _reading(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
     """The same module tree, reading the tensors `new[id(old)]`."""
 
     def own(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
@@ -70,7 +70,7 @@ def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
             raise ValueError(
                 "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
             )
-        for kind in [kind for kind in ("_parameters", "_buffers") if state[kind]]:
+        for kind in ("_parameters", "_buffers"):
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
         return type(module)
 
@@ -116,30 +116,23 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
     return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
 
 
-def walk(value: Any, name: str = "") -> list[tuple[str, Any]]:
+def walk(value: Any, name: str = "", found: list[tuple[str, Any]] | None = None) -> list[tuple[str, Any]]:
     """The leaves of nested tuples, lists, dicts and `Declared` objects, and these objects, with names behind `name`."""
-    found: list[tuple[str, Any]] = []
-    _collect(value, name, found)
-    return found
-
-
-def _collect(value: Any, name: str, found: list[tuple[str, Any]]) -> None:
     # Not a generator, which costs a frame for each level and leaf: every solve looks for tensors several times.
-    if isinstance(value, Tensor | nn.Module):
-        found.append((name, value))
-    elif isinstance(value, Declared):
-        found.append((name, value))
-        for attribute, part in vars(value).items():
-            if isinstance(part, HOLDERS):
-                _collect(part, f"{name}.{attribute}" if name else attribute, found)
-    elif isinstance(value, tuple | list):
+    found = [] if found is None else found
+    if isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            _collect(item, f"{name}[{i}]", found)
+            walk(item, f"{name}[{i}]", found)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _collect(item, f"{name}[{key!r}]", found)
+            walk(item, f"{name}[{key!r}]", found)
     else:
         found.append((name, value))
+    if isinstance(value, Declared):
+        for attribute, part in vars(value).items():
+            if isinstance(part, HOLDERS):
+                walk(part, f"{name}.{attribute}" if name else attribute, found)
+    return found
 
 
 def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -157,25 +150,23 @@ def modules_in(value: Any) -> Iterator[nn.Module]:
     return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in leaf.modules())
 
 
-def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Any:
-    """`value` with its tensors and modules replaced, in the order of `named`."""
-    if isinstance(value, Tensor):
-        return tensor(value)
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with each tensor and module in it replaced by leaf(it), in the order of `named`."""
     if isinstance(value, Declared):
-        return value._mapped(tensor, module)
-    if isinstance(value, nn.Module):
-        return module(value)
+        return value._mapped(leaf)
+    if isinstance(value, Tensor | nn.Module):
+        return leaf(value)
     if isinstance(value, tuple | list):
-        items = [_mapped(item, tensor, module) for item in value]
+        items = [_mapped(item, leaf) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _mapped(item, tensor, module) for key, item in value.items()}
+        return {key: _mapped(item, leaf) for key, item in value.items()}
     return value
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor t in it replaced by change(t)."""
-    return _mapped(value, change, lambda module: module)
+    return _mapped(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 #: How many entries of a tuple, list or dict are named where an object is shown.
@@ -301,25 +292,30 @@ class Declared:
         """The same object reading other tensors, given in the order of `tensors()`."""
         new = iter(tensors)
 
-        def replaced(module: nn.Module) -> nn.Module:
-            return _copied(module, {id(tensor): next(new) for _, tensor in _module_tensors(module)})
+        def replaced(leaf: Tensor | nn.Module) -> Tensor | nn.Module:
+            if isinstance(leaf, Tensor):
+                return next(new)
+            return _reading(leaf, {id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
 
-        result = self._mapped(lambda _: next(new), replaced)
+        result = self._mapped(replaced)
         if next(new, None) is not None:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
 
-    def apart(self) -> Self:
-        """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
+    def apart(self, *, compiled: bool = False) -> Self:
+        """The same object for evaluations beside the solve: its modules write to no buffer.
 
-        Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
-        in a module gives the module up for all later calls.)
+        Buffers that they update while they train, such as a running mean, are copied.
+
+        Args:
+            compiled: whether modules stay compiled where they are. A compiler that meets torch.func in a module gives
+                the module up for all later calls.
         """
-        return self._with_copies(lambda part: _is_compiled(part) or part.training, _own_buffers, compiled=False)
 
-    def unwritten(self) -> Self:
-        """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
-        return self._with_copies(lambda part: part.training, _own_buffers)
+        def differs(part: nn.Module) -> bool:
+            return part.training or (_is_compiled(part) and not compiled)
+
+        return self._with_copies(differs, _own_buffers, compiled=compiled)
 
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.
@@ -340,7 +336,7 @@ class Declared:
         if not any(map(changes, modules_in(self))):
             return self
         copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, own, copies, compiled=compiled))
+        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, own, copies, compiled=compiled))
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -350,11 +346,11 @@ class Declared:
         """
         return tuple(vars(self)) == names
 
-    def _mapped(self, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Self:
+    def _mapped(self, leaf: Callable[[Any], Any]) -> Self:
         clone = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, HOLDERS):
-                object.__setattr__(clone, name, _mapped(value, tensor, module))
+                object.__setattr__(clone, name, _mapped(value, leaf))
         return clone
 
 

@@ -137,9 +137,10 @@ class UserProblem(Problem):
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
 
-    def apart(self) -> Self:
-        clone = super().apart()
-        if (plain := getattr(clone.function, "_torchdynamo_orig_callable", None)) is not None:
+    def apart(self, *, compiled: bool = False) -> Self:
+        clone = super().apart(compiled=compiled)
+        plain = getattr(clone.function, "_torchdynamo_orig_callable", None)
+        if plain is not None and not compiled:
             clone = copy.copy(clone)
             clone.function = plain
         return clone

@@ -259,7 +259,7 @@ def steps_back(
     y, z, unit, failed, *words = ends
     problem, start = with_leaves(problem, start, failed)
     # Compiled modules stay so, as plain ones would return other bits.
-    problem, part = problem.unwritten(), float(1 - fraction)
+    problem, part = problem.apart(compiled=True), float(1 - fraction)
     units, digits = IntegerUnits(unit), LostDigits(fraction, count, words)
     by_z = by_z.masked_fill(along(failed, by_z), 0.0)
     by_y = torch.zeros_like(by_z)
