@@ -16,7 +16,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import HALF, transforms_active
 from ._declared import HOLDERS, changed, modules_in, named, picked, walk
-from .problem import Problem, counted, find_undeclared, is_like, refuse_writes
+from .problem import Problem, counted, is_like, refuse_writes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,9 +116,13 @@ class UserProblem(Problem):
                     "expand it, or wrap what all problems read in Shared",
                 )
 
-    def check_undeclared(self, z: Tensor) -> None:
-        remedy = f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
-        find_undeclared(self, z, lambda: closed_over(self.function), remedy)
+    @property
+    def undeclared(self) -> str:  # type: ignore[override]
+        return closed_over(self.function)
+
+    @property
+    def to_declare(self) -> str:  # type: ignore[override]
+        return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
