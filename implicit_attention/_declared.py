@@ -388,7 +388,7 @@ def pick(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
     if index.ndim == 1:
         return tensor.index_select(0, index)
-    return tensor.gather(index.ndim - 1, spread(index, tensor))
+    return torch.take_along_dim(tensor, index.reshape(*index.shape, *(1,) * (tensor.ndim - index.ndim)), index.ndim - 1)
 
 
 def first_of(chosen: Tensor) -> Tensor | None:
@@ -403,10 +403,5 @@ def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """A tensor (*batch, N, ...) with `rows` (*batch, K, ...) in the places `index` (*batch, K)."""
     if index.ndim == 1:
         return tensor.index_copy(0, index, rows)
-    return tensor.scatter(index.ndim - 1, spread(index, rows), rows)
-
-
-def spread(index: Tensor, like: Tensor) -> Tensor:
-    """`index` (*batch, K), the same for all entries of a row of `like` (*batch, N, ...)."""
-    own = like.shape[index.ndim :]
-    return index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)
+    places = index.reshape(*index.shape, *(1,) * (rows.ndim - index.ndim)).expand_as(rows)
+    return tensor.scatter(index.ndim - 1, places, rows)

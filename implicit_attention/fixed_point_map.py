@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import HALF, transforms_active
-from ._declared import HOLDERS, changed, modules_in, named, picked, walk
+from ._declared import changed, modules_in, named, picked, walk
 from .problem import Problem, counted, is_like, refuse_writes
 
 
@@ -135,9 +135,7 @@ class UserProblem(Problem):
         return self._with_own(filled)
 
     def _with_own(self, change: Callable[[Tensor], Tensor]) -> Self:
-        clone = object.__new__(type(self))
-        clone.__dict__ |= vars(self)
-        pairs = zip(self.inputs, self._own, strict=True)
+        clone, pairs = copy.copy(self), zip(self.inputs, self._own, strict=True)
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
 
@@ -202,8 +200,7 @@ def closed_over(function: Any) -> str:
     names = []
     for part in function.modules() if isinstance(function, nn.Module) else (function,):
         for name, value in _scope(part):
-            # Mostly it is a function or a number.
-            for _, leaf in walk(value) if isinstance(value, HOLDERS) else ():
+            for _, leaf in walk(value):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     names.append(f"`{name}`")
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):

@@ -25,7 +25,7 @@ from ._autograd import (
     transforms_active,
     vjp,
 )
-from ._declared import Declared, abstract
+from ._declared import Declared, abstract, pick
 from ._types import LinearMap
 from .kernels.problem import Attention
 from .status import LEVERS, Status, advice
@@ -90,21 +90,16 @@ class TokenOrder:
         """The `tokens`, boolean, (*lead, N), and those that read them."""
         if self._readers is None:
             return tokens.cumsum(-1) > 0
-        chosen = tokens.to(self._readers.dtype)
-        if self._readers.ndim == 2:
-            return chosen @ self._readers.mT > 0
-        return (self._readers @ chosen[..., None])[..., 0] > 0
+        return (self._readers @ tokens.to(self._readers.dtype)[..., None])[..., 0] > 0
 
     def restricted(self, index: Tensor) -> TokenOrder:
         """The order of the tokens `index`, (K,) or (*lead, K), which follow each other as before."""
         order = TokenOrder()
         if self._readers is not None:
             # One of the two has no leading axes, or both have the same.
-            lead, count = index.shape[:-1] or self._readers.shape[:-2], index.shape[-1]
-            readers = self._readers.expand(*lead, *self._readers.shape[-2:])
-            rows = index.expand(*lead, count)[..., None].expand(*lead, count, readers.shape[-1])
-            picked = readers.gather(-2, rows)
-            order._readers = picked.gather(-1, rows[..., :1].mT.expand(*lead, count, count))
+            lead = index.shape[:-1] or self._readers.shape[:-2]
+            readers, index = self._readers.expand(*lead, -1, -1), index.expand(*lead, -1)
+            order._readers = pick(pick(readers, index).mT, index).mT
         return order
 
 
