@@ -266,7 +266,7 @@ def steps_back(
     for i in reversed(range(count)):
         new, product = pulled(problem, units.floats(y) if i else start, part * by_z)
         y, z = digits.divide(z - units.integers(new, part)), y
-        by_y, by_z = float(fraction) * by_z, product.add_(by_y)
+        by_y, by_z = by_z.mul_(float(fraction)), product.add_(by_y)
     first = units.integers(start)
     apart = (largest((x - first).to(unit.dtype), problem.event_ndim) for x in (y, z))
     # Relative to the numbers that the unit was chosen for.
