@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import (
@@ -181,30 +180,64 @@ def largest(z: Tensor, event_ndim: int) -> Tensor:
     return z.detach().abs()[..., None].flatten(z.ndim - event_ndim).amax(-1)
 
 
-class IntegerUnits:
-    """The sizes of the integers 1 of states, one for each problem, (*lead, 1, ...): powers of two, and their inverses.
+class Integers:
+    """States as integers, whose damped moves can be undone: what the products with the damping drop is kept.
 
-    Both are 0 for problems that are left out, whose states then are.
+    Args:
+        unit: the size of 1 for each problem, (*lead, 1, ...), a power of two; 0 for those left out, whose states are 0.
+        damping: n/m in (0, 1).
+        count: how many moves are made.
+        words: what was kept of `count` moves, which are to be undone; empty before the first.
+
+    Reference: Maclaurin, Duvenaud and Adams (2015).
     """
 
-    def __init__(self, unit: Tensor) -> None:
+    def __init__(self, unit: Tensor, damping: Fraction, count: int, words: Sequence[Tensor] = ()) -> None:
         self.unit, self.inverse = unit, torch.where(unit > 0, 1 / unit, 0.0)
-
-    @classmethod
-    def of(cls, size: Tensor, left_out: Tensor, event_ndim: int) -> Self:
-        """The units for problems whose start and f there have this size."""
-        bits, least = BITS[size.dtype]
-        power = torch.frexp(size.nan_to_num(1.0, 1.0).clamp_min(least)).exponent
-        unit = torch.ldexp(torch.ones_like(size), power - bits).masked_fill(left_out, 0.0)
-        return cls(unit.reshape((*unit.shape, *(1,) * event_ndim)))
+        self.numerator, self.denominator, self.part = damping.numerator, damping.denominator, float(1 - damping)
+        self.words, self.index = list(words), count if words else 0
+        #: The products whose digits one integer has room for.
+        self.room, bound = 0, 0
+        while self.room < count and bound * self.denominator + self.denominator <= LARGEST:
+            bound = (bound * self.denominator + self.denominator - 1) // self.numerator
+            self.room += 1
 
     def floats(self, x: Tensor) -> Tensor:
         """The states of integers."""
         return x.to(self.unit.dtype).mul_(self.unit)
 
-    def integers(self, z: Tensor, part: float = 1.0) -> Tensor:
+    def of(self, z: Tensor, part: float = 1.0) -> Tensor:
         """The integers of a part of z, which are any where z has no place."""
         return (z * (part * self.inverse)).to(torch.int64)
+
+    def moved(self, x: Tensor, new: Tensor) -> Tensor:
+        """n/m x, up to n units, and (1 - n/m) new."""
+        quotient, word = divided(x, self.denominator)
+        if self.index % self.room:
+            word.add_(self.words.pop(), alpha=self.denominator)
+        if self.numerator > 1:
+            word, rest = divided(word, self.numerator)
+            quotient = quotient.mul_(self.numerator).add_(rest)
+        self.words.append(word)
+        self.index += 1
+        return quotient.add_(self.of(new, self.part))
+
+    def undone(self, x: Tensor, new: Tensor) -> Tensor:
+        """The integer of which `moved`, the last one that is not undone, made x."""
+        x, word, self.index = x - self.of(new, self.part), self.words.pop(), self.index - 1
+        if self.numerator > 1:
+            x, rest = divided(x, self.numerator)
+            word = rest.add_(word, alpha=self.numerator)
+        word, rest = divided(word, self.denominator)
+        if self.index % self.room:
+            self.words.append(word)
+        return rest.add_(x, alpha=self.denominator)
+
+
+def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The quotient, rounded down, and the remainder >= 0."""
+    quotient = torch.div(x, by, rounding_mode="floor")
+    return quotient, torch.sub(x, quotient, alpha=by)
 
 
 def with_leaves(problem: Problem, start: Tensor, failed: Tensor) -> tuple[Problem, Tensor]:
@@ -219,7 +252,7 @@ def with_leaves(problem: Problem, start: Tensor, failed: Tensor) -> tuple[Proble
 def steps_there(
     problem: Problem, start: Tensor, count: int, fraction: Fraction, left_out: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The last states y and z as integers after `count` moves, their unit, what failed, and what the products dropped.
+    """The state after `count` moves; the last two as integers, their unit, what failed, and what the products dropped.
 
     All are made once more without the problems that leave the numbers, or their integers.
     """
@@ -235,18 +268,21 @@ def steps_there(
 
     new = mapped(first)
     size = torch.maximum(largest(first, ndim), largest(new, ndim))
-    units, digits = IntegerUnits.of(size, without, ndim), LostDigits(fraction, count)
-    y = z = units.integers(first)
+    bits, least = BITS[size.dtype]
+    power = torch.frexp(size.nan_to_num(1.0, 1.0).clamp_min(least)).exponent
+    unit = torch.ldexp(torch.ones_like(size), power - bits).masked_fill(without, 0.0)
+    integers = Integers(along(unit, start), fraction, count)
+    y = z = integers.of(first)
     for i in range(count):
         if i:
-            new = mapped(units.floats(z))
+            new = mapped(integers.floats(z))
             size = torch.maximum(size, largest(new, ndim))
-        y, z = z, digits.multiply(y).add_(units.integers(new, float(1 - fraction)))
+        y, z = z, integers.moved(y, new)
     # So is NaN.
-    failed = without | ~(size * units.inverse.reshape(size.shape) <= LARGEST)
+    failed = without | ~(size * integers.inverse.reshape(size.shape) <= LARGEST)
     if left_out is None and bool(failed.any()):
         return steps_there(problem, start, count, fraction, failed)
-    return y, z, units.unit, failed, *digits.words
+    return integers.floats(z), y, z, integers.unit, failed, *integers.words
 
 
 def steps_back(
@@ -254,20 +290,19 @@ def steps_back(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """How far from the start the moves back arrive, (*lead), and the gradients of the start and the tensors.
 
-    ends: of `steps_there`; by_z: dL/dz.
+    ends: of `steps_there`, without the state; by_z: dL/dz.
     """
     y, z, unit, failed, *words = ends
     problem, start = with_leaves(problem, start, failed)
     # Compiled modules stay so, as plain ones would return other bits.
-    problem, part = problem.apart(compiled=True), float(1 - fraction)
-    units, digits = IntegerUnits(unit), LostDigits(fraction, count, words)
+    problem, integers = problem.apart(compiled=True), Integers(unit, fraction, count, words)
     by_z = by_z.masked_fill(along(failed, by_z), 0.0)
     by_y = torch.zeros_like(by_z)
     for i in reversed(range(count)):
-        new, product = pulled(problem, units.floats(y) if i else start, part * by_z)
-        y, z = digits.divide(z - units.integers(new, part)), y
+        new, product = pulled(problem, integers.floats(y) if i else start, integers.part * by_z)
+        y, z = integers.undone(z, new), y
         by_y, by_z = by_z.mul_(float(fraction)), product.add_(by_y)
-    first = units.integers(start)
+    first = integers.of(start)
     apart = (largest((x - first).to(unit.dtype), problem.event_ndim) for x in (y, z))
     # Relative to the numbers that the unit was chosen for.
     error = torch.maximum(*apart) / 2.0 ** BITS[unit.dtype][0]
@@ -308,12 +343,12 @@ class ReversibleSteps(torch.autograd.Function):
         ctx: Any, request: Request, fraction: Fraction, initial: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.request, ctx.fraction, ctx.num_tensors = request, fraction, len(tensors)
-        ends = steps_there(request.problem.replace(*tensors), initial, 2 * request.solver.max_steps, fraction)
-        _, z, unit, failed, *_ = ends
-        ctx.mark_non_differentiable(failed)
+        given = request.problem.replace(*tensors), initial, 2 * request.solver.max_steps, fraction
+        value, *ends = steps_there(*given)
+        ctx.mark_non_differentiable(ends[3])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(initial, *tensors, *ends)
-        return IntegerUnits(unit).floats(z), failed
+        return value, ends[3]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
@@ -360,54 +395,3 @@ def report_reconstruction(report: AdjointReport, error: Tensor, num_evals: int, 
     what = "the backward pass by Reversible, whose gradient is therefore wrong,"
     remedies = {Status.MAX_STEPS: f"the steps ran back to another start, as f is not the same each time: {if_random}"}
     report_failures(report.on_failure, what, record(error), remedies, site=report.site, side="backward")
-
-
-class LostDigits:
-    """The store of what products with a fraction n/m in (0, 1) drop, so that they can be undone; all are integers.
-
-    Args:
-        fraction: n/m.
-        count: how many products are made.
-        words: the integers kept of `count` products, which are to be undone; empty before the first.
-
-    Reference: Maclaurin, Duvenaud and Adams (2015).
-    """
-
-    def __init__(self, fraction: Fraction, count: int, words: Sequence[Tensor] = ()) -> None:
-        self.numerator, self.denominator = fraction.numerator, fraction.denominator
-        self.words = list(words)
-        self.index = count if words else 0
-        #: The products whose digits one integer has room for.
-        self.room, bound = 0, 0
-        while self.room < count and bound * self.denominator + self.denominator <= LARGEST:
-            bound = (bound * self.denominator + self.denominator - 1) // self.numerator
-            self.room += 1
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """x n/m, up to n units; what it drops is kept."""
-        quotient, word = divided(x, self.denominator)
-        if self.index % self.room:
-            word.add_(self.words.pop(), alpha=self.denominator)
-        if self.numerator > 1:
-            word, rest = divided(word, self.numerator)
-            quotient = quotient.mul_(self.numerator).add_(rest)
-        self.words.append(word)
-        self.index += 1
-        return quotient
-
-    def divide(self, x: Tensor) -> Tensor:
-        """The integer of which `multiply`, the last one that is not undone, made x."""
-        word, self.index = self.words.pop(), self.index - 1
-        if self.numerator > 1:
-            x, rest = divided(x, self.numerator)
-            word = rest.add_(word, alpha=self.numerator)
-        word, rest = divided(word, self.denominator)
-        if self.index % self.room:
-            self.words.append(word)
-        return rest.add_(x, alpha=self.denominator)
-
-
-def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """The quotient, rounded down, and the remainder >= 0."""
-    quotient = torch.div(x, by, rounding_mode="floor")
-    return quotient, torch.sub(x, quotient, alpha=by)
