@@ -140,11 +140,9 @@ class UserProblem(Problem):
         return clone
 
     def apart(self, *, compiled: bool = False) -> Self:
-        clone = super().apart(compiled=compiled)
-        plain = getattr(clone.function, "_torchdynamo_orig_callable", None)
-        if plain is not None and not compiled:
-            clone = copy.copy(clone)
-            clone.function = plain
+        clone = copy.copy(super().apart(compiled=compiled))
+        if not compiled:
+            clone.function = _original(clone.function)
         return clone
 
     def _called(self, z: Tensor) -> Any:
@@ -196,8 +194,7 @@ class UserProblem(Problem):
 
 def closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
-    function = getattr(function, "_torchdynamo_orig_callable", function)
-    names = []
+    function, names = _original(function), []
     for part in function.modules() if isinstance(function, nn.Module) else (function,):
         for name, value in _scope(part):
             for _, leaf in walk(value):
@@ -206,6 +203,11 @@ def closed_over(function: Any) -> str:
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
                     names.append(f"the parameters of `{name}`")
     return " and ".join(dict.fromkeys(names)) or "a tensor"
+
+
+def _original(function: Any) -> Any:
+    """The function inside what torch.compile made of it; any other one as it is."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _scope(function: Any) -> Iterator[tuple[str, Any]]:
