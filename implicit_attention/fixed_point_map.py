@@ -182,9 +182,8 @@ class UserProblem(Problem):
             raise ValueError(_validate.message(name, required, received, remedy))
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
-            if got != expected:
-                required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
-                raise ValueError(_validate.message(name, required, got, remedy))
+            required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
+            _validate.require(got == expected, name, required, got, remedy)
         return result
 
     def _name(self) -> str:

@@ -77,14 +77,12 @@ class TokenOrder:
         count = pairs.shape[-1]
         reads = (pairs | torch.eye(count, dtype=torch.bool, device=pairs.device)).float()
         for _ in range(max(count - 1, 0).bit_length()):
-            more = ((reads @ reads) > 0).float()
-            known, reads = host_may_look(more) and torch.equal(more, reads), more
-            if known:
-                # A window, unlike documents, lets every token reach all later ones.
-                if torch.equal(reads, torch.ones_like(reads).tril()):
-                    return
+            before, reads = reads, ((reads @ reads) > 0).float()
+            if host_may_look(reads) and torch.equal(before, reads):
                 break
-        self._readers = reads
+        # A window, unlike documents, lets every token reach all later ones.
+        if not (host_may_look(reads) and torch.equal(reads, torch.ones_like(reads).tril())):
+            self._readers = reads
 
     def behind(self, tokens: Tensor) -> Tensor:
         """The `tokens`, boolean, (*lead, N), and those that read them."""
@@ -300,7 +298,7 @@ class Problem(Declared, general=True):
         """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
         if self.all_declared:
             return
-        tensors, apart = self.tensors(), self.apart()
+        apart = self.apart()
         detached = apart.replace(*(t.detach() for t in apart.tensors()))
         declared = {name for name, _ in apart.named_tensors()}
         with torch.enable_grad():
@@ -314,7 +312,7 @@ class Problem(Declared, general=True):
                 "a tensor made there, through which no gradient would reach what it is made of",
                 "compute it at every call, or once in __init__",
             )
-        hidden = is_batched(result) and not is_batched(z, *tensors)
+        hidden = is_batched(result) and not is_batched(z, *self.tensors())
         if result.requires_grad or has_tangent(result) or hidden:
             raise ValueError(
                 f"`{self._name()}` reads {self.undeclared}, which requires grad but is not declared, so its gradient "

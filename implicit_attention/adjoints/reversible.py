@@ -257,7 +257,8 @@ def steps_there(
     All are made once more without the problems that leave the numbers, or their integers.
     """
     ndim = problem.event_ndim
-    without = torch.zeros_like(largest(start, ndim), dtype=torch.bool) if left_out is None else left_out
+    nothing = start.new_zeros(start.shape[: start.ndim - ndim], dtype=torch.bool)
+    without = nothing if left_out is None else left_out
     leaves, first = with_leaves(problem, start, without)
     evaluate = pure(leaves)
 
@@ -288,7 +289,7 @@ def steps_there(
 def steps_back(
     problem: Problem, start: Tensor, count: int, fraction: Fraction, ends: Sequence[Tensor], by_z: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """How far from the start the moves back arrive, (*lead), and the gradients of the start and the tensors.
+    """The distance to the start at which the moves back arrive, (*lead), and the gradients of start and tensors.
 
     ends: of `steps_there`, without the state; by_z: dL/dz.
     """
