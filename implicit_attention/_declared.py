@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ._autograd import in_own_precision
 
 _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
+#: Changes the attributes of a copy of a module, and returns its class, if that is another.
+_Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -25,16 +27,9 @@ def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _tree(
-    module: nn.Module,
-    own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]],
-    copies: dict[int, nn.Module],
-    *,
-    compiled: bool = True,
-) -> nn.Module:
-    """A copy of the module tree, shared parts shared.
+def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
+    """A copy of the module tree, shared parts shared, each of which `own` changes.
 
-    own(module, attributes) changes the attributes that the copy of each is to have, and returns its class.
     compiled: whether copies of what torch.compile made are compiled, too.
     """
     if not compiled and "dynamo_ctx" in vars(module):
@@ -42,7 +37,7 @@ def _tree(
     if id(module) not in copies:
         state = dict(module.__dict__)
         state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
-        kind = own(module, state)
+        kind = own(module, state) or type(module)
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
         clone.__dict__, inner = state, state["_modules"]
@@ -65,14 +60,13 @@ def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[...,
 def _reading(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
     """The same module tree, reading the tensors `new[id(old)]`."""
 
-    def own(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+    def own(module: nn.Module, state: dict[str, Any]) -> None:
         if parametrize._cache_enabled and _is_parametrized(module):
             raise ValueError(
                 "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
             )
         for kind in ("_parameters", "_buffers"):
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
-        return type(module)
 
     return _tree(module, own, {})
 
@@ -81,11 +75,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
 
 
-def _own_buffers(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+def _own_buffers(module: nn.Module, state: dict[str, Any]) -> None:
     """For `_tree`: with buffers of its own where it may write to them."""
     if module.training:
         state["_buffers"] = {n: b if b is None else b.clone() for n, b in state["_buffers"].items()}
-    return type(module)
 
 
 def _is_parametrized(module: nn.Module) -> bool:
@@ -95,12 +88,11 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 def _computes(module: nn.Module) -> bool:
     """Whether the module computes a weight of its own at every call."""
-    hooks = module._forward_pre_hooks
-    computing = bool(hooks) and any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values())
-    return computing or _is_parametrized(module)
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks) or _is_parametrized(module)
 
 
-def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module] | None:
     """For `_tree`: the weights that the module computes are computed now, and are its parameters."""
     parameters, hooks = state["_parameters"], module._forward_pre_hooks
     state["_forward_pre_hooks"] = kept = copy.copy(hooks)
@@ -110,7 +102,7 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
             parameters[hook.name] = hook.compute_weight(module, *options)
             del kept[key], state[hook.name]
     if not _is_parametrized(module):
-        return type(module)
+        return None
     parameters |= {name: getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)}
     del state["_modules"]["parametrizations"]
     return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
@@ -325,13 +317,7 @@ class Declared:
         """
         return self._with_copies(_computes, _computed)
 
-    def _with_copies(
-        self,
-        changes: Callable[[nn.Module], bool],
-        own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]],
-        *,
-        compiled: bool = True,
-    ) -> Self:
+    def _with_copies(self, changes: Callable[[nn.Module], bool], own: _Own, *, compiled: bool = True) -> Self:
         """The same object with copies of its modules as `_tree` makes them, if any part of these `changes`."""
         if not any(map(changes, modules_in(self))):
             return self

@@ -304,14 +304,10 @@ class Problem(Declared, general=True):
         with torch.enable_grad():
             # A copy, as a map that works in place is reported later.
             result = detached.fixed_point_map(z.detach().clone())
+        required, remedy = "not be kept while the problem is evaluated", "compute it at every call, or once in __init__"
+        made = "a tensor made there, through which no gradient would reach what it is made of"
         for name, _ in detached.named_tensors():
-            _validate.require(
-                name in declared,
-                name,
-                "not be kept while the problem is evaluated",
-                "a tensor made there, through which no gradient would reach what it is made of",
-                "compute it at every call, or once in __init__",
-            )
+            _validate.require(name in declared, name, required, made, remedy)
         hidden = is_batched(result) and not is_batched(z, *self.tensors())
         if result.requires_grad or has_tangent(result) or hidden:
             raise ValueError(

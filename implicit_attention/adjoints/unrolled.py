@@ -44,13 +44,9 @@ class Unrolled(Adjoint):
     """
 
     def check(self, request: Request) -> None:
-        _validate.require(
-            request.solver.differentiable,
-            "adjoint",
-            "not be Unrolled() for a solver whose steps cannot be differentiated",
-            type(request.solver).__name__,
-            "use Implicit(), or Picard, Anderson, Broyden or GradientDescent",
-        )
+        required = "not be Unrolled() for a solver whose steps cannot be differentiated"
+        remedy = "use Implicit(), or Picard, Anderson, Broyden or GradientDescent"
+        _validate.require(request.solver.differentiable, "adjoint", required, type(request.solver).__name__, remedy)
 
     def run(self, request: Request) -> Outcome:
         outcome = request.run(request.problem, request.initial, graph=True)
