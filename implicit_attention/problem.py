@@ -406,7 +406,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def counted(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """The tensor, or a `copy`; in inference mode always one, to which torch counts writes."""
+    """The tensor, or a `copy`; always one of an inference tensor, to which torch counts no writes."""
     if not torch.compiler.is_compiling() and tensor.is_inference():
         with torch.inference_mode(False):
             return tensor.clone()
