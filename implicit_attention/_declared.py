@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ._autograd import in_own_precision
 
 _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
+#: Changes the attributes of a copy of a module, and returns its class, if that is another.
+_Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -25,16 +27,9 @@ def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _tree(
-    module: nn.Module,
-    own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]],
-    copies: dict[int, nn.Module],
-    *,
-    compiled: bool = True,
-) -> nn.Module:
-    """A copy of the module tree, shared parts shared.
+def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
+    """A copy of the module tree, shared parts shared, each of which `own` changes.
 
-    own(module, attributes) changes the attributes that the copy of each is to have, and returns its class.
     compiled: whether copies of what torch.compile made are compiled, too.
     """
     if not compiled and "dynamo_ctx" in vars(module):
@@ -42,7 +37,7 @@ def _tree(
     if id(module) not in copies:
         state = dict(module.__dict__)
         state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
-        kind = own(module, state)
+        kind = own(module, state) or type(module)
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
         clone.__dict__, inner = state, state["_modules"]
@@ -62,17 +57,16 @@ def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[...,
     return context(function) if callable(context) else None
 
 
-def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
+def _reading(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
     """The same module tree, reading the tensors `new[id(old)]`."""
 
-    def own(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+    def own(module: nn.Module, state: dict[str, Any]) -> None:
         if parametrize._cache_enabled and _is_parametrized(module):
             raise ValueError(
                 "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
             )
-        for kind in [kind for kind in ("_parameters", "_buffers") if state[kind]]:
+        for kind in ("_parameters", "_buffers"):
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
-        return type(module)
 
     return _tree(module, own, {})
 
@@ -81,11 +75,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
 
 
-def _own_buffers(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+def _own_buffers(module: nn.Module, state: dict[str, Any]) -> None:
     """For `_tree`: with buffers of its own where it may write to them."""
     if module.training:
         state["_buffers"] = {n: b if b is None else b.clone() for n, b in state["_buffers"].items()}
-    return type(module)
 
 
 def _is_parametrized(module: nn.Module) -> bool:
@@ -95,12 +88,11 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 def _computes(module: nn.Module) -> bool:
     """Whether the module computes a weight of its own at every call."""
-    hooks = module._forward_pre_hooks
-    computing = bool(hooks) and any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values())
-    return computing or _is_parametrized(module)
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks) or _is_parametrized(module)
 
 
-def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module] | None:
     """For `_tree`: the weights that the module computes are computed now, and are its parameters."""
     parameters, hooks = state["_parameters"], module._forward_pre_hooks
     state["_forward_pre_hooks"] = kept = copy.copy(hooks)
@@ -110,36 +102,29 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
             parameters[hook.name] = hook.compute_weight(module, *options)
             del kept[key], state[hook.name]
     if not _is_parametrized(module):
-        return type(module)
+        return None
     parameters |= {name: getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)}
     del state["_modules"]["parametrizations"]
     return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
 
 
-def walk(value: Any, name: str = "") -> list[tuple[str, Any]]:
+def walk(value: Any, name: str = "", found: list[tuple[str, Any]] | None = None) -> list[tuple[str, Any]]:
     """The leaves of nested tuples, lists, dicts and `Declared` objects, and these objects, with names behind `name`."""
-    found: list[tuple[str, Any]] = []
-    _collect(value, name, found)
-    return found
-
-
-def _collect(value: Any, name: str, found: list[tuple[str, Any]]) -> None:
     # Not a generator, which costs a frame for each level and leaf: every solve looks for tensors several times.
-    if isinstance(value, Tensor | nn.Module):
-        found.append((name, value))
-    elif isinstance(value, Declared):
-        found.append((name, value))
-        for attribute, part in vars(value).items():
-            if isinstance(part, HOLDERS):
-                _collect(part, f"{name}.{attribute}" if name else attribute, found)
-    elif isinstance(value, tuple | list):
+    found = [] if found is None else found
+    if isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            _collect(item, f"{name}[{i}]", found)
+            walk(item, f"{name}[{i}]", found)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _collect(item, f"{name}[{key!r}]", found)
+            walk(item, f"{name}[{key!r}]", found)
     else:
         found.append((name, value))
+    if isinstance(value, Declared):
+        for attribute, part in vars(value).items():
+            if isinstance(part, HOLDERS):
+                walk(part, f"{name}.{attribute}" if name else attribute, found)
+    return found
 
 
 def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -157,25 +142,23 @@ def modules_in(value: Any) -> Iterator[nn.Module]:
     return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in leaf.modules())
 
 
-def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Any:
-    """`value` with its tensors and modules replaced, in the order of `named`."""
-    if isinstance(value, Tensor):
-        return tensor(value)
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with each tensor and module in it replaced by leaf(it), in the order of `named`."""
     if isinstance(value, Declared):
-        return value._mapped(tensor, module)
-    if isinstance(value, nn.Module):
-        return module(value)
+        return value._mapped(leaf)
+    if isinstance(value, Tensor | nn.Module):
+        return leaf(value)
     if isinstance(value, tuple | list):
-        items = [_mapped(item, tensor, module) for item in value]
+        items = [_mapped(item, leaf) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _mapped(item, tensor, module) for key, item in value.items()}
+        return {key: _mapped(item, leaf) for key, item in value.items()}
     return value
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor t in it replaced by change(t)."""
-    return _mapped(value, change, lambda module: module)
+    return _mapped(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 #: How many entries of a tuple, list or dict are named where an object is shown.
@@ -301,25 +284,30 @@ class Declared:
         """The same object reading other tensors, given in the order of `tensors()`."""
         new = iter(tensors)
 
-        def replaced(module: nn.Module) -> nn.Module:
-            return _copied(module, {id(tensor): next(new) for _, tensor in _module_tensors(module)})
+        def replaced(leaf: Tensor | nn.Module) -> Tensor | nn.Module:
+            if isinstance(leaf, Tensor):
+                return next(new)
+            return _reading(leaf, {id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
 
-        result = self._mapped(lambda _: next(new), replaced)
+        result = self._mapped(replaced)
         if next(new, None) is not None:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
 
-    def apart(self) -> Self:
-        """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
+    def apart(self, *, compiled: bool = False) -> Self:
+        """The same object for evaluations beside the solve: its modules write to no buffer.
 
-        Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
-        in a module gives the module up for all later calls.)
+        Buffers that they update while they train, such as a running mean, are copied.
+
+        Args:
+            compiled: whether modules stay compiled where they are. A compiler that meets torch.func in a module gives
+                the module up for all later calls.
         """
-        return self._with_copies(lambda part: _is_compiled(part) or part.training, _own_buffers, compiled=False)
 
-    def unwritten(self) -> Self:
-        """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
-        return self._with_copies(lambda part: part.training, _own_buffers)
+        def differs(part: nn.Module) -> bool:
+            return part.training or (_is_compiled(part) and not compiled)
+
+        return self._with_copies(differs, _own_buffers, compiled=compiled)
 
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.
@@ -329,18 +317,12 @@ class Declared:
         """
         return self._with_copies(_computes, _computed)
 
-    def _with_copies(
-        self,
-        changes: Callable[[nn.Module], bool],
-        own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]],
-        *,
-        compiled: bool = True,
-    ) -> Self:
+    def _with_copies(self, changes: Callable[[nn.Module], bool], own: _Own, *, compiled: bool = True) -> Self:
         """The same object with copies of its modules as `_tree` makes them, if any part of these `changes`."""
         if not any(map(changes, modules_in(self))):
             return self
         copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, own, copies, compiled=compiled))
+        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, own, copies, compiled=compiled))
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -350,11 +332,11 @@ class Declared:
         """
         return tuple(vars(self)) == names
 
-    def _mapped(self, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Self:
+    def _mapped(self, leaf: Callable[[Any], Any]) -> Self:
         clone = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, HOLDERS):
-                object.__setattr__(clone, name, _mapped(value, tensor, module))
+                object.__setattr__(clone, name, _mapped(value, leaf))
         return clone
 
 
@@ -392,7 +374,7 @@ def pick(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
     if index.ndim == 1:
         return tensor.index_select(0, index)
-    return tensor.gather(index.ndim - 1, spread(index, tensor))
+    return torch.take_along_dim(tensor, index.reshape(*index.shape, *(1,) * (tensor.ndim - index.ndim)), index.ndim - 1)
 
 
 def first_of(chosen: Tensor) -> Tensor | None:
@@ -407,10 +389,5 @@ def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """A tensor (*batch, N, ...) with `rows` (*batch, K, ...) in the places `index` (*batch, K)."""
     if index.ndim == 1:
         return tensor.index_copy(0, index, rows)
-    return tensor.scatter(index.ndim - 1, spread(index, rows), rows)
-
-
-def spread(index: Tensor, like: Tensor) -> Tensor:
-    """`index` (*batch, K), the same for all entries of a row of `like` (*batch, N, ...)."""
-    own = like.shape[index.ndim :]
-    return index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)
+    places = index.reshape(*index.shape, *(1,) * (rows.ndim - index.ndim)).expand_as(rows)
+    return tensor.scatter(index.ndim - 1, places, rows)

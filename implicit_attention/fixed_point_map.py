@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import HALF, transforms_active
-from ._declared import HOLDERS, changed, modules_in, named, picked, walk
-from .problem import Problem, counted, find_undeclared, is_like, refuse_writes
+from ._declared import changed, modules_in, named, picked, walk
+from .problem import Problem, counted, is_like, refuse_writes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,9 +116,13 @@ class UserProblem(Problem):
                     "expand it, or wrap what all problems read in Shared",
                 )
 
-    def check_undeclared(self, z: Tensor) -> None:
-        remedy = f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
-        find_undeclared(self, z, lambda: closed_over(self.function), remedy)
+    @property
+    def undeclared(self) -> str:  # type: ignore[override]
+        return closed_over(self.function)
+
+    @property
+    def to_declare(self) -> str:  # type: ignore[override]
+        return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
@@ -131,17 +135,14 @@ class UserProblem(Problem):
         return self._with_own(filled)
 
     def _with_own(self, change: Callable[[Tensor], Tensor]) -> Self:
-        clone = object.__new__(type(self))
-        clone.__dict__ |= vars(self)
-        pairs = zip(self.inputs, self._own, strict=True)
+        clone, pairs = copy.copy(self), zip(self.inputs, self._own, strict=True)
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
 
-    def apart(self) -> Self:
-        clone = super().apart()
-        if (plain := getattr(clone.function, "_torchdynamo_orig_callable", None)) is not None:
-            clone = copy.copy(clone)
-            clone.function = plain
+    def apart(self, *, compiled: bool = False) -> Self:
+        clone = copy.copy(super().apart(compiled=compiled))
+        if not compiled:
+            clone.function = _original(clone.function)
         return clone
 
     def _called(self, z: Tensor) -> Any:
@@ -181,9 +182,8 @@ class UserProblem(Problem):
             raise ValueError(_validate.message(name, required, received, remedy))
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
-            if got != expected:
-                required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
-                raise ValueError(_validate.message(name, required, got, remedy))
+            required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
+            _validate.require(got == expected, name, required, got, remedy)
         return result
 
     def _name(self) -> str:
@@ -193,17 +193,20 @@ class UserProblem(Problem):
 
 def closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
-    function = getattr(function, "_torchdynamo_orig_callable", function)
-    names = []
+    function, names = _original(function), []
     for part in function.modules() if isinstance(function, nn.Module) else (function,):
         for name, value in _scope(part):
-            # Mostly it is a function or a number.
-            for _, leaf in walk(value) if isinstance(value, HOLDERS) else ():
+            for _, leaf in walk(value):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     names.append(f"`{name}`")
                 elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
                     names.append(f"the parameters of `{name}`")
     return " and ".join(dict.fromkeys(names)) or "a tensor"
+
+
+def _original(function: Any) -> Any:
+    """The function inside what torch.compile made of it; any other one as it is."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _scope(function: Any) -> Iterator[tuple[str, Any]]:

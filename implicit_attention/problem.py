@@ -25,7 +25,7 @@ from ._autograd import (
     transforms_active,
     vjp,
 )
-from ._declared import Declared, abstract
+from ._declared import Declared, abstract, pick
 from ._types import LinearMap
 from .kernels.problem import Attention
 from .status import LEVERS, Status, advice
@@ -77,34 +77,27 @@ class TokenOrder:
         count = pairs.shape[-1]
         reads = (pairs | torch.eye(count, dtype=torch.bool, device=pairs.device)).float()
         for _ in range(max(count - 1, 0).bit_length()):
-            more = ((reads @ reads) > 0).float()
-            known, reads = host_may_look(more) and torch.equal(more, reads), more
-            if known:
-                # A window, unlike documents, lets every token reach all later ones.
-                if torch.equal(reads, torch.ones_like(reads).tril()):
-                    return
+            before, reads = reads, ((reads @ reads) > 0).float()
+            if host_may_look(reads) and torch.equal(before, reads):
                 break
-        self._readers = reads
+        # A window, unlike documents, lets every token reach all later ones.
+        if not (host_may_look(reads) and torch.equal(reads, torch.ones_like(reads).tril())):
+            self._readers = reads
 
     def behind(self, tokens: Tensor) -> Tensor:
         """The `tokens`, boolean, (*lead, N), and those that read them."""
         if self._readers is None:
             return tokens.cumsum(-1) > 0
-        chosen = tokens.to(self._readers.dtype)
-        if self._readers.ndim == 2:
-            return chosen @ self._readers.mT > 0
-        return (self._readers @ chosen[..., None])[..., 0] > 0
+        return (self._readers @ tokens.to(self._readers.dtype)[..., None])[..., 0] > 0
 
     def restricted(self, index: Tensor) -> TokenOrder:
         """The order of the tokens `index`, (K,) or (*lead, K), which follow each other as before."""
         order = TokenOrder()
         if self._readers is not None:
             # One of the two has no leading axes, or both have the same.
-            lead, count = index.shape[:-1] or self._readers.shape[:-2], index.shape[-1]
-            readers = self._readers.expand(*lead, *self._readers.shape[-2:])
-            rows = index.expand(*lead, count)[..., None].expand(*lead, count, readers.shape[-1])
-            picked = readers.gather(-2, rows)
-            order._readers = picked.gather(-1, rows[..., :1].mT.expand(*lead, count, count))
+            lead = index.shape[:-1] or self._readers.shape[:-2]
+            readers, index = self._readers.expand(*lead, -1, -1), index.expand(*lead, -1)
+            order._readers = pick(pick(readers, index).mT, index).mT
         return order
 
 
@@ -297,36 +290,30 @@ class Problem(Declared, general=True):
         """Raise if `z` cannot be a state of this problem."""
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
 
+    #: What f may read without declaring it, and how to declare it, in the words of an error.
+    undeclared: str = "a tensor"
+    to_declare: str = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
+
     def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
-        if not self.all_declared:
-            remedy = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
-            find_undeclared(self, z, lambda: "a tensor", remedy)
-
-
-def find_undeclared(problem: Problem, z: Tensor, reads: Callable[[], str], remedy: str) -> None:
-    """Raise if f reads what `Problem.check_undeclared` refuses, in these words about what it `reads`."""
-    tensors = problem.tensors()
-    apart = problem.apart()
-    detached = apart.replace(*(t.detach() for t in apart.tensors()))
-    declared = {name for name, _ in apart.named_tensors()}
-    with torch.enable_grad():
-        # A copy, as a map that works in place is reported later.
-        result = detached.fixed_point_map(z.detach().clone())
-    for name, _ in detached.named_tensors():
-        _validate.require(
-            name in declared,
-            name,
-            "not be kept while the problem is evaluated",
-            "a tensor made there, through which no gradient would reach what it is made of",
-            "compute it at every call, or once in __init__",
-        )
-    hidden = is_batched(result) and not is_batched(z, *tensors)
-    if result.requires_grad or has_tangent(result) or hidden:
-        raise ValueError(
-            f"`{problem._name()}` reads {reads()}, which requires grad but is not declared, so its gradient would"
-            f" silently be zero; {remedy}"
-        )
+        if self.all_declared:
+            return
+        apart = self.apart()
+        detached = apart.replace(*(t.detach() for t in apart.tensors()))
+        declared = {name for name, _ in apart.named_tensors()}
+        with torch.enable_grad():
+            # A copy, as a map that works in place is reported later.
+            result = detached.fixed_point_map(z.detach().clone())
+        required, remedy = "not be kept while the problem is evaluated", "compute it at every call, or once in __init__"
+        made = "a tensor made there, through which no gradient would reach what it is made of"
+        for name, _ in detached.named_tensors():
+            _validate.require(name in declared, name, required, made, remedy)
+        hidden = is_batched(result) and not is_batched(z, *self.tensors())
+        if result.requires_grad or has_tangent(result) or hidden:
+            raise ValueError(
+                f"`{self._name()}` reads {self.undeclared}, which requires grad but is not declared, so its gradient "
+                f"would silently be zero; {self.to_declare}"
+            )
 
 
 def check_start(problem: Problem, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
@@ -356,7 +343,7 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
     if is_exporting():
         # A graph that is recorded has no memory to look at, and its operations do not work in place.
         return problem.evaluate(z, energy=energy)
-    state = counted_copy(z) if call < 2 else z
+    state = counted(z, copy=call < 2)
     writes = writes_to(state)
     evaluation = problem.evaluate(state, energy=energy)
     # Torch does not count writes of others (by numpy, through `.data`).
@@ -391,21 +378,16 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
         with torch.no_grad():
             return problem.fixed_point_map(z.detach()).detach().masked_fill(rows, 0.0)
 
+    def filled(good: Callable[[Tensor], Tensor]) -> Problem:
+        return problem.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in problem.tensors()))
+
     expected = others(problem)
-    if same(others(apart), expected):
-        # Others may read what looks like a row's own, as with a table of as many rows.
-        problem = apart
-    for good in (torch.isfinite, lambda t: ~torch.isnan(t)):
-        filled = problem.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in problem.tensors()))
-        if same(others(filled), expected):
-            return filled, z
+    # Others may read what looks like a row's own, as with a table of as many rows.
+    problem = apart if same(others(apart), expected) else problem
+    for found in map(filled, (torch.isfinite, lambda t: ~torch.isnan(t))):
+        if same(others(found), expected):
+            return found, z
     return problem, z
-
-
-def lost_rows(z: Tensor, event_ndim: int) -> Tensor:
-    """Which problems (*lead) have no finite number in their state."""
-    finite = torch.isfinite(z)
-    return ~(finite.flatten(z.ndim - event_ndim).any(-1) if event_ndim else finite)
 
 
 def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
@@ -423,19 +405,12 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def counted_copy(z: Tensor) -> Tensor:
-    if not z.is_inference():
-        return z.clone()
-    # Torch does not count writes to inference tensors.
-    with torch.inference_mode(False):
-        return z.clone()
-
-
-def counted(tensor: Tensor) -> Tensor:
-    """The tensor, or in inference mode a copy to which torch counts writes."""
-    if torch.compiler.is_compiling() or not tensor.is_inference():
-        return tensor
-    return counted_copy(tensor)
+def counted(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The tensor, or a `copy`; always one of an inference tensor, to which torch counts no writes."""
+    if not torch.compiler.is_compiling() and tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.clone()
+    return tensor.clone() if copy else tensor
 
 
 def is_like(result: Any, z: Tensor) -> bool:

@@ -181,6 +181,30 @@ def test_a_sample_that_is_not_finite_stays_alone(adjoint, bad):
     torch.testing.assert_close(by_x[kept], x_alone, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("adjoint", [Implicit(), Unrolled(), OneStep()])
+@pytest.mark.parametrize(("bad", "closed"), [(torch.inf, -1e3), (torch.nan, -torch.inf)])
+def test_of_inputs_that_nobody_wrapped_numbers_of_a_lost_sample_stay_alone(adjoint, bad, closed):
+    x, weight = random(5, 3, 4), WEIGHT.clone().requires_grad_()
+    mask = torch.zeros(4, dtype=torch.float64)
+    # All samples read it, whatever it holds.
+    mask[0] = closed
+
+    def f(z, x, weight, mask):
+        return torch.tanh(z @ weight + x / x.norm(dim=-1, keepdim=True)) / 2 + (z + mask).softmax(-1) / 4
+
+    def gradient(x, keep):
+        problem = FixedPointMap(f, x, weight, mask, event_ndim=2)
+        options = {"adjoint": adjoint, "solver": Anderson(rtol=1e-10), "on_failure": "ignore"}
+        value = solve(problem, torch.zeros_like(x), **options).value[keep]
+        assert value.isfinite().all()
+        return torch.autograd.grad(value.square().sum(), weight)[0]
+
+    kept = [0, 1, 3, 4]
+    expected = gradient(x[kept], slice(None))
+    x[2] = bad
+    torch.testing.assert_close(gradient(x, kept), expected, rtol=1e-6, atol=1e-9)
+
+
 def test_an_energy_takes_inputs_per_sample_too():
     target, scale = random(40, 4), torch.full((40, 1), 0.9, dtype=torch.float64)
     scale[3] = 0.02

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import (
@@ -115,29 +115,25 @@ class Reversible(Adjoint):
         _validate.require(damping in (0, self.damping), "solver", required, f"damping={damping:g}", "leave it out")
 
     def run(self, request: Request) -> Outcome:
-        problem, initial = request.problem, request.initial
+        problem, initial, steps = request.problem, request.initial, request.solver.max_steps
         tensors = problem.tensors()
         traced = transforms_active() or any(map(may_have_tangent, (initial, *tensors)))
-        nothing = request.solver.max_steps == 0 or initial.numel() == 0
         with exact_precision(initial):
-            if traced or nothing or not is_differentiated(initial, *tensors):
-                return self._judged(request, *self._recorded(request))
+            if traced or not (steps and initial.numel() and is_differentiated(initial, *tensors)):
+                return self._judged(request, *self._recorded(problem, initial, steps))
             kept = request.without_tensors(), self.fraction
             found = ReversibleSteps.apply(*kept, initial, *tensors)  # type: ignore[no-untyped-call]
             return self._judged(request, *found)
 
-    def _recorded(self, request: Request) -> tuple[Tensor, Tensor]:
+    def _recorded(self, problem: Problem, initial: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """The value and what failed by plain operations, with the graph of each step where derivatives are recorded."""
-        problem, initial, steps = request.problem, request.initial, request.solver.max_steps
         value = coupled_steps(pure(problem), initial, steps, self.fraction)
-        finite = torch.isfinite(value.detach())
-        failed = ~(finite.flatten(value.ndim - problem.event_ndim).all(-1) if problem.event_ndim else finite)
-        lost = not is_batched(failed) and bool(failed.any())
-        if lost and (value.requires_grad or transforms_active()):
+        failed = ~torch.isfinite(value.detach())[..., None].flatten(value.ndim - problem.event_ndim).all(-1)
+        if not is_batched(failed) and bool(failed.any()) and (value.requires_grad or transforms_active()):
             # Once more without their tensors: NaN in their steps would be NaN in the gradients of all shared tensors.
             problem, start = isolated(problem, initial, failed)
             again = coupled_steps(pure(problem), start, steps, self.fraction)
-            value = merged_rows(failed, value.detach(), again)
+            value = torch.where(along(failed, value), value.detach(), again)
         return value if steps else value.clone(), failed
 
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
@@ -152,7 +148,7 @@ class Reversible(Adjoint):
                 outcome = plain.run(problem, request.initial.detach())
             # What became of the plain steps, too.
             status = torch.where(failed & outcome.record.failed, outcome.record.status, status)
-            value = merged_rows(failed, outcome.value.detach(), value)
+            value = torch.where(along(failed, value), outcome.value.detach(), value)
         residual = torch.full_like(failed, torch.nan, dtype=value.dtype)
         if request.measured:
             with torch.no_grad():
@@ -164,166 +160,168 @@ class Reversible(Adjoint):
 
 def pure(problem: Problem) -> Callable[[Tensor], Tensor]:
     """f of the problem, whose first two evaluations are tested for writes to their state."""
-    calls = 0
-
-    def mapped(z: Tensor) -> Tensor:
-        nonlocal calls
-        result = evaluate_pure(problem, z, energy=False, call=calls).mapped
-        calls += 1
-        return result
-
-    return mapped
+    calls = itertools.count()
+    return lambda z: evaluate_pure(problem, z, energy=False, call=next(calls)).mapped
 
 
-def coupled_steps(mapped: Callable[[Tensor], Tensor], start: Any, steps: int, damping: Fraction) -> Any:
+def coupled_steps(mapped: Callable[[Tensor], Tensor], start: Tensor, steps: int, damping: Fraction) -> Tensor:
     """The value after some steps in floats, by operations that autograd and compilers record."""
     part = float(damping)
-
-    def towards(new: Tensor, old: Tensor) -> Tensor:
-        return new - part * (new - old)
-
-    y = z = start
-    for _ in range(steps):
-        y = towards(mapped(z), y)
-        z = towards(mapped(y), z)
+    other = z = start
+    # Both states are moved by the same rule, in turns.
+    for _ in range(2 * steps):
+        new = mapped(z)
+        other, z = z, new - part * (new - other)
     return z
-
-
-def merged_rows(chosen: Tensor, ours: Tensor, others: Tensor) -> Tensor:
-    """`ours` where a problem (*lead) is chosen, else `others`."""
-    return torch.where(along(chosen, others), ours, others)
 
 
 def largest(z: Tensor, event_ndim: int) -> Tensor:
     """The largest absolute value of each problem, (*lead); NaN where one is."""
-    size = z.detach().abs()
-    return size.flatten(z.ndim - event_ndim).amax(-1) if event_ndim else size
+    return z.detach().abs()[..., None].flatten(z.ndim - event_ndim).amax(-1)
 
 
-class IntegerUnits:
-    """The sizes of the integers 1 of states, one for each problem, (*lead, 1, ...): powers of two, and their inverses.
+class Integers:
+    """States as integers, whose damped moves can be undone: what the products with the damping drop is kept.
 
-    Both are 0 for problems that are left out, whose states then are.
+    Args:
+        unit: the size of 1 for each problem, (*lead, 1, ...), a power of two; 0 for those left out, whose states are 0.
+        damping: n/m in (0, 1).
+        count: how many moves are made.
+        words: what was kept of `count` moves, which are to be undone; empty before the first.
+
+    Reference: Maclaurin, Duvenaud and Adams (2015).
     """
 
-    def __init__(self, unit: Tensor) -> None:
+    def __init__(self, unit: Tensor, damping: Fraction, count: int, words: Sequence[Tensor] = ()) -> None:
         self.unit, self.inverse = unit, torch.where(unit > 0, 1 / unit, 0.0)
-
-    @classmethod
-    def of(cls, size: Tensor, left_out: Tensor | None, event_ndim: int) -> Self:
-        """The units for problems whose start and f there have this size."""
-        bits, least = BITS[size.dtype]
-        power = torch.frexp(size.nan_to_num(1.0, 1.0).clamp_min(least)).exponent
-        unit = torch.ldexp(torch.ones_like(size), power - bits)
-        if left_out is not None:
-            unit = unit.masked_fill(left_out, 0.0)
-        return cls(unit.reshape((*unit.shape, *(1,) * event_ndim)))
+        self.numerator, self.denominator, self.part = damping.numerator, damping.denominator, float(1 - damping)
+        self.words, self.index = list(words), count if words else 0
+        #: The products whose digits one integer has room for.
+        self.room, bound = 0, 0
+        while self.room < count and bound * self.denominator + self.denominator <= LARGEST:
+            bound = (bound * self.denominator + self.denominator - 1) // self.numerator
+            self.room += 1
 
     def floats(self, x: Tensor) -> Tensor:
         """The states of integers."""
         return x.to(self.unit.dtype).mul_(self.unit)
 
-    def integers(self, z: Tensor, part: float = 1.0) -> Tensor:
+    def of(self, z: Tensor, part: float = 1.0) -> Tensor:
         """The integers of a part of z, which are any where z has no place."""
         return (z * (part * self.inverse)).to(torch.int64)
 
+    def moved(self, x: Tensor, new: Tensor) -> Tensor:
+        """n/m x, up to n units, and (1 - n/m) new."""
+        quotient, word = divided(x, self.denominator)
+        if self.index % self.room:
+            word.add_(self.words.pop(), alpha=self.denominator)
+        if self.numerator > 1:
+            word, rest = divided(word, self.numerator)
+            quotient = quotient.mul_(self.numerator).add_(rest)
+        self.words.append(word)
+        self.index += 1
+        return quotient.add_(self.of(new, self.part))
 
-@dataclasses.dataclass
-class BackAndForth:
-    """The steps of one call.
+    def undone(self, x: Tensor, new: Tensor) -> Tensor:
+        """The integer of which `moved`, the last one that is not undone, made x."""
+        x, word, self.index = x - self.of(new, self.part), self.words.pop(), self.index - 1
+        if self.numerator > 1:
+            x, rest = divided(x, self.numerator)
+            word = rest.add_(word, alpha=self.numerator)
+        word, rest = divided(word, self.denominator)
+        if self.index % self.room:
+            self.words.append(word)
+        return rest.add_(x, alpha=self.denominator)
 
-    Attributes:
-        request: without tensors, as those are saved where hooks see them.
-        fraction: the damping.
-        start: the initial state.
-        tensors: those of the problem.
-        needed: which of these need a gradient.
+
+def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The quotient, rounded down, and the remainder >= 0."""
+    quotient = torch.div(x, by, rounding_mode="floor")
+    return quotient, torch.sub(x, quotient, alpha=by)
+
+
+def with_leaves(problem: Problem, start: Tensor, failed: Tensor) -> tuple[Problem, Tensor]:
+    """Problem and start; the tensors of the problem are leaves, and what failed reads finite numbers only."""
+    needed = [t.requires_grad for t in problem.tensors()]
+    with torch.no_grad():
+        problem, start = isolated(problem, start, failed)
+    leaves = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), needed, strict=True))
+    return problem.replace(*leaves), start
+
+
+def steps_there(
+    problem: Problem, start: Tensor, count: int, fraction: Fraction, left_out: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The state after `count` moves; the last two as integers, their unit, what failed, and what the products dropped.
+
+    All are made once more without the problems that leave the numbers, or their integers.
     """
+    ndim = problem.event_ndim
+    nothing = start.new_zeros(start.shape[: start.ndim - ndim], dtype=torch.bool)
+    without = nothing if left_out is None else left_out
+    leaves, first = with_leaves(problem, start, without)
+    evaluate = pure(leaves)
 
-    request: Request
-    fraction: Fraction
-    start: Tensor
-    tensors: Sequence[Tensor]
-    needed: Sequence[bool]
+    def mapped(z: Tensor) -> Tensor:
+        # With the graph of the way back: without one, modules may take other kernels, with other bits.
+        with torch.enable_grad(), without_hooks():
+            return evaluate(z.detach().requires_grad_()).detach()
 
-    def problem(self, left_out: Tensor | None) -> tuple[Problem, Tensor]:
-        """Problem and start; the tensors of the problem are leaves, and what is left out reads finite numbers only."""
-        problem, start = self.request.problem.replace(*(t.detach() for t in self.tensors)), self.start
-        if left_out is not None:
-            with torch.no_grad():
-                problem, start = isolated(problem, start, left_out)
-        leaves = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), self.needed, strict=True))
-        return problem.replace(*leaves), start
-
-    def there(self, left_out: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The last states y and z as integers, their unit, what failed, and what the products dropped.
-
-        All steps are made once more without the problems that leave the numbers, or their integers.
-        """
-        problem, start = self.problem(left_out)
-        evaluate, ndim, steps = pure(problem), problem.event_ndim, self.request.solver.max_steps
-
-        def mapped(z: Tensor) -> Tensor:
-            # With the graph of the way back: without one, modules may take other kernels, with other bits.
-            with torch.enable_grad(), without_hooks():
-                return evaluate(z.detach().requires_grad_()).detach()
-
-        new = mapped(start)
-        size = torch.maximum(largest(start, ndim), largest(new, ndim))
-        units, digits = IntegerUnits.of(size, left_out, ndim), LostDigits(self.fraction, 2 * steps)
-        part = float(1 - self.fraction)
-        y = z = units.integers(start)
-        for step in range(steps):
-            if step:
-                new = mapped(units.floats(z))
-                size = torch.maximum(size, largest(new, ndim))
-            y = digits.multiply(y).add_(units.integers(new, part))
-            new = mapped(units.floats(y))
+    new = mapped(first)
+    size = torch.maximum(largest(first, ndim), largest(new, ndim))
+    bits, least = BITS[size.dtype]
+    power = torch.frexp(size.nan_to_num(1.0, 1.0).clamp_min(least)).exponent
+    unit = torch.ldexp(torch.ones_like(size), power - bits).masked_fill(without, 0.0)
+    integers = Integers(along(unit, start), fraction, count)
+    y = z = integers.of(first)
+    for i in range(count):
+        if i:
+            new = mapped(integers.floats(z))
             size = torch.maximum(size, largest(new, ndim))
-            z = digits.multiply(z).add_(units.integers(new, part))
-        # So is NaN.
-        failed = ~(size * units.inverse.reshape(size.shape) <= LARGEST)
-        if left_out is not None:
-            failed = failed | left_out
-        elif bool(failed.any()):
-            return self.there(failed)
-        return y, z, units.unit, failed, *digits.words
+        y, z = z, integers.moved(y, new)
+    # So is NaN.
+    failed = without | ~(size * integers.inverse.reshape(size.shape) <= LARGEST)
+    if left_out is None and bool(failed.any()):
+        return steps_there(problem, start, count, fraction, failed)
+    return integers.floats(z), y, z, integers.unit, failed, *integers.words
 
-    def back(
-        self, y: Tensor, z: Tensor, unit: Tensor, failed: Tensor, *words: Tensor, by_z: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the start and of each tensor that is needed, by the ends of `there` and dL/dz."""
-        problem, start = self.problem(failed if bool(failed.any()) else None)
-        by_z, steps = merged_rows(failed, torch.zeros_like(by_z), by_z), self.request.solver.max_steps
-        # Compiled modules stay so, as plain ones would return other bits.
-        problem, part, rest = problem.unwritten(), float(1 - self.fraction), float(self.fraction)
-        units, digits = IntegerUnits(unit), LostDigits(self.fraction, 2 * steps, words)
-        by_y = torch.zeros_like(by_z)
-        for step in reversed(range(steps)):
-            new, product = pulled(problem, units.floats(y), part * by_z)
-            z, by_y, by_z = digits.divide(z - units.integers(new, part)), product.add_(by_y), rest * by_z
-            new, product = pulled(problem, units.floats(z) if step else start, part * by_y)
-            y, by_y, by_z = digits.divide(y - units.integers(new, part)), by_y.mul_(rest), by_z.add_(product)
-        first = units.integers(start)
-        apart = (largest((x - first).to(unit.dtype), problem.event_ndim) for x in (y, z))
-        # Relative to the numbers that the unit was chosen for.
-        error = torch.maximum(*apart) / 2.0 ** BITS[unit.dtype][0]
-        report_reconstruction(self.request.report, error, 2 * steps, problem.if_random)
-        return by_y + by_z, *(t.grad for t in problem.tensors())
 
-    def recorded(self, failed: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the start and the tensors with a graph of their own, from a graph of all steps."""
-        # Views: a tensor may be computed from another one of them.
-        inputs = [t.view_as(t) for t in (self.start, *self.tensors)]
-        problem, first = self.request.problem.replace(*inputs[1:]).apart(), inputs[0]
-        if bool(failed.any()):
-            problem, first = isolated(problem, first, failed)
-            cotangent = merged_rows(failed, torch.zeros_like(cotangent), cotangent)
-        value = coupled_steps(pure(problem), first, self.request.solver.max_steps, self.fraction)
-        where = [i for i, n in enumerate((True, *self.needed)) if n and inputs[i].requires_grad]
-        found = torch.autograd.grad(value, [inputs[i] for i in where], cotangent, create_graph=True, allow_unused=True)
-        gradients = dict(zip(where, found, strict=True))
-        return tuple(map(gradients.get, range(len(inputs))))
+def steps_back(
+    problem: Problem, start: Tensor, count: int, fraction: Fraction, ends: Sequence[Tensor], by_z: Tensor
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The distance to the start at which the moves back arrive, (*lead), and the gradients of start and tensors.
+
+    ends: of `steps_there`, without the state; by_z: dL/dz.
+    """
+    y, z, unit, failed, *words = ends
+    problem, start = with_leaves(problem, start, failed)
+    # Compiled modules stay so, as plain ones would return other bits.
+    problem, integers = problem.apart(compiled=True), Integers(unit, fraction, count, words)
+    by_z = by_z.masked_fill(along(failed, by_z), 0.0)
+    by_y = torch.zeros_like(by_z)
+    for i in reversed(range(count)):
+        new, product = pulled(problem, integers.floats(y) if i else start, integers.part * by_z)
+        y, z = integers.undone(z, new), y
+        by_y, by_z = by_z.mul_(float(fraction)), product.add_(by_y)
+    first = integers.of(start)
+    apart = (largest((x - first).to(unit.dtype), problem.event_ndim) for x in (y, z))
+    # Relative to the numbers that the unit was chosen for.
+    error = torch.maximum(*apart) / 2.0 ** BITS[unit.dtype][0]
+    return error, (by_y + by_z, *(t.grad for t in problem.tensors()))
+
+
+def steps_recorded(
+    problem: Problem, start: Tensor, count: int, fraction: Fraction, failed: Tensor, by_z: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `steps_back` with a graph of their own, from a graph of all steps."""
+    # Views: a tensor may be computed from another one of them.
+    inputs = [t.view_as(t) for t in (start, *problem.tensors())]
+    problem, first = isolated(problem.replace(*inputs[1:]).apart(), inputs[0], failed)
+    value = coupled_steps(pure(problem), first, count // 2, fraction)
+    by_z = by_z.masked_fill(along(failed, by_z), 0.0)
+    needed = [t for t in inputs if t.requires_grad]
+    found = iter(torch.autograd.grad(value, needed, by_z, create_graph=True, allow_unused=True))
+    return tuple(next(found) if t.requires_grad else None for t in inputs)
 
 
 def pulled(problem: Problem, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,31 +343,32 @@ class ReversibleSteps(torch.autograd.Function):
     def forward(
         ctx: Any, request: Request, fraction: Fraction, initial: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ends = BackAndForth(request, fraction, initial, tensors, ctx.needs_input_grad[3:]).there()
-        _, z, unit, failed, *_ = ends
-        ctx.request, ctx.fraction, ctx.count = request, fraction, len(tensors)
-        ctx.mark_non_differentiable(failed)
+        ctx.request, ctx.fraction, ctx.num_tensors = request, fraction, len(tensors)
+        given = request.problem.replace(*tensors), initial, 2 * request.solver.max_steps, fraction
+        value, *ends = steps_there(*given)
+        ctx.mark_non_differentiable(ends[3])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(initial, *tensors, *ends)
-        return IntegerUnits(unit).floats(z), failed
+        return value, ends[3]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         start, *rest = ctx.saved_tensors
-        tensors, ends = rest[: ctx.count], rest[ctx.count :]
+        tensors, ends = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
         if cotangent is None:
             return (None,) * (3 + len(tensors))
         if torch._C._functorch.is_legacy_batchedtensor(cotangent):
             raise RuntimeError(
                 "steps cannot run backwards with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
             )
-        _, _, needs_start, *needed = ctx.needs_input_grad
-        run = BackAndForth(ctx.request, ctx.fraction, start, tensors, needed)
+        request, count = ctx.request, 2 * ctx.request.solver.max_steps
+        given = request.problem.replace(*tensors), start, count, ctx.fraction
         with exact_precision(start):
             if torch.is_grad_enabled():
-                return None, None, *run.recorded(ends[3], cotangent)
-            by_start, *gradients = run.back(*ends, by_z=cotangent)
-        return None, None, by_start if needs_start else None, *gradients
+                return None, None, *steps_recorded(*given, ends[3], cotangent)
+            error, gradients = steps_back(*given, ends, cotangent)
+            report_reconstruction(request.report, error, count, request.problem.if_random)
+            return None, None, *gradients
 
 
 #: Rounding of this many units of a state is told of: where f repeats itself the error is 0, else it grows at each step.
@@ -397,54 +396,3 @@ def report_reconstruction(report: AdjointReport, error: Tensor, num_evals: int, 
     what = "the backward pass by Reversible, whose gradient is therefore wrong,"
     remedies = {Status.MAX_STEPS: f"the steps ran back to another start, as f is not the same each time: {if_random}"}
     report_failures(report.on_failure, what, record(error), remedies, site=report.site, side="backward")
-
-
-class LostDigits:
-    """The store of what products with a fraction n/m in (0, 1) drop, so that they can be undone; all are integers.
-
-    Args:
-        fraction: n/m.
-        count: how many products are made.
-        words: the integers kept of `count` products, which are to be undone; empty before the first.
-
-    Reference: Maclaurin, Duvenaud and Adams (2015).
-    """
-
-    def __init__(self, fraction: Fraction, count: int, words: Sequence[Tensor] = ()) -> None:
-        self.numerator, self.denominator = fraction.numerator, fraction.denominator
-        self.words = list(words)
-        self.index = count if words else 0
-        #: The products whose digits one integer has room for.
-        self.room, bound = 0, 0
-        while self.room < count and bound * self.denominator + self.denominator <= LARGEST:
-            bound = (bound * self.denominator + self.denominator - 1) // self.numerator
-            self.room += 1
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """x n/m, up to n units; what it drops is kept."""
-        quotient, word = divided(x, self.denominator)
-        if self.index % self.room:
-            word.add_(self.words.pop(), alpha=self.denominator)
-        if self.numerator > 1:
-            word, rest = divided(word, self.numerator)
-            quotient = quotient.mul_(self.numerator).add_(rest)
-        self.words.append(word)
-        self.index += 1
-        return quotient
-
-    def divide(self, x: Tensor) -> Tensor:
-        """The integer of which `multiply`, the last one that is not undone, made x."""
-        word, self.index = self.words.pop(), self.index - 1
-        if self.numerator > 1:
-            x, rest = divided(x, self.numerator)
-            word = rest.add_(word, alpha=self.numerator)
-        word, rest = divided(word, self.denominator)
-        if self.index % self.room:
-            self.words.append(word)
-        return rest.add_(x, alpha=self.denominator)
-
-
-def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """The quotient, rounded down, and the remainder >= 0."""
-    quotient = torch.div(x, by, rounding_mode="floor")
-    return quotient, torch.sub(x, quotient, alpha=by)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import is_batched
-from ..problem import Problem, isolated, lost_rows
+from ..problem import Problem, isolated
 from ..solvers.loop import Outcome
 from ..status import Status
 from .base import Adjoint, Request, attach
@@ -43,13 +44,9 @@ class Unrolled(Adjoint):
     """
 
     def check(self, request: Request) -> None:
-        _validate.require(
-            request.solver.differentiable,
-            "adjoint",
-            "not be Unrolled() for a solver whose steps cannot be differentiated",
-            type(request.solver).__name__,
-            "use Implicit(), or Picard, Anderson, Broyden or GradientDescent",
-        )
+        required = "not be Unrolled() for a solver whose steps cannot be differentiated"
+        remedy = "use Implicit(), or Picard, Anderson, Broyden or GradientDescent"
+        _validate.require(request.solver.differentiable, "adjoint", required, type(request.solver).__name__, remedy)
 
     def run(self, request: Request) -> Outcome:
         outcome = request.run(request.problem, request.initial, graph=True)
@@ -104,7 +101,8 @@ class Phantom(Adjoint):
         return outcome._replace(value=self.through(request.problem, outcome.value.detach()))
 
     def through(self, problem: Problem, value: Tensor) -> Tensor:
-        problem, z = isolated(problem, value, lost_rows(value, problem.event_ndim))
+        known = torch.isfinite(value)[..., None].flatten(value.ndim - problem.event_ndim).any(-1)
+        problem, z = isolated(problem, value, ~known)
         for _ in range(self.steps):
             mapped = problem.fixed_point_map(z)
             z = mapped if self.damping == 0 else mapped + self.damping * (z - mapped)

@@ -48,14 +48,18 @@ class Energy(Problem, general=True):
 
     def gradient(self, z: Tensor) -> Tensor:
         """Grad E(z), of z's shape."""
+        return self._gradient_and_energy(z)[0]
 
-        def total(z: Tensor) -> Tensor:
+    def _gradient_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from one evaluation of E."""
+
+        def total(z: Tensor) -> tuple[Tensor, Tensor]:
             energy = self.energy(z)
             check_graph(self._name(), energy, self.energy, z)
-            return energy.sum()
+            return energy.sum(), energy
 
-        gradient: Tensor = grad(total)(z)
-        return gradient
+        found: tuple[Tensor, Tensor] = grad(total, has_aux=True)(z)
+        return found
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
         """Hess E(z) v, each problem with its own Hessian."""
@@ -116,17 +120,9 @@ class EnergyFunction(UserProblem, Energy):
         return self._check_output(result, z, lead, "of z without its event axes", self._to_one_number(result, z))
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
-        if not energy:
-            return Evaluation(self.fixed_point_map(z), None)
-
-        def total(z: Tensor) -> tuple[Tensor, Tensor]:
-            energy = self.energy(z)
-            check_graph(self._name(), energy, self.energy, z)
-            return energy.sum(), energy
-
         # One call of the network, not one for the energy and one for its gradient.
-        gradient, value = grad(total, has_aux=True)(z)
-        return Evaluation(z - gradient, value)
+        gradient, value = self._gradient_and_energy(z)
+        return Evaluation(z - gradient, value if energy else None)
 
     def _to_one_number(self, result: Any, z: Tensor) -> str:
         """The remedy for a result that is not one number per problem."""

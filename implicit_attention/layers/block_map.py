@@ -14,7 +14,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
 from ..fixed_point_map import FixedPointMap, closed_over
-from ..problem import counted, counted_copy, writes_to
+from ..problem import counted, writes_to
 from ..solvers._rows import stay_where
 from ..status import Status
 from .block_state import Frame, StateLayout
@@ -115,7 +115,7 @@ class BlockMap(nn.Module):
 
 
 def _copied(leaf: Any) -> Any:
-    return counted_copy(leaf) if isinstance(leaf, Tensor) else leaf
+    return counted(leaf, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _itself(leaf: Any) -> Any:
