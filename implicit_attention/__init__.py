@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ._solve import solve
     from .adjoints import Implicit, OneStep, Phantom, Reversible, Unrolled
     from .attention import equilibrium_attention
-    from .comparison import compare_solvers
     from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
     from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
     from .failure_policy import FailurePolicy
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from .solution import Solution, SolveReport
     from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
     from .status import Status
+    from .studies.comparison import compare_solvers
 
 __version__ = "0.1.0"
 
@@ -98,7 +98,6 @@ _NAMES = {
     "_solve": ("solve",),
     "adjoints": ("Implicit", "OneStep", "Phantom", "Reversible", "Unrolled"),
     "attention": ("equilibrium_attention",),
-    "comparison": ("compare_solvers",),
     "diagnostics": (),
     "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
     "errors": ("ConvergenceError", "ConvergenceWarning", "UnsupportedImplementation"),
@@ -127,6 +126,7 @@ _NAMES = {
     "solvers": ("Anderson", "Broyden", "GradientDescent", "NewtonKrylov", "Picard"),
     "spins": (),
     "status": ("Status",),
+    "studies.comparison": ("compare_solvers",),
     "testing": (),
     "training": (),
 }
@@ -145,4 +145,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *(name for name in _NAMES if name[0] != "_")})
+    return sorted({*globals(), *_HOME, *(name for name in _NAMES if name[0] != "_" and name.isidentifier())})
