@@ -17,7 +17,7 @@ PACKAGE = Path(implicit_attention.__file__).parent
 
 # Part of the package -> the parts that it may import. Leaves are free for all.
 LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_rule", "_types"}
-LEAVES |= {"_validate", "_declared", "_autograd", "_matrices", "_no_derivative", "_norm"}
+LEAVES |= {"_validate", "_declared", "_autograd", "_norm"}
 ALLOWED = {
     "linear": {"solution"},
     # The face of the kernels names the operations, which are above them.
@@ -26,7 +26,7 @@ ALLOWED = {
     "problem": {"kernels"},
     "fixed_point_map": {"problem"},
     "_reporting": {"solution"},
-    "potentials": {"kernels"},
+    "potentials": {"kernels", "linear"},
     # Its file stands in `potentials`, which knows its names alone.
     "potentials.legendre": {"_solve", "energies", "potentials", "problem", "solvers"},
     "solvers": {"fixed_point_map", "problem", "linear", "solution"},
@@ -244,7 +244,7 @@ def test_studies_know_nothing_of_the_terminal():
 
 #: Functions of autograd that are no fixed points' own, and what they are.
 OTHER_DERIVATIVES = {
-    "_no_derivative._Refusing": "an error",
+    "_autograd._Refusing": "an error",
     "adjoints.reversible.ReversibleSteps": "steps that run backwards",
     "distributed.derivatives.Attend": "attention over keys of several processes",
     "distributed.sequence._AllToAll": "a message",
