@@ -83,15 +83,12 @@ class _Recorder:
         self.initial = flat(initial, event).reshape(self.lead.numel(), event.numel())
         self.rows = torch.arange(len(self.initial), device=initial.device)
         self.value = self.initial.clone()
-        unknown = initial.new_full((len(self.rows),), torch.inf)
-        count = torch.zeros_like(unknown, dtype=torch.int32)
-        status = torch.full_like(count, int(solver.exhausted), dtype=torch.int8)
-        self.record = Record(status, unknown, torch.zeros_like(unknown), count, count.clone())
-        self.energy = unknown.clone() if trace and problem.has_energy else None
+        self.record = Record.unmeasured(self.initial, solver.exhausted, event_ndim=1).map(torch.clone)
+        self.energy = self.record.residual.clone() if trace and problem.has_energy else None
         self.events: list[tuple[Tensor, Tensor, list[Tensor]]] | None = [] if trace else None
         self.in_map = False
         self.first_mapped = self.evaluate(self.part(self.rows), self.initial, 0)
-        status[status == Status.DIVERGED] = int(Status.NONFINITE)
+        self.record.status[self.record.status == Status.DIVERGED] = int(Status.NONFINITE)
 
     def part(self, rows: Tensor, *, alone: bool = False) -> _Part:
         """`rows` as problems of the whole; one that is `alone` is evaluated with as few others as the whole allows."""

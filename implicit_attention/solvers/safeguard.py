@@ -22,7 +22,10 @@ SHORTEST = 2.0**-24
 
 
 class Proposal(NamedTuple):
-    """direction (*lead, n); accelerated (*lead), whether it is more than the plain step; num_evals spent on it."""
+    """direction (*lead, n); accelerated (*lead), whether it is more than the plain step; num_evals spent on it.
+
+    A direction that is not finite is never tried: the plain step is.
+    """
 
     direction: Tensor
     accelerated: Tensor
@@ -32,7 +35,7 @@ class Proposal(NamedTuple):
 class Memory(NamedTuple):
     """The last accepted point, the step tried from it (if it may be tried again), and the memory of the method.
 
-    force: -grad E there, and promise: by how much the plain step would lower E, where that is not r and |r|^2/2.
+    force: -grad E there, where that is not r.
     """
 
     z: Tensor
@@ -40,7 +43,6 @@ class Memory(NamedTuple):
     residual: Tensor
     energy: Tensor | None
     force: Tensor | None
-    promise: Tensor | None
     direction: Tensor
     length: Tensor
     accelerated: Tensor
@@ -135,8 +137,8 @@ class Safeguarded(Solver):
         by_energy = self._guard(problem) == "energy"
         energy = unknown if by_energy else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        force, promise = (z, unknown) if problem.has_metric and by_energy else (None, None)
-        return Memory(z, z, unknown, energy, force, promise, z, unknown, plain, self.init_history(z))
+        force = z if problem.has_metric and by_energy else None
+        return Memory(z, z, unknown, energy, force, z, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
         if point.step <= self.plain_start(problem):
@@ -158,10 +160,12 @@ class Safeguarded(Solver):
     def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
-        before, now = (state.r, point.r) if state.force is None or point.force is None else (state.force, point.force)
+        before, now, promise = state.r, point.r, state.residual.square()
+        if state.force is not None and point.force is not None:
+            before, now = state.force, point.force
+            promise = 2 * problem.divergence(*(unflat(t, point.event_shape) for t in (state.z, state.z + state.r)))
         plain = slope = (before * state.direction).sum(-1)
-        promise = state.residual.square() if state.promise is None else 2 * state.promise
-        if state.promise is not None and not self.backtracks:
+        if state.force is not None and not self.backtracks:
             # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
             plain = torch.minimum(promise, slope)
         accelerated = state.accelerated & (not self.backtracks)
@@ -203,16 +207,14 @@ class Safeguarded(Solver):
             history, downward = state.history, torch.zeros_like(accepted)
         else:
             history, downward = self._learnt(problem, state, point, accepted)
-        states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
-        promise = None if state.promise is None else problem.divergence(*states)
-        found: Any = point.z, point.r, point.residual, point.energy, point.force, promise
+        found: Any = point.z, point.r, point.residual, point.energy, point.force
         # Mostly all are accepted.
         whole = host_may_look(accepted) and bool(accepted.all())
         pairs = zip(found, state, strict=False)
         kept: list[Any] = [
             None if old is None else new if whole else rows_where(accepted, new, old) for new, old in pairs
         ]
-        z, r, residual, energy, force, promise = kept
+        z, r, residual, energy, force = kept
         point = point._replace(z=z, r=r, residual=residual, force=force)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         direction, accelerated, length, stalled = *proposal[:2], torch.ones_like(state.length), None
@@ -223,7 +225,7 @@ class Safeguarded(Solver):
             length = torch.where(accepted | to_plain, 1.0, state.length / 2)
             accelerated = rows_where(accepted, accelerated, state.accelerated & ~to_plain)
             stalled = length < SHORTEST
-        memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
+        memory = Memory(z, r, residual, energy, force, direction, length, accelerated, history)
         return Update(memory, z.addcmul(length[..., None], direction), stalled, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
