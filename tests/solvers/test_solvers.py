@@ -23,7 +23,8 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.diagnostics import is_saddle, smallest_curvature
-from implicit_attention.solvers import Solver, Update
+from implicit_attention.solvers import Safeguarded, Solver, Update
+from implicit_attention.solvers.safeguard import Proposal
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.problems import hopfield_energy
 from implicit_attention.testing.solver import SolverContract
@@ -236,6 +237,23 @@ def test_a_budget_returns_the_last_state_not_the_best():
     solution = solve(problem, torch.ones(1, 1), solver=Picard(max_steps=3, rtol=0, atol=0))
     assert solution.value.item() == 8.0
     assert solution.num_steps.item() == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost(Safeguarded):
+    def propose(self, problem, history, point, accepted):
+        direction = point.r.clone()
+        direction[0] = torch.nan
+        return Proposal(2 * direction, accepted)
+
+
+@pytest.mark.parametrize("guard", ["residual", "none"])
+def test_a_direction_that_is_not_finite_is_replaced_by_the_plain_step(guard):
+    half, start = FixedPointMap(lambda z: z / 2 + 1, event_ndim=1), torch.zeros(2, 1)
+    lost = solve(half, start, solver=Lost(guard=guard, rtol=1e-6), trace=True)
+    plain = solve(half, start, solver=Picard(rtol=1e-6), trace=True)
+    assert torch.equal(lost.trace.value[:, 0], plain.trace.value[:, 0])
+    assert lost.num_evals.tolist() == [int(plain.num_evals[0]), 2]
 
 
 def test_non_finite_map_later_on_returns_the_best_state():
