@@ -76,9 +76,9 @@ class _Recorder:
         event = initial.shape[initial.ndim - problem.event_ndim :]
         self.solver, self.asked, self.dtype, self.problem = solver, problem, initial.dtype, problem
         self.shape, self.lead = initial.shape, initial.shape[: initial.ndim - len(event)]
-        if solver.precision is not None:
-            numbers = (t.to(solver.precision) if t.is_floating_point() else t for t in problem.tensors())
-            self.problem, initial = problem.replace(*numbers), initial.to(solver.precision)
+        if solver.works_in is not None:
+            numbers = (t.to(solver.works_in) if t.is_floating_point() else t for t in problem.tensors())
+            self.problem, initial = problem.replace(*numbers), initial.to(solver.works_in)
         self.rounds = initial.dtype != self.dtype
         self.initial = flat(initial, event).reshape(self.lead.numel(), event.numel())
         self.rows = torch.arange(len(self.initial), device=initial.device)
@@ -241,8 +241,8 @@ class _Foreign(Solver):
     reserved: ClassVar[Mapping[str, str]]
     #: Whether the library solves one problem at a time.
     alone: ClassVar[bool] = False
-    #: The precision of the library; None for that of the problem.
-    precision: ClassVar[torch.dtype | None] = None
+    #: The precision that the library works in; None for that of the problem.
+    works_in: ClassVar[torch.dtype | None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,7 +343,7 @@ class SciPy(_Foreign):
 
     reserved: ClassVar[Mapping[str, str]] = {"maxiter": "max_steps", "maxfev": "max_steps"}
     alone: ClassVar[bool] = True
-    precision: ClassVar[torch.dtype | None] = torch.float64
+    works_in: ClassVar[torch.dtype | None] = torch.float64
     remedies: ClassVar[Remedies] = {
         **Solver.remedies,
         Status.STALLED: "SciPy gave up: use a larger rtol, or a solver of this library such as Anderson()",
