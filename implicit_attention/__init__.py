@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .adjoints import Reversible as Reversible
     from .adjoints import Unrolled as Unrolled
     from .attention import equilibrium_attention as equilibrium_attention
-    from .comparison import compare_solvers as compare_solvers
     from .energies import AnchoredEnergy as AnchoredEnergy
     from .energies import EnergyFunction as EnergyFunction
     from .energies import RepeatedSelfAttention as RepeatedSelfAttention
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from .solvers import NewtonKrylov as NewtonKrylov
     from .solvers import Picard as Picard
     from .status import Status as Status
+    from .studies.comparison import compare_solvers as compare_solvers
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,6 @@ _NAMES = {
     "_solve": ("solve",),
     "adjoints": ("Implicit", "OneStep", "Phantom", "Reversible", "Unrolled"),
     "attention": ("equilibrium_attention",),
-    "comparison": ("compare_solvers",),
     "diagnostics": (),
     "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
     "errors": ("ConvergenceError", "ConvergenceWarning", "UnsupportedImplementation"),
@@ -93,6 +92,7 @@ _NAMES = {
     "solvers": ("Anderson", "Broyden", "GradientDescent", "NewtonKrylov", "Picard"),
     "spins": (),
     "status": ("Status",),
+    "studies.comparison": ("compare_solvers",),
     "testing": (),
     "training": (),
 }
@@ -113,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *(name for name in _NAMES if name[0] != "_")})
+    return sorted({*globals(), *_HOME, *(name for name in _NAMES if name[0] != "_" and name.isidentifier())})

@@ -416,3 +416,22 @@ def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
         return tensor
     # A sum over axes of size 1 is a copy.
     return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor.sum_to_size(shape)
+
+
+class _Refusing(torch.autograd.Function):
+    """(result, kind of the error, its message, *inputs) -> the result, whose derivative raises."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, kind: type[Exception], message: str, *inputs: Tensor) -> Tensor:
+        ctx.kind, ctx.message = kind, message
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ctx.kind(ctx.message)
+
+
+def refusing(result: Tensor, kind: type[Exception], message: str, *inputs: Tensor) -> Tensor:
+    """The result, with a backward pass that raises, where it or one of the inputs requires grad."""
+    refused: Tensor = _Refusing.apply(result, kind, message, *inputs)  # type: ignore[no-untyped-call]
+    return refused

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import exact_precision, is_differentiated, sum_to_shape
-from .._no_derivative import refusing
+from .._autograd import exact_precision, is_differentiated, refusing, sum_to_shape
 from ..errors import UnsupportedImplementation
 from ..potentials import LogSumExp
 from .local_keys import LocalWeights

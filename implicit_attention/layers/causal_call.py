@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, is_batched, is_exporting, transforms_active
-from .._no_derivative import refusing
+from .._autograd import host_may_look, is_batched, is_exporting, refusing, transforms_active
 from .._reporting import report_failures
 from ..adjoints import Adjoint, Request, Reversible
 from ..linear._vectors import along

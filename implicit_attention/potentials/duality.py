@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import _matrices, _validate
+from .. import _validate
 from .._autograd import host_may_look, in_own_precision, transforms_active
+from ..linear import _matrices
 from ._shapes import PerRow, States
 from .base import Potential
 from .gaussian_mixture import GaussianMixture

@@ -30,19 +30,18 @@ def unflat(z: Tensor, event: torch.Size) -> Tensor:
 
 
 def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
-    """torch.where with one condition per problem, (*lead), on states (*lead, n)."""
+    """torch.where with one condition per problem, (*lead), on states (*lead, n), numbers or truth values (*lead)."""
     if host_may_look(condition):
         # Mostly all rows agree: a look at them then saves a pass over the states.
         if bool(condition.all()):
             return yes
         if isinstance(no, Tensor) and not bool(condition.any()):
             return no
-    return torch.where(condition[..., None], yes, no)
-
-
-def finite_rows(z: Tensor) -> Tensor:
-    """(*lead), whether all numbers of a state (*lead, n), and their sum, are finite."""
-    return z.detach().sum(-1).abs() < torch.inf
+    condition = condition.reshape((*condition.shape, *(1,) * (yes.ndim - condition.ndim)))
+    if yes.dtype == torch.bool:
+        # onnxruntime cannot choose between truth values.
+        return (condition & yes) | (~condition & no)
+    return torch.where(condition, yes, no)
 
 
 def agree(rows: Tensor, expected: Tensor, wanted: Tensor) -> bool:

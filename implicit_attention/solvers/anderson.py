@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
-from ._rows import finite_rows, rows_where
+from ._rows import rows_where
 from .loop import Iteration
 from .safeguard import Proposal, Safeguarded
 
@@ -120,8 +120,7 @@ class Anderson(Safeguarded):
         s = point.r.addcmul(first[..., None], history.df[0], value=-1.0)
         for weight, df in zip(others, history.df[1:], strict=True):
             s = s.addcmul(weight[..., None], df, value=-1.0)
-        usable = history.valid[0] & finite_rows(s)
-        return Proposal(s, usable)
+        return Proposal(s, history.valid[0])
 
     def _weights(self, history: AndersonHistory, r: Tensor) -> tuple[Tensor, ...]:
         """The least-squares weights, m times (*lead), by an LDL^T factorisation of the Gram matrix, entry by entry."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from ._rows import finite_rows, rows_where
+from ._rows import rows_where
 from .loop import Iteration
 from .safeguard import Proposal, Safeguarded
 
@@ -74,9 +74,7 @@ class Broyden(Safeguarded):
     def propose(self, problem: Problem, history: BroydenHistory, point: Iteration, accepted: Tensor) -> Proposal:
         if not history.u:
             return Proposal(point.r, torch.zeros_like(accepted))
-        s = _apply(history, point.r)
-        usable = history.valid[0] & finite_rows(s)
-        return Proposal(s, usable)
+        return Proposal(_apply(history, point.r), history.valid[0])
 
 
 def _apply(history: BroydenHistory, x: Tensor, *, transposed: bool = False) -> Tensor:

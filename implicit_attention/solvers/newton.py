@@ -72,4 +72,4 @@ class NewtonKrylov(Safeguarded):
         solution = inner.solve(matvec, rhs)
         moves = (solution.value != 0).any(-1)
         s = rows_where(moves, solution.value, _rule.STRETCH * point.r)
-        return Proposal(s, torch.isfinite(s).all(-1), solution.num_steps)
+        return Proposal(s, accepted, solution.num_steps)

@@ -26,7 +26,7 @@ from ..fixed_point_map import FixedPointMap
 from ..problem import Problem, evaluate_pure
 from ..solution import Record, Remedies, Trace
 from ..status import Status
-from ._rows import flat
+from ._rows import flat, rows_where
 from .anderson import Anderson
 from .broyden import Broyden
 from .loop import Outcome, Solver
@@ -43,17 +43,6 @@ _BY_EVALUATIONS = {
     "df-sane": ("maxfev", {"ftol": 0.0, "fatol": 0.0}),
 }
 _BY_STEPS = ("broyden1", "broyden2", "anderson", "linearmixing", "diagbroyden", "excitingmixing", "krylov")
-_METHODS = (*_BY_EVALUATIONS, *_BY_STEPS)
-# Arguments of a torchdeq solver that follow from ours.
-_RESERVED = {
-    "func": "problem",
-    "x0": "initial",
-    "max_iter": "max_steps",
-    "tol": "rtol or atol",
-    "stop_mode": "rtol or atol",
-    "indexing": "trace",
-    "return_final": "rtol=0 and atol=0",
-}
 # torchdeq's Anderson spends this many evaluations before its loop, and returns x0 if that is all it has.
 _ANDERSON_FIRST = 3
 
@@ -78,74 +67,44 @@ class _Part(NamedTuple):
 class _Recorder:
     """Evaluates f for a foreign solver and records the same as the library's own loop.
 
-    All leading axes are one, P problems of n numbers each. The record of a problem is closed at the first state that
-    meets the tolerance (or at the first non-finite one), so it does not depend on how long its neighbours take.
-
-    Args:
-        strictness: part of the tolerance at which a record is closed.
+    All leading axes are one, P problems of n numbers each, in the precision of the solver. The record of a problem is
+    closed at the first state that meets the tolerance (half of it for states that are rounded in the end), or at the
+    first non-finite one, so it does not depend on how long its neighbours take.
     """
 
-    def __init__(
-        self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool = False, strictness: float = 1.0
-    ) -> None:
+    def __init__(self, solver: _Foreign, problem: Problem, initial: Tensor, trace: bool) -> None:
         event = initial.shape[initial.ndim - problem.event_ndim :]
-        self.solver, self.problem, self.strictness = solver, problem, strictness
+        self.solver, self.asked, self.dtype, self.problem = solver, problem, initial.dtype, problem
         self.shape, self.lead = initial.shape, initial.shape[: initial.ndim - len(event)]
+        if solver.works_in is not None:
+            numbers = (t.to(solver.works_in) if t.is_floating_point() else t for t in problem.tensors())
+            self.problem, initial = problem.replace(*numbers), initial.to(solver.works_in)
+        self.rounds = initial.dtype != self.dtype
         self.initial = flat(initial, event).reshape(self.lead.numel(), event.numel())
         self.rows = torch.arange(len(self.initial), device=initial.device)
         self.value = self.initial.clone()
-        self.residual = initial.new_full((len(self.value),), torch.inf)
-        self.tolerance = torch.zeros_like(self.residual)
-        self.num_steps = torch.zeros_like(self.residual, dtype=torch.int32)
-        self.num_evals = torch.zeros_like(self.num_steps)
-        self.done, self.broken, self.stalled = (torch.zeros_like(self.residual, dtype=torch.bool) for _ in range(3))
-        self.energy = self.residual.clone() if trace and problem.has_energy else None
-        self.events: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] | None = [] if trace else None
+        self.record = Record.unmeasured(self.initial, solver.exhausted, event_ndim=1).map(torch.clone)
+        self.energy = self.record.residual.clone() if trace and problem.has_energy else None
+        self.events: list[tuple[Tensor, Tensor, list[Tensor]]] | None = [] if trace else None
         self.in_map = False
         self.first_mapped = self.evaluate(self.part(self.rows), self.initial, 0)
-        self.unreadable = self.broken.clone()
+        self.record.status[self.record.status == Status.DIVERGED] = int(Status.NONFINITE)
 
-    # Parts of the batch, and their evaluation.
-
-    def part(self, rows: Tensor) -> _Part:
-        """`rows` as problems of the whole."""
+    def part(self, rows: Tensor, *, alone: bool = False) -> _Part:
+        """`rows` as problems of the whole; one that is `alone` is evaluated with as few others as the whole allows."""
+        if alone and self.lead:
+            place = rows % self.lead[-1]
+            selected = self.problem.select(place.expand(*self.lead[:-1], 1))
+            if selected is not None:
+                base = self.initial.reshape(self.shape).index_select(len(self.lead) - 1, place)
+                states = base.reshape(self.lead[:-1].numel(), self.initial.shape[1])
+                return _Part(rows, selected, states, base.shape, rows // self.lead[-1])
         return _Part(rows, self.problem, self.initial, self.shape, rows)
-
-    def alone(self, row: int) -> _Part:
-        """One problem, evaluated with as few others as the whole allows."""
-        rows = torch.tensor([row], device=self.initial.device)
-        if not self.lead:
-            return self.part(rows)
-        batch, last = divmod(row, self.lead[-1])
-        index = rows.new_full((*self.lead[:-1], 1), last)
-        selected = self.problem.select(index)
-        if selected is None:
-            return self.part(rows)
-        axis = len(self.lead) - 1
-        base = self.initial.reshape(self.shape).narrow(axis, last, 1)
-        states = base.reshape(self.lead[:-1].numel(), self.initial.shape[1])
-        return _Part(rows, selected, states, base.shape, rows.new_tensor([batch]))
 
     def unsettled(self, rows: Tensor) -> Tensor:
         """Those of `rows` in which something is left to do."""
-        return rows[~(self.done | self.broken | self.stalled | (self.residual == 0))[rows]]
-
-    def evaluate(self, part: _Part, z: Tensor, step: int, *, last: bool = False) -> Tensor:
-        """f(z) of the states z (len(rows), n), recorded. `last`: z is the foreign solver's answer.
-
-        Inside a torch.func transform f is being linearised, which is no step: nothing is recorded.
-        """
-        z = z.reshape(len(part.rows), part.base.shape[1])
-        state = part.base.index_copy(0, part.position, z)
-        self.in_map = True
-        mapped, energy = evaluate_pure(
-            part.problem, state.reshape(part.shape), energy=self.energy is not None, call=step
-        )
-        self.in_map = False
-        mapped = mapped.reshape(state.shape)[part.position].to(state.dtype)
-        if not transforms_active():
-            self._observe(part, z.detach(), mapped.detach(), energy, step, last)
-        return mapped
+        going = (self.record.status == self.solver.exhausted) & (self.record.residual != 0)
+        return rows[going[rows]]
 
     def tried(self, part: _Part, z: Tensor, step: int) -> Tensor:
         """`evaluate`, after which the solver is left where nothing is left for it to do."""
@@ -154,87 +113,92 @@ class _Recorder:
             raise _Finished
         return mapped
 
-    def _observe(self, part: _Part, z: Tensor, mapped: Tensor, energy: Tensor | None, step: int, last: bool) -> None:
-        rows = part.rows
-        residual = norm(mapped - z)
-        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+    def evaluate(self, part: _Part, z: Tensor, step: int, *, last: bool = False) -> Tensor:
+        """f(z) of the states z (len(rows), n), recorded. `last`: z is the foreign solver's answer.
+
+        Inside a torch.func transform f is being linearised, which is no step: nothing is recorded.
+        """
+        rows, solver, record = part.rows, self.solver, self.record
+        z = z.reshape(len(rows), part.base.shape[1])
+        state = part.base.index_copy(0, part.position, z)
+        self.in_map = True
+        image, energy = evaluate_pure(
+            part.problem, state.reshape(part.shape), energy=self.energy is not None, call=step
+        )
+        self.in_map = False
+        mapped = image.reshape(state.shape)[part.position].to(state.dtype)
+        if transforms_active():
+            return mapped
+        z, fz = z.detach(), mapped.detach()
+        residual, tolerance = norm(fz - z), solver.atol + solver.rtol * norm(fz)
+        going, first = record.status[rows] == solver.exhausted, record.num_evals[rows] == 0
         finite = torch.isfinite(residual) & torch.isfinite(tolerance)
-        first = self.num_evals[rows] == 0
-        met = finite & (residual <= self.strictness * tolerance) & (not self.solver.fixed_budget)
-        better = first | met | finite & ((residual < self.residual[rows]) | (last and self.solver.fixed_budget))
-        better = better & ~(self.done | self.broken)[rows]
+        met = finite & (residual <= (0.5 if self.rounds else 1.0) * tolerance) & (not solver.fixed_budget)
+        lower = finite & ((residual < record.residual[rows]) | (last and solver.fixed_budget))
+        better = going & (first | met | lower)
         # As in the library's own loop: a map that is not finite at the initial state makes the value NaN.
-        z = torch.where((first & ~finite)[:, None], torch.nan, z)
-        self.value[rows] = torch.where(better[:, None], z, self.value[rows])
-        self.residual[rows] = torch.where(better, residual, self.residual[rows])
-        self.tolerance[rows] = torch.where(better, tolerance, self.tolerance[rows])
-        self.num_steps[rows] = torch.where(better, min(step, self.solver.max_steps), self.num_steps[rows])
-        self.num_evals[rows] += 1
+        z = rows_where(finite | ~first, z, torch.nan)
+        self.value[rows] = rows_where(better, z, self.value[rows])
+        found: list[tuple[Tensor, Any]] = [(record.residual, residual), (record.tolerance, tolerance)]
+        found += [(record.num_steps, min(step, solver.max_steps))]
         if self.energy is not None and energy is not None:
-            self.energy[rows] = torch.where(better, energy.reshape(-1)[part.position], self.energy[rows])
-        self.broken[rows] |= ~finite & ~self.done[rows]
-        self.done[rows] |= met & better
-        self._take_down(rows)
-
-    def _take_down(self, rows: Tensor) -> None:
+            found += [(self.energy, energy.reshape(-1)[part.position])]
+        for kept, new in found:
+            kept[rows] = torch.where(better, new, kept[rows])
+        record.num_evals[rows] += 1
+        record.status[rows[going & met]] = int(Status.CONVERGED)
+        record.status[rows[going & ~finite]] = int(Status.DIVERGED)
         if self.events is not None:
-            energy = None if self.energy is None else self.energy[rows]
-            self.events.append((rows, self.residual[rows], energy, self.value[rows]))
-
-    # The results.
-
-    def round_to(self, problem: Problem, dtype: torch.dtype) -> None:
-        """Round the values to another precision, and measure the residuals of `problem` at the rounded values."""
-        self._measure(problem, self.value.to(dtype))
-        self.num_evals += 1
-        self._take_down(self.rows)
-
-    def _measure(self, problem: Problem, value: Tensor) -> None:
-        states = value.nan_to_num(0.0, 0.0, 0.0).reshape(self.shape)
-        mapped, energy = problem.evaluate(states, energy=self.energy is not None)
-        mapped = mapped.reshape(value.shape)
-        residual = norm(mapped - value)
-        self.value, self.residual = value, torch.where(self.unreadable, self.residual.to(value.dtype), residual)
-        self.tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
-        self.energy = None if energy is None else energy.reshape(-1)
-        if not self.solver.fixed_budget:
-            self.stalled |= self.done
-            self.done = torch.isfinite(self.residual) & (self.residual <= self.tolerance)
+            self.events.append((record.num_evals[rows] - 1, rows, [t[rows] for t in self._shown()]))
+        return mapped
 
     def outcome(self) -> Outcome:
-        """All of it, with the leading axes of the initial state."""
-        if not self.problem.separates and len(self.rows) > 1 and self.value.dtype == self.initial.dtype:
+        """All of it, in the precision and with the leading axes of the initial state."""
+        if self.rounds:
+            self.record.num_evals.add_(1)
+        if self.rounds or (not self.problem.separates and len(self.rows) > 1):
             # A problem may read others that have moved since its own end.
-            self._measure(self.problem, self.value)
-        status = torch.full_like(self.num_steps, int(self.solver.exhausted), dtype=torch.int8)
-        status[self.stalled] = int(Status.STALLED)
-        status[self.broken] = int(Status.DIVERGED)
-        status[self.done] = int(Status.CONVERGED)
-        status[self.unreadable] = int(Status.NONFINITE)
-        record = Record(status, self.residual, self.tolerance, self.num_steps, self.num_evals)
-        return Outcome(self.value.reshape(self.shape), record.map(lambda t: t.reshape(self.lead)), self._trace())
+            self._measure()
+        record = self.record.map(lambda t: t.reshape(self.lead))
+        return Outcome(self.value.reshape(self.shape), record, self._trace())
+
+    def _measure(self) -> None:
+        """Measure the residuals at the values as they are returned."""
+        self.value = self.value.to(self.dtype)
+        states = self.value.nan_to_num(0.0, 0.0, 0.0).reshape(self.shape)
+        mapped, energy = self.asked.evaluate(states, energy=self.energy is not None)
+        mapped = mapped.reshape(self.value.shape)
+        status, residual = self.record.status, norm(mapped - self.value)
+        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+        lost = status == Status.NONFINITE
+        self.energy = None if energy is None else energy.reshape(-1)
+        if not self.solver.fixed_budget:
+            small = torch.isfinite(residual) & (residual <= tolerance) & ~lost
+            status = status.masked_fill(status == Status.CONVERGED, int(Status.STALLED))
+            status = status.masked_fill(small, int(Status.CONVERGED))
+        residual = torch.where(lost, self.record.residual.to(residual.dtype), residual)
+        self.record = self.record._replace(status=status, residual=residual, tolerance=tolerance)
+
+    def _shown(self) -> list[Tensor]:
+        """The fields that a trace shows, of all problems."""
+        fields = self.record.residual, self.energy, self.record.num_evals, self.value
+        return [t for t in fields if t is not None]
 
     def _trace(self) -> Trace | None:
         """One row per evaluation; a problem with fewer evaluations than others repeats its last entry."""
         if self.events is None:
             return None
-        length = int(self.num_evals.max()) if len(self.num_evals) else 1
-        residual, value = self.residual.repeat(length, 1), self.value.repeat(length, 1, 1)
-        energy = None if self.energy is None else self.energy.repeat(length, 1)
-        count = torch.zeros_like(self.num_evals, dtype=torch.int64)
-        for rows, best, best_energy, state in self.events:
-            residual[count[rows], rows] = best.to(residual.dtype)
-            value[count[rows], rows] = state.to(value.dtype)
-            if energy is not None and best_energy is not None:
-                energy[count[rows], rows] = best_energy.to(energy.dtype)
-            count[rows] += 1
-        spent = torch.arange(1, length + 1, dtype=torch.int32, device=residual.device)[:, None].minimum(self.num_evals)
-        per_problem = [t.reshape(length, *self.lead) for t in (residual, energy, spent) if t is not None]
-        return Trace.of(*per_problem, value.reshape(length, *self.shape))
+        length = int(self.record.num_evals.max()) if len(self.rows) else 1
+        courses = [t.repeat(length, *(1,) * t.ndim) for t in self._shown()]
+        for index, rows, shown in self.events:
+            for course, values in zip(courses, shown, strict=True):
+                course[index, rows] = values.to(course.dtype)
+        *numbers, value = courses
+        return Trace.of(*(t.reshape(length, *self.lead) for t in numbers), value.reshape(length, *self.shape))
 
 
 class _Options(Mapping[str, Any]):
-    """Options of a foreign solver: a copy that cannot be changed, hashable even where the values are not."""
+    """Options of a foreign solver: a copy that cannot be changed."""
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         if given is not None and not isinstance(given, Mapping):
@@ -249,9 +213,6 @@ class _Options(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items))
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -272,12 +233,16 @@ def _needed(module: str, user: str) -> Any:
 class _Foreign(Solver):
     """Base of solvers of other libraries, whose `options` are the library's own.
 
-    A subclass defines `work`, which calls the library by `call` for rows of a `_Recorder`.
+    A subclass defines `found`, which calls the library for a part of a `_Recorder`.
     """
 
     differentiable: ClassVar[bool] = False
     #: Options that follow from arguments of this library, and from which.
     reserved: ClassVar[Mapping[str, str]]
+    #: Whether the library solves one problem at a time.
+    alone: ClassVar[bool] = False
+    #: The precision that the library works in; None for that of the problem.
+    works_in: ClassVar[torch.dtype | None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,29 +265,24 @@ class _Foreign(Solver):
                 f"{name} cannot run inside torch.vmap: it reads numbers on the host; use solve with Implicit()"
             )
         with torch.no_grad():
-            recorder = self.recorder(problem, initial, trace)
+            recorder = _Recorder(self, problem, initial, trace)
+            rows = recorder.unsettled(recorder.rows)
             if self.max_steps > 0:
-                self.work(recorder, recorder.unsettled(recorder.rows))
-            if recorder.value.dtype != initial.dtype:
-                recorder.round_to(problem, initial.dtype)
+                for some in rows[:, None] if self.alone else (rows,):
+                    self.work(recorder, some)
             return recorder.outcome()
 
-    def recorder(self, problem: Problem, initial: Tensor, trace: bool) -> _Recorder:
-        """The record of a solve that begins."""
-        return _Recorder(self, problem, initial, trace=trace)
-
     def work(self, recorder: _Recorder, rows: Tensor) -> None:
-        """Solve the rows of the record."""
-        raise NotImplementedError(f"{type(self).__name__} must define work(recorder, rows)")
+        """Solve the rows of the record.
 
-    def call(self, recorder: _Recorder, part: _Part, library: Callable[[], tuple[Tensor, int, bool]]) -> None:
-        """Call the library for some rows: it returns its answer, the steps to it, and whether it spent its budget.
-
-        Where it meets a singular matrix, it is called again for the rows in halves; one that is alone has stalled.
+        Where the library meets a singular matrix, it is called again for the rows in halves; one that is alone has
+        stalled.
         """
-        rows = part.rows
+        if len(rows) == 0:
+            return
+        stalled, part = int(Status.STALLED), recorder.part(rows, alone=self.alone)
         try:
-            answer, step, exhausted = library()
+            answer, step, exhausted = self.found(recorder, part)
             recorder.evaluate(part, answer, step, last=True)
         except _Finished:
             return
@@ -331,13 +291,17 @@ class _Foreign(Solver):
             if recorder.in_map or not (singular or "inversion yielded zero vector" in str(error)):
                 raise
             if len(rows) == 1:
-                recorder.stalled[rows] = True
+                recorder.record.status[rows] = stalled
             else:
                 for half in recorder.unsettled(rows).tensor_split(2):
                     self.work(recorder, half)
             return
         if not exhausted:
-            recorder.stalled[recorder.unsettled(rows)] = True
+            recorder.record.status[recorder.unsettled(rows)] = stalled
+
+    def found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
+        """The library's answer for the part, the steps to it, and whether it spent its budget."""
+        raise NotImplementedError(f"{type(self).__name__} must define found(recorder, part)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,9 +339,11 @@ class SciPy(_Foreign):
     """
 
     method: str = "hybr"
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
     reserved: ClassVar[Mapping[str, str]] = {"maxiter": "max_steps", "maxfev": "max_steps"}
+    alone: ClassVar[bool] = True
+    works_in: ClassVar[torch.dtype | None] = torch.float64
     remedies: ClassVar[Remedies] = {
         **Solver.remedies,
         Status.STALLED: "SciPy gave up: use a larger rtol, or a solver of this library such as Anderson()",
@@ -385,19 +351,9 @@ class SciPy(_Foreign):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _validate.check_choice("method", self.method, _METHODS)
+        _validate.check_choice("method", self.method, (*_BY_EVALUATIONS, *_BY_STEPS))
 
-    def recorder(self, problem: Problem, initial: Tensor, trace: bool) -> _Recorder:
-        wide = problem.replace(*(t.double() if t.is_floating_point() else t for t in problem.tensors()))
-        strictness = 1.0 if initial.dtype == torch.float64 else 0.5
-        return _Recorder(self, wide, initial.double(), trace=trace, strictness=strictness)
-
-    def work(self, recorder: _Recorder, rows: Tensor) -> None:
-        for row in rows.tolist():
-            part = recorder.alone(row)
-            self.call(recorder, part, functools.partial(self._found, recorder, part))
-
-    def _found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
+    def found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
         calls = steps = 0
         counted = self.method not in ("hybr", "lm")
 
@@ -481,9 +437,17 @@ class TorchDEQ(_Foreign):
     """
 
     name: str
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
-    reserved: ClassVar[Mapping[str, str]] = _RESERVED
+    reserved: ClassVar[Mapping[str, str]] = {
+        "func": "problem",
+        "x0": "initial",
+        "max_iter": "max_steps",
+        "tol": "rtol or atol",
+        "stop_mode": "rtol or atol",
+        "indexing": "trace",
+        "return_final": "rtol=0 and atol=0",
+    }
     remedies: ClassVar[Remedies] = {
         **Solver.remedies,
         Status.STALLED: "torchdeq gave up: use a larger rtol, or a solver of this library such as Anderson()",
@@ -491,7 +455,10 @@ class TorchDEQ(_Foreign):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        valid = _options_of(self._function())
+        # Torchdeq ignores all that a solver does not name.
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        _, *parameters = inspect.signature(self._function()).parameters.values()
+        valid = [p.name for p in parameters if p.kind in named and p.name not in self.reserved]
         for option in self._options:
             _validate.require(
                 option in valid,
@@ -508,16 +475,11 @@ class TorchDEQ(_Foreign):
         )
 
     def _function(self) -> Callable[..., Any]:
-        registry = _registry("TorchDEQ")
+        registry: dict[str, Callable[..., Any]] = _needed("torchdeq.solver", "TorchDEQ")._solvers
         _validate.check_choice("name", self.name, sorted(registry))
         return registry[self.name]
 
-    def work(self, recorder: _Recorder, rows: Tensor) -> None:
-        if len(rows):
-            part = recorder.part(rows)
-            self.call(recorder, part, functools.partial(self._found, recorder, part))
-
-    def _found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
+    def found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
         function, start, calls = self._function(), recorder.initial[part.rows], 0
 
         def mapped(x: Tensor, tau: float = 1.0) -> Tensor:
@@ -536,28 +498,12 @@ class TorchDEQ(_Foreign):
 
     def _stopping(self, function: Callable[..., Any]) -> dict[str, Any]:
         if self.fixed_budget:
-            final = {"return_final": True} if _takes(function, "return_final") else {}
-            return {"tol": 0.0, "stop_mode": "abs", **final}
+            parameters = inspect.signature(function).parameters
+            takes = "return_final" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            return {"tol": 0.0, "stop_mode": "abs", **({"return_final": True} if takes else {})}
         # A damped step is shorter than the residual by tau.
         tau = self._options.get("tau", 1.0)
         return {"tol": (self.rtol or self.atol) * min(1.0, tau), "stop_mode": "rel" if self.rtol > 0 else "abs"}
-
-
-def _registry(user: str) -> dict[str, Callable[..., Any]]:
-    registry: dict[str, Callable[..., Any]] = _needed("torchdeq.solver", user)._solvers
-    return registry
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _options_of(function: Callable[..., Any]) -> list[str]:
-    """The options that a torchdeq solver names; it ignores all others."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    _, *parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind in named and p.name not in _RESERVED]
 
 
 # Our solvers in torchdeq. They need no energy: a torchdeq model has none.
@@ -623,10 +569,21 @@ def _as_torchdeq(name: str) -> Callable[..., Any]:
         tol = 0.0 if return_final else max(tol, torch.finfo(x0.dtype).tiny)
         rtol, atol = (tol, 0.0) if stop_mode == "rel" else (0.0, tol)
         chosen = kind(max_steps=int(max_iter), rtol=rtol, atol=atol, **options)
-        course = _Course(func, x0, indexing or [], return_final)
-        problem = FixedPointMap(course.mapped, event_ndim=max(x0.ndim - 1, 0))
-        outcome = chosen.run(problem, x0)
-        return outcome.value, course.trajectory(outcome), course.statistics(outcome, int(max_iter))
+        event = x0.shape[1:]
+        errors, sizes = list[Tensor](), list[Tensor]()
+
+        def mapped(z: Tensor) -> Tensor:
+            fz = func(z)
+            if not transforms_active():  # linearisations are not steps
+                errors.append(norm(flat(fz - z, event).detach()))
+                sizes.append(norm(flat(fz, event).detach()))
+            return fz
+
+        outcome = chosen.run(FixedPointMap(mapped, event_ndim=len(event)), x0, trace=bool(indexing))
+        # One state per index: the answer itself after a sample has converged, and after the end.
+        states = () if outcome.trace is None else outcome.trace.value
+        trajectory = [states[min(k, len(states) - 1)] for k in indexing or ()]
+        return outcome.value, trajectory, _statistics(errors, sizes, outcome.record, int(max_iter))
 
     shown = [p for p in inspect.signature(solver).parameters.values() if p.kind is not p.VAR_KEYWORD]
     extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fields]
@@ -636,63 +593,21 @@ def _as_torchdeq(name: str) -> Callable[..., Any]:
     return solver
 
 
-class _Course:
-    """Torchdeq's report of a run: errors after every step, and the best (or latest) states after some of them."""
-
-    def __init__(self, func: Callable[[Tensor], Tensor], x0: Tensor, indexing: list[int], latest: bool) -> None:
-        self.func, self.indexing, self.latest = func, indexing, latest
-        self.samples = x0.shape[0] if x0.ndim >= 2 else x0.numel()
-        self.absolute: list[Tensor] = []
-        self.relative: list[Tensor] = []
-        self.best, self.states = x0, list[Tensor]()
-        self.lowest = torch.full((self.samples,), torch.inf, dtype=x0.dtype, device=x0.device)
-
-    def mapped(self, z: Tensor) -> Tensor:
-        fz = self.func(z)
-        if not transforms_active():  # linearisations are not steps
-            self._take_down(z.detach(), fz.detach())
-        return fz
-
-    def _take_down(self, z: Tensor, fz: Tensor) -> None:
-        error, size = (self._norm(t) for t in (fz - z, fz))
-        if self.indexing:
-            lower = (error < self.lowest) | self.latest
-            self.lowest = torch.where(lower, error, self.lowest)
-            self.best = torch.where(_per_sample(lower, z), z, self.best)
-            if len(self.absolute) in self.indexing:
-                self.states.append(self.best)
-        self.absolute.append(error)
-        self.relative.append(error / (size + 1e-9))
-
-    def _norm(self, t: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(t.reshape(self.samples, -1 if t.numel() else 0), dim=-1)
-        return norm
-
-    def trajectory(self, outcome: Outcome) -> list[Tensor]:
-        """One state per index: the answer itself after a sample has converged, and after the end."""
-        value, record = outcome.value, outcome.record
-        ended = [record.num_steps.masked_fill(record.status != Status.CONVERGED, k + 1) <= k for k in self.indexing]
-        states = [torch.where(_per_sample(e, value), value, s) for e, s in zip(ended, self.states, strict=False)]
-        return states + [value] * (len(self.indexing) - len(states))
-
-    def statistics(self, outcome: Outcome, max_iter: int) -> Any:
-        """The entries of torchdeq's SolverStat, the traces max_iter + 1 long as with its own solvers."""
-        steps = outcome.record.num_steps.reshape(self.samples)
-        at = steps.to(torch.int64)[:, None]
-        # Evaluations of a sample after it has converged are no part of its course.
-        after = torch.arange(len(self.absolute), device=at.device) > at
-        after = after & (outcome.record.status.reshape(self.samples, 1) == Status.CONVERGED)
-        errors: dict[str, Tensor] = {}
-        for name, trace in (("abs", self.absolute), ("rel", self.relative)):
-            full = torch.stack(trace, dim=1)
-            lowest = full.gather(1, at)
-            rest = lowest.expand(-1, max_iter + 1 - len(trace))
-            errors[f"{name}_lowest"] = lowest.squeeze(1)
-            errors[f"{name}_trace"] = torch.cat([torch.where(after, lowest, full), rest], dim=1)
-        module = _needed("torchdeq.solver.stat", "register_with_torchdeq")
-        return module.SolverStat(**errors, nstep=steps.to(torch.float32))
-
-
-def _per_sample(flags: Tensor, z: Tensor) -> Tensor:
-    """One flag per sample, shaped to broadcast with a batch z of torchdeq."""
-    return flags.reshape(*z.shape[:1], *(1,) * (z.ndim - 1))
+def _statistics(errors: list[Tensor], sizes: list[Tensor], record: Record, steps: int) -> Any:
+    """The entries of torchdeq's SolverStat, from |f(z) - z| and |f(z)| at every evaluation, (samples)."""
+    at = record.num_steps.reshape(-1, 1).to(torch.int64)
+    # An evaluation of all at the states that are returned is no step.
+    length = min(len(errors), steps + 1)
+    absolute, size = (torch.stack(each[:length], dim=-1).reshape(len(at), length) for each in (errors, sizes))
+    # Evaluations of a sample after it has converged are no part of its course.
+    after = torch.arange(length, device=at.device) > at
+    after = after & (record.status.reshape(-1, 1) == Status.CONVERGED)
+    found: dict[str, Tensor] = {}
+    for name, course in (("abs", absolute), ("rel", absolute / (size + 1e-9))):
+        lowest = course.gather(1, at)
+        # As long as with torchdeq's own solvers.
+        rest = lowest.expand(-1, steps + 1 - length)
+        found[f"{name}_lowest"] = lowest.squeeze(1)
+        found[f"{name}_trace"] = torch.cat([torch.where(after, lowest, course), rest], dim=1)
+    module = _needed("torchdeq.solver.stat", "register_with_torchdeq")
+    return module.SolverStat(**found, nstep=at.squeeze(1).to(torch.float32))

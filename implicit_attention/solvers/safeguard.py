@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _rule, _validate
-from .._autograd import host_may_look, is_exporting
+from .._autograd import host_may_look
 from .._norm import norm, resolves
 from ..problem import Problem
 from ._rows import rows_where, unflat
@@ -22,7 +22,10 @@ SHORTEST = 2.0**-24
 
 
 class Proposal(NamedTuple):
-    """direction (*lead, n); accelerated (*lead), whether it is more than the plain step; num_evals spent on it."""
+    """direction (*lead, n); accelerated (*lead), whether it is more than the plain step; num_evals spent on it.
+
+    A direction that is not finite is never tried: the plain step is.
+    """
 
     direction: Tensor
     accelerated: Tensor
@@ -32,7 +35,7 @@ class Proposal(NamedTuple):
 class Memory(NamedTuple):
     """The last accepted point, the step tried from it (if it may be tried again), and the memory of the method.
 
-    force: -grad E there, and promise: by how much the plain step would lower E, where that is not r and |r|^2/2.
+    force: -grad E there, where that is not r.
     """
 
     z: Tensor
@@ -40,7 +43,6 @@ class Memory(NamedTuple):
     residual: Tensor
     energy: Tensor | None
     force: Tensor | None
-    promise: Tensor | None
     direction: Tensor
     length: Tensor
     accelerated: Tensor
@@ -131,12 +133,12 @@ class Safeguarded(Solver):
     # The shared part.
 
     def init(self, problem: Problem, z: Tensor) -> Memory:
-        unknown = torch.zeros_like(z[..., 0] if z.shape[-1] else z.sum(-1))
+        unknown = z.new_zeros(z.shape[:-1])
         by_energy = self._guard(problem) == "energy"
         energy = unknown if by_energy else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        force, promise = (z, unknown) if problem.has_metric and by_energy else (None, None)
-        return Memory(z, z, unknown, energy, force, promise, z, unknown, plain, self.init_history(z))
+        force = z if problem.has_metric and by_energy else None
+        return Memory(z, z, unknown, energy, force, z, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
         if point.step <= self.plain_start(problem):
@@ -158,10 +160,12 @@ class Safeguarded(Solver):
     def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
-        before, now = (state.r, point.r) if state.force is None or point.force is None else (state.force, point.force)
+        before, now, promise = state.r, point.r, state.residual.square()
+        if state.force is not None and point.force is not None:
+            before, now = state.force, point.force
+            promise = 2 * problem.divergence(*(unflat(t, point.event_shape) for t in (state.z, state.z + state.r)))
         plain = slope = (before * state.direction).sum(-1)
-        promise = state.residual.square() if state.promise is None else 2 * state.promise
-        if state.promise is not None and not self.backtracks:
+        if state.force is not None and not self.backtracks:
             # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
             plain = torch.minimum(promise, slope)
         accelerated = state.accelerated & (not self.backtracks)
@@ -173,14 +177,15 @@ class Safeguarded(Solver):
             # The promise of r is in other units than E, so that only the sign of the change of E counts.
             measured = state.energy - point.energy
             resolved = measured.abs() > _rule.ENERGY_SLACK * _rule.rounding_of(point.energy, state.energy, eps)
-            return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
+            return rows_where(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         return _rule.descends(point.energy, state.energy, required, trapezoid, eps)
 
     def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
         (s, usable, num_evals), force = proposal, point.force
+        reach = norm(s)
+        usable = usable & (reach < torch.inf)
         if force is not None or (self._guard(problem) != "none" and problem.symmetric):
-            reach = norm(s)
             s = s * _rule.shortened(point.residual, reach, self.longest)[..., None]
             plain = point.residual.square() if force is None else (force * point.r).sum(-1)
             slope = ((point.r if force is None else force) * s).sum(-1)
@@ -202,14 +207,14 @@ class Safeguarded(Solver):
             history, downward = state.history, torch.zeros_like(accepted)
         else:
             history, downward = self._learnt(problem, state, point, accepted)
-        states = (unflat(t, point.event_shape) for t in (point.z, point.mapped))
-        promise = None if state.promise is None else problem.divergence(*states)
-        found = point.z, point.r, point.residual, point.energy, point.force, promise
+        found: Any = point.z, point.r, point.residual, point.energy, point.force
         # Mostly all are accepted.
         whole = host_may_look(accepted) and bool(accepted.all())
         pairs = zip(found, state, strict=False)
-        kept: list[Any] = [None if old is None else new if whole else _chosen(accepted, new, old) for new, old in pairs]
-        z, r, residual, energy, force, promise = kept
+        kept: list[Any] = [
+            None if old is None else new if whole else rows_where(accepted, new, old) for new, old in pairs
+        ]
+        z, r, residual, energy, force = kept
         point = point._replace(z=z, r=r, residual=residual, force=force)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         direction, accelerated, length, stalled = *proposal[:2], torch.ones_like(state.length), None
@@ -218,17 +223,15 @@ class Safeguarded(Solver):
             to_plain = ~accepted & state.accelerated & (not self.backtracks)
             direction = rows_where(accepted, direction, rows_where(to_plain, r, state.direction))
             length = torch.where(accepted | to_plain, 1.0, state.length / 2)
-            accelerated = _either(accepted, accelerated, state.accelerated & ~to_plain)
+            accelerated = rows_where(accepted, accelerated, state.accelerated & ~to_plain)
             stalled = length < SHORTEST
-        memory = Memory(z, r, residual, energy, force, promise, direction, length, accelerated, history)
+        memory = Memory(z, r, residual, energy, force, direction, length, accelerated, history)
         return Update(memory, z.addcmul(length[..., None], direction), stalled, proposal.num_evals)
 
     def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
         dz, dr = point.z - state.z, point.r - state.r
         history = self.remember(problem, state.history, dz, dr, accepted)
-        if not (torch.is_grad_enabled() or self._stretches(problem)):
-            return history, accepted
         # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a
         # derivative: with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows
         # without bound.
@@ -242,22 +245,10 @@ class Safeguarded(Solver):
         return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
 
 
-def _chosen(accepted: Tensor, new: Any, old: Tensor) -> Tensor:
-    """The new states or numbers where the step was `accepted`, else the old ones."""
-    return rows_where(accepted, new, old) if new.ndim > accepted.ndim else torch.where(accepted, new, old)
-
-
-def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """torch.where of truth values, which onnxruntime cannot choose between."""
-    return (condition & yes) | (~condition & no) if is_exporting() else torch.where(condition, yes, no)
-
-
 def _kept_still(moved: Tensor, new: Any, old: Any) -> Any:
     """The new history where something `moved`, else the old, which may have fewer columns."""
     if not isinstance(new, tuple):
-        before = torch.zeros_like(new) if old is None else old
-        where = _either if new.dtype == torch.bool else torch.where
-        return where(moved.reshape((*moved.shape, *(1,) * (new.ndim - moved.ndim))), new, before)
+        return rows_where(moved, new, torch.zeros_like(new) if old is None else old)
     missing = (None,) * len(new)
     items = [_kept_still(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
     return type(new)(*items) if hasattr(new, "_fields") else tuple(items)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import _matrices
 from .._autograd import host_may_look, transforms_active
+from ..linear import _matrices
 
 
 class _Inverse(torch.autograd.Function):

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _matrices
 from .._autograd import exact_precision, host_may_look, is_differentiated, transforms_active, uncompiled
 from .._solve import solve
 from ..adjoints import Implicit
-from ..linear import Neumann
+from ..linear import Neumann, _matrices
 from ..problem import Linearization, Problem
 from ..solution import Record, SolveReport
 from ..solvers import Outcome, Solver

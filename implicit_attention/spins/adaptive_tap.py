@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _matrices, _validate
+from .. import _validate
 from .._solve import solve
+from ..linear import _matrices
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import Remedies, Solution, SolveReport

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import _matrices, _validate
+from .. import _validate
 from .._autograd import in_own_precision
+from ..linear import _matrices
 from .enumeration import states
 
 # 2^12 states have a transition matrix of 128 MiB.

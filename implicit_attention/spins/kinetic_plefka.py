@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _matrices, _validate
+from .. import _validate
 from .._autograd import jvp_by_vjp, vjp
 from .._types import LinearMap
+from ..linear import _matrices
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .. import Solution, Status, solve
 from ..adjoints import Implicit
-from ..comparison import median
-from ..comparison import summary as reached
 from ..diagnostics import distinct_fixed_points, smallest_curvature
 from ..energies import Energy
 from ..linear import CG
 from ..solvers import Anderson, Solver
+from .comparison import median
+from .comparison import summary as reached
 from .contenders import STOP, Contender
 from .data import TASKS, DataSample
 from .measure import error_row, median_times, peak_memory

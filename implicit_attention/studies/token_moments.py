@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import LogSumExp, _matrices
+from .. import LogSumExp
+from ..linear import _matrices
 from ..potentials import renormalise
 
 #: Attention alone, plus the token itself, and that moved back to the first mean and covariance.

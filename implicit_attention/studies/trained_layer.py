@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _matrices
+from ..linear import _matrices
 from .data import load_digits
 from .token_moments import summary
 

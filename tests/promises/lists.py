@@ -65,6 +65,9 @@ def value_at(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
         return getattr(value_at(module), name)
+    except AttributeError:
+        # A module that nothing has imported yet.
+        return importlib.import_module(path)
 
 
 def pages() -> list[Path]:

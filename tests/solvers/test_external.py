@@ -627,6 +627,14 @@ def test_return_final_runs_all_steps_and_zero_tolerance_returns_the_best():
     assert not torch.equal(final, x0)
 
 
+def test_an_evaluation_behind_the_last_step_is_not_in_the_trace():
+    # The best state is the first, at which all is measured once more in the end.
+    run = torchdeq.solver.get_solver("implicit_picard")
+    best, states, info = run(lambda z: 2 * z + 1, torch.tensor(0.3), max_iter=5, tol=0.0, indexing=[2, 9])
+    assert torch.equal(torch.stack(states), best.expand(2))
+    torch.testing.assert_close(info["abs_trace"], 1.3 * 2.0 ** torch.arange(6)[None])
+
+
 def test_registering_twice_changes_nothing(registry):
     before = dict(registry)
     assert register_with_torchdeq() == OURS

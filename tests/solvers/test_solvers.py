@@ -238,6 +238,24 @@ def test_a_budget_returns_the_last_state_not_the_best():
     assert solution.num_steps.item() == 3
 
 
+@dataclasses.dataclass(frozen=True)
+class Lost(Broyden):
+    def propose(self, problem, history, point, accepted):
+        proposal = super().propose(problem, history, point, accepted)
+        direction = proposal.direction.clone()
+        direction[0] = torch.nan
+        return proposal._replace(direction=direction, accelerated=accepted)
+
+
+@pytest.mark.parametrize("guard", ["residual", "none"])
+def test_a_direction_that_is_not_finite_is_replaced_by_the_plain_step(guard):
+    half, start = FixedPointMap(lambda z: z / 2 + 1, event_ndim=1), torch.zeros(2, 1)
+    lost = solve(half, start, solver=Lost(guard=guard, rtol=1e-6), trace=True)
+    plain = solve(half, start, solver=Picard(rtol=1e-6), trace=True)
+    assert torch.equal(lost.trace.value[:, 0], plain.trace.value[:, 0])
+    assert lost.num_evals.tolist() == [int(plain.num_evals[0]), 3]
+
+
 def test_non_finite_map_later_on_returns_the_best_state():
     problem = FixedPointMap(lambda x: torch.where(x > 3, torch.inf, x + 1 / (1 + x)), event_ndim=1)
     solution = solve(problem, random(1, 1).abs(), solver=Picard(), on_failure="ignore")

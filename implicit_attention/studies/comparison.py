@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import _validate
-from ._solve import solve
-from .diagnostics import is_saddle
-from .problem import Problem
-from .solution import Solution, Trace, status_counts
-from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard, Solver
+from .. import _validate
+from .._solve import solve
+from ..diagnostics import is_saddle
+from ..problem import Problem
+from ..solution import Solution, Trace, status_counts
+from ..solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard, Solver
+from .measure import median_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,7 +127,7 @@ class SolverComparison:
         Raises:
             TypeError: a comparison made with trace=False.
         """
-        from .plotting import convergence_figure
+        from ..plotting import convergence_figure
 
         return convergence_figure({r.name: r.trace for r in self.records if not r.refused}, **options)
 
@@ -212,15 +213,9 @@ def _record(
     saddle = is_saddle(problem, solution.value) & solution.converged if problem.has_energy else None
     reached = summary(solution, solution.converged, saddle)
     course = run(trace=True).trace if trace else None
-    return SolverRecord(name, solver, solution, seconds=_seconds(run, min_seconds), trace=course, **reached)
-
-
-def _seconds(run: Any, min_seconds: float) -> float:
-    """The median time of a call; torch's timer waits for accelerators, and warms up."""
-    from torch.utils.benchmark import Timer
-
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=min_seconds).median)
+    # The time ends the runs, not their number.
+    (seconds,) = median_times(run, device=initial.device, repeats=10**9, max_seconds=min_seconds)
+    return SolverRecord(name, solver, solution, seconds=seconds, trace=course, **reached)
 
 
 def summary(

@@ -15,7 +15,7 @@ from implicit_attention import (
     compare_solvers,
     solve,
 )
-from implicit_attention.comparison import SolverComparison
+from implicit_attention.studies.comparison import SolverComparison
 from implicit_attention.testing.numerics import random
 
 NAMES = ["Picard", "GradientDescent", "Anderson", "Broyden", "NewtonKrylov"]
