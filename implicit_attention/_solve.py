@@ -50,8 +50,9 @@ from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_o
 from .kernels import trust
 from .kernels.native import library
 from .kernels.native import solve as native
-from .kernels.native.step import MOST_MIXED, NativeStep
+from .kernels.native.step import NativeStep
 from .kernels.problem import FLOOR, SOLVE_RTOL, THERE, AdjointAnswer, AdjointRule, Attention, Solved, carries
+from .kernels.step import MOST_MIXED, Step
 from .kernels.triton import support as triton
 from .linear import CG, LinearSolution
 from .linear._vectors import normalised
@@ -517,8 +518,8 @@ class Route:
         """The route of the same problem in float32, which kernels need not take."""
         return dataclasses.replace(self, impl="auto", floor=None)
 
-    def native_step(self, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], NativeStep] | None:
-        """Return what makes the steps on a user's map natively, given states and rows; None where nothing can."""
+    def steps_by_kernel(self, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], Step] | None:
+        """Return what makes the steps on a user's map by a kernel, given states and rows; None where nothing can."""
         solver = self.solver
         if type(solver) is Anderson:
             history, ridge, plain_steps = solver._history(problem), solver.ridge, solver._plain_steps(problem)
@@ -531,12 +532,25 @@ class Route:
             return None
         if self.impl == "reference" or initial.dtype not in PRECISIONS or not 0 < initial.numel() < 2**31:
             return None
+        options = FusedRule(solver.rtol, solver.atol, solver.max_steps, plain_steps), history, ridge, Anderson.growth
+        if initial.device.type in TRITON_DEVICES:
+            return self._steps_on_card(initial, initial.shape[initial.ndim - problem.event_ndim :].numel(), *options)
         loaded = library.found()[0] if are_plain(initial.dtype, initial) else None
         if loaded is None:
             return None
         self.step = "native"
-        rule = FusedRule(solver.rtol, solver.atol, solver.max_steps, plain_steps)
-        return partial(NativeStep, loaded, rule, history, ridge, Anderson.growth)
+        return partial(NativeStep, loaded, *options)
+
+    def _steps_on_card(self, initial: Tensor, event: int, *options: Any) -> Callable[[Tensor, Tensor], Step] | None:
+        variant = triton.step_variant(initial, event, options[1])
+        if variant is None:
+            return None
+        from .kernels.triton.step import TritonStep
+
+        use, made = trust.Use("step (triton)", initial.device, variant), partial(TritonStep, *options)
+        trusted = trust.answer(use, partial(triton.step_errors, variant, initial.device), lambda: made)
+        self.step = "torch" if trusted is None else "triton"
+        return trusted
 
 
 def route(

@@ -91,7 +91,7 @@ class Request:
         if type(self.solver).run is not Solver.run:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         watched = self.trace or graph or self.callback is not None
-        library = None if watched else self.route.native_step(problem, initial)
+        library = None if watched else self.route.steps_by_kernel(problem, initial)
         begin, told = functools.partial(Loop, library=library), self.callback
         return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, begin=begin)
 

@@ -550,10 +550,13 @@ class Loop:
         if mapped.shape != z.shape or mapped.dtype != z.dtype:
             check_candidate(f"{type(self.solver).__name__}.step", mapped, z)
         by = self.native
-        self.following, self.state = by(z, mapped, index), by.tensors
-        self.point = Iteration(z, mapped, by.r, by.residual, None, index, self.rows.event)
-        self.tolerance, self.active, self.best = by.tolerance, by.active, Best(by.value, by.record, None)
-        self.num_evals, self.whole = by.record.num_evals, by.left == by.active.numel()
+        self.following, self.state = by(z, mapped, index), by.memory
+        r, residual, self.tolerance, self.active, *_ = by.memory
+        self.point, self.best = (
+            Iteration(z, mapped, r, residual, None, index, self.rows.event),
+            Best(by.value, by.record, None),
+        )
+        self.num_evals, self.whole = by.memory.evaluations, by.whole
 
     def _judge(self, found: Images, index: int) -> None:
         rows = self.rows

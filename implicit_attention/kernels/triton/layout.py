@@ -216,9 +216,7 @@ class InMemory(NamedTuple):
 
     def launch(self, kernel: Any, programs: int, chosen: Tiles, *arguments: object, **options: Any) -> None:
         """Run a kernel with the tiles `chosen` in so many programs; the options are those of `plan`."""
-        # Kernels are launched on the current CUDA device, which need not be that of the tensors.
-        device = self.beta.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with on_device(self.beta.device):
             kernel[(programs,)](
                 *arguments,
                 plan(self.problem, chosen, **options),
@@ -227,6 +225,11 @@ class InMemory(NamedTuple):
                 maxnreg=chosen.registers,
                 enable_fp_fusion=True,
             )
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which kernels are launched on a device, which need not be the current CUDA device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:

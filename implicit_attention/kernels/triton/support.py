@@ -13,8 +13,18 @@ from torch import Tensor
 
 from ..._autograd import HALF
 from ..._fused_rule import FusedRule
-from ..problem import FINEST, FLOOR, AdjointAnswer, AdjointRule, Attention, Solved
-from ..trust import Errors, adjoint_errors, mask_kind, small_problem, solve_errors
+from ...status import Status
+from ..problem import FINEST, FLOOR, RTOL, AdjointAnswer, AdjointRule, Attention, Solved
+from ..trust import (
+    CHECK_STEPS,
+    Errors,
+    KernelComparison,
+    adjoint_errors,
+    mask_kind,
+    normal,
+    small_problem,
+    solve_errors,
+)
 from .layout import (
     TILES,
     fitting,
@@ -65,6 +75,48 @@ def _absent(device: torch.device) -> str | None:
 
 # As by `torch.compiler.assume_constant_result`, which would import the compiler.
 _absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+#: Numbers of a part of a row that a program of a step works off, and the longest rows.
+PART, LONGEST_ROW = 1024, 2**19
+
+
+class StepVariant(NamedTuple):
+    """The properties of a step of a user's map that select the code of its kernels."""
+
+    dtype: torch.dtype
+    history: int
+    parts: int
+
+
+def step_variant(z: Tensor, event: int, history: int) -> StepVariant | None:
+    """The kernels for states of so many numbers, and for so many changes that are mixed; None where there are none."""
+    fits = _absent(z.device) is None and 0 < event <= LONGEST_ROW
+    return StepVariant(z.dtype, history, -(-event // PART)) if fits else None
+
+
+def step_errors(variant: StepVariant, device: torch.device) -> Errors:
+    """Solve a small problem with rows of as many parts, and compare what it says of its answers with measurements."""
+    from .step import TritonStep
+
+    shift = normal((3, PART * (variant.parts - 1) + 5), seed=0)
+    rule = FusedRule(RTOL[variant.dtype], 0.0, CHECK_STEPS, plain_steps=2)
+    given = shift.to(device, variant.dtype)
+    z = given
+    step = TritonStep(rule, variant.history, 0.0, 20.0, z, torch.ones(3, dtype=torch.bool, device=device))
+    for number in range(rule.max_steps + 1):
+        z = step(z, given + torch.tanh(z.flip(-1)) / 2, number)
+    measured, compared = [], KernelComparison(torch.finfo(variant.dtype).eps)
+    for dtype in (torch.float64, variant.dtype):
+        value, own = step.value.cpu().to(dtype), given.cpu().to(dtype)
+        image = own + torch.tanh(value.flip(-1)) / 2
+        measured.append(((image - value).norm(dim=-1), rule.rtol * image.norm(dim=-1)))
+    size = float(measured[0][1].max()) / rule.rtol
+    for name, exact, rough in zip(("residual", "tolerance"), *measured, strict=True):
+        compared.add(name, getattr(step.record, name), exact, rough, size=size)
+    compared.none("unsolved", step.record.status != int(Status.CONVERGED))
+    compared.none("miscounted", step.record.num_evals != step.record.num_steps + 1)
+    return compared.errors
 
 
 def too_fine(keys: Tensor, rule: FusedRule) -> str | None:

@@ -1,0 +1,268 @@
+"""The work between two evaluations of a user's map on a card, by two kernels, as step.h has it.
+
+A row is worked off in parts. `_measure_kernel` writes r and sums of each part. `_advance_kernel` adds them up, decides
+for the row in each of its programs alike, and writes the next states of its part.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...status import Status
+from ..step import Memory, Step
+from .layout import on_device
+from .support import PART
+from .tile import kernel
+
+CONVERGED = tl.constexpr(int(Status.CONVERGED))
+DIVERGED = tl.constexpr(int(Status.DIVERGED))
+NONFINITE = tl.constexpr(int(Status.NONFINITE))
+INF = tl.constexpr(float("inf"))
+# Of each part: the sum of squares, the largest number, and the sum of squares in units of that, of r and of f.
+SIZES = tl.constexpr(6)
+
+
+class TritonStep(Step):
+    """`Step` by kernels, without a word to the host."""
+
+    def reads(self, mapped: Tensor) -> bool:
+        like, given = ((t.shape, t.dtype, t.device) for t in (self.value, mapped))
+        return type(mapped) is Tensor and given == like
+
+    def __call__(self, z: Tensor, mapped: Tensor, number: int) -> Tensor:
+        z, mapped, old, rule, m = self.read(z), self.read(mapped), self.memory, self.rule, self.history
+        to, value, (rows, n) = torch.empty_like(z), torch.empty_like(z), (old.active.numel(), z.shape[-1])
+        parts, finfo = triton.cdiv(n, PART), torch.finfo(z.dtype)
+        # What programs of a row read of the row is not written in its place.
+        read = ("active", "best_residual", "accelerated", "last_residual", "gram", "counts")
+        new = old._replace(**{name: torch.empty_like(getattr(old, name)) for name in read})
+        sums = z.new_empty(rows, parts, SIZES.value + 3 * m)
+        given = z, mapped, _in_bytes(old), sums, n, parts, number
+        with on_device(z.device):
+            _measure_kernel[(rows, parts)](*given, M=m, PART=PART)
+            _advance_kernel[(rows, parts)](
+                *(self.value, value, to, _in_bytes(new), *given),
+                *(rule.rtol, rule.atol, self.ridge, self.growth, finfo.eps, finfo.tiny),
+                *(int(number >= rule.plain_steps), int(rule.fixed_budget)),
+                M=m,
+                PART=PART,
+                SLOTS=max(2, triton.next_power_of_2(m)),
+                PARTS=triton.next_power_of_2(parts),
+            )
+        self.memory, self.value = new, value
+        return to
+
+
+def _in_bytes(memory: Memory) -> Memory:
+    """The memory with truth values as kernels read and write them."""
+    return Memory(*(t.view(torch.int8) if t.dtype == torch.bool else t for t in memory))
+
+
+@triton.jit
+def _sizes(x, out):
+    """Write the sum of squares, the largest number, and the sum of squares in units of that."""
+    peak = tl.max(tl.abs(x), 0)
+    scaled = x / tl.where((peak > 0) & (peak < INF), peak, 1.0)
+    tl.store(out, tl.sum(x * x, 0))
+    tl.store(out + 1, peak)
+    tl.store(out + 2, tl.sum(scaled * scaled, 0))
+
+
+@kernel
+def _measure_kernel(
+    z, f, old, sums, n: tl.int32, parts: tl.int32, number: tl.int32, M: tl.constexpr, PART: tl.constexpr
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    local = part * PART + tl.arange(0, PART)
+    inside, at = local < n, row * n + local
+    here = tl.load(z + at, mask=inside, other=0.0)
+    image = tl.load(f + at, mask=inside, other=0.0)
+    r = image - here
+    tl.store(old.r + at, r, mask=inside)
+    out = sums + (row * parts + part) * (SIZES + 3 * M)
+    _sizes(r, out)
+    _sizes(image, out + 3)
+    if M > 0:  # noqa: SIM102 - a constant and a number
+        if (number > 0) & (tl.load(old.active + row) != 0):
+            slot = tl.load(old.counts + 2 * row + 1) % M
+            dr = r - tl.load(old.last_r + at, mask=inside, other=0.0)
+            df = here - tl.load(old.last_z + at, mask=inside, other=0.0) + dr
+            tl.store(old.dr + (row * M + slot) * n + local, dr, mask=inside)
+            tl.store(old.df + (row * M + slot) * n + local, df, mask=inside)
+            for other in tl.static_range(M):
+                base = (row * M + other) * n + local
+                own = inside & (local * 0 + slot != other)
+                earlier = tl.where(other == slot, dr, tl.load(old.dr + base, mask=own, other=0.0))
+                change = tl.where(other == slot, df, tl.load(old.df + base, mask=own, other=0.0))
+                tl.store(out + SIZES + 3 * other, tl.sum(dr * earlier, 0))
+                tl.store(out + SIZES + 3 * other + 1, tl.sum(earlier * r, 0))
+                tl.store(out + SIZES + 3 * other + 2, tl.max(tl.abs(change), 0))
+
+
+@triton.jit
+def _length(numbers, real, WIDTH, tiny, eps):
+    """The length of a row from the sizes of its parts; squares neither overflow nor underflow."""
+    square = tl.sum(tl.load(numbers, mask=real, other=0.0), 0)
+    peaks = tl.load(numbers + 1, mask=real, other=0.0)
+    peak = tl.max(peaks, 0)
+    part = peaks / tl.where(peak > 0, peak, 1.0)
+    scaled = peak * tl.sqrt(tl.sum(tl.load(numbers + 2, mask=real, other=0.0) * part * part, 0))
+    plain = tl.sqrt(square)
+    ordinary = (square >= tiny / eps) & (square < INF)
+    # Where there is a NaN, the square is one.
+    return tl.where(ordinary | (square != square), plain, tl.where(peak < INF, scaled, peak))
+
+
+@kernel
+def _advance_kernel(
+    old_value,
+    value,
+    to,
+    new,
+    z,
+    f,
+    old,
+    sums,
+    n: tl.int32,
+    parts: tl.int32,
+    number: tl.int32,
+    rtol: tl.float64,
+    atol: tl.float64,
+    ridge: tl.float64,
+    growth: tl.float64,
+    eps: tl.float64,
+    tiny: tl.float64,
+    mixes: tl.int32,
+    fixed: tl.int32,
+    M: tl.constexpr,
+    PART: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    local = part * PART + tl.arange(0, PART)
+    inside, at = local < n, row * n + local
+    WIDTH: tl.constexpr = SIZES + 3 * M
+    some = tl.arange(0, PARTS)
+    real, numbers = some < parts, sums + (row * parts + some) * WIDTH
+    kind = z.dtype.element_ty
+    # Numbers of the host are float64, or in the interpreter Python's.
+    one = tl.sum((some == 0).to(tl.int32), 0).to(kind)
+    rtol, atol, growth = (rtol * one).to(kind), (atol * one).to(kind), (growth * one).to(kind)
+    ridge, eps, tiny = (ridge * one).to(kind), (eps * one).to(kind), (tiny * one).to(kind)
+    residual = _length(numbers, real, WIDTH, tiny, eps)
+    size = _length(numbers + 3, real, WIDTH, tiny, eps)
+    tolerance = atol + rtol * size
+    active = tl.load(old.active + row) != 0
+    best, last_residual = tl.load(old.best_residual + row), tl.load(old.last_residual + row)
+    accelerated = tl.load(old.accelerated + row) != 0
+    finite = (residual < INF) & (tolerance < INF)
+    converged = finite & (residual <= tolerance) & (fixed == 0)
+    # A plain step needs no test.
+    fell = (residual == 0) | (residual < growth * last_residual)
+    accepted = ~accelerated | fell
+    better = active & accepted & ((fixed != 0) | (number == 0) | (residual < best) | converged)
+    still = active & ~(accepted & (converged | ~finite))
+
+    here = tl.load(z + at, mask=inside, other=0.0)
+    kept = tl.load(old_value + at, mask=inside, other=0.0)
+    # What is not finite from the start is NaN, loudly.
+    start = tl.where((number == 0) & ~(residual < INF), float("nan"), here)
+    kept = tl.where(better, start, kept)
+    tl.store(value + at, kept, mask=inside)
+    usable = accelerated & False
+    if M > 0:
+        r = tl.load(old.r + at, mask=inside, other=0.0)
+        moved = still & accepted
+        made, valid = tl.load(old.counts + 2 * row + 1), tl.load(old.counts + 2 * row)
+        made = tl.where(moved & (number > 0), made + 1, made)
+        valid = tl.where(moved & (number > 0), tl.minimum(valid + 1, M), valid)
+        valid = tl.where(accepted, valid, 0)
+        base_z = tl.where(accepted, here, tl.load(old.last_z + at, mask=inside, other=0.0))
+        base_r = tl.where(accepted, r, tl.load(old.last_r + at, mask=inside, other=0.0))
+        if still:
+            tl.store(old.last_z + at, base_z, mask=inside)
+            tl.store(old.last_r + at, base_r, mask=inside)
+        # Changes by their age, newest first.
+        age = tl.arange(0, SLOTS)
+        slots = (made - 1 - age + 2 * M) % M
+        used = age < valid
+        each = real[:, None] & used[None, :]
+        found = numbers[:, None] + SIZES + 3 * slots[None, :]
+        products = tl.sum(tl.load(found, mask=each, other=0.0), 0)
+        rest = tl.sum(tl.load(found + 1, mask=each, other=0.0), 0)
+        largest = tl.max(tl.load(found + 2, mask=each, other=0.0), 0)
+        i, j = age[:, None], age[None, :]
+        places = row * M * M + slots[:, None] * M + slots[None, :]
+        pairs = used[:, None] & used[None, :]
+        gram = tl.load(old.gram + places, mask=pairs & (i > 0) & (j > 0), other=0.0)
+        gram = tl.where(i == 0, products[None, :], tl.where(j == 0, products[:, None], gram))
+        gram = tl.where(pairs, gram, 0.0)
+        if part == 0:
+            tl.store(new.gram + places, gram, mask=pairs)
+            tl.store(new.counts + 2 * row, valid)
+            tl.store(new.counts + 2 * row + 1, made)
+        weights = _least_squares(gram, rest, age, valid, ridge, eps, tiny, M)
+        step, bound = base_r, tl.max(tl.abs(base_r), 0) * 0.0
+        for k in tl.static_range(M):
+            weight = tl.sum(tl.where(age == k, weights, 0.0), 0)
+            at_k = row * M * n + tl.sum(tl.where(age == k, slots, 0), 0) * n + local
+            step -= weight * tl.load(old.df + at_k, mask=inside & (local * 0 + valid > k), other=0.0)
+            bound += tl.abs(weight) * tl.sum(tl.where(age == k, largest, 0.0), 0)
+        usable = still & (mixes != 0) & (valid > 0) & (bound + residual < INF)
+        following = base_z + tl.where(usable, step, base_r)
+    else:
+        following = tl.load(f + at, mask=inside, other=0.0)
+    # Others may read the state that is returned for a finished row.
+    ended = tl.where((kept == kept) & (tl.abs(kept) < INF), kept, 0.0)
+    tl.store(to + at, tl.where(still, following, ended), mask=inside)
+    if part == 0:
+        tl.store(old.residual + row, residual)
+        tl.store(old.tolerance + row, tolerance)
+        tl.store(new.active + row, still.to(tl.int8))
+        tl.store(new.best_residual + row, tl.where(better, residual, best))
+        tl.store(new.accelerated + row, tl.where(still, usable, accelerated).to(tl.int8))
+        tl.store(new.last_residual + row, tl.where(still & accepted, residual, last_residual))
+        if better:
+            tl.store(old.best_tolerance + row, tolerance)
+            tl.store(old.steps + row, number)
+        if active:
+            tl.store(old.evaluations + row, tl.load(old.evaluations + row) + 1)
+            if accepted & converged:
+                tl.store(old.status + row, CONVERGED)
+            if accepted & ~finite:
+                tl.store(old.status + row, tl.where(number == 0, NONFINITE, DIVERGED).to(tl.int8))
+
+
+@triton.jit
+def _least_squares(gram, rest, age, valid, ridge, eps, tiny, M: tl.constexpr):
+    """The weights by an L D L^T factorisation of the products, newest change first.
+
+    Columns that are dependent to rounding get none.
+    """
+    i, j = age[:, None], age[None, :]
+    diagonal = (i == j) & (i < valid)
+    shift = ridge * tl.sum(tl.sum(tl.where(diagonal, gram, 0.0), 0), 0) / tl.maximum(valid, 1) + tiny
+    least = shift / 2 + 4 * eps * tl.sum(tl.where(diagonal, gram, 0.0), 0)
+    gram += tl.where(diagonal, shift, 0.0)
+    weights, lower = rest * 0.0, gram * 0.0
+    for k in tl.static_range(M):
+        line = tl.sum(tl.where(i == k, gram, 0.0), 0)
+        pivot = tl.sum(tl.where(age == k, line, 0.0), 0)
+        if k > 0:
+            pivot = tl.where(pivot > tl.sum(tl.where(age == k, least, 0.0), 0), pivot, INF)
+        here = tl.sum(tl.where(age == k, rest, 0.0), 0)
+        weights = tl.where(age == k, here / pivot, weights)
+        factor = tl.where((age > k) & (age < valid), line / pivot, 0.0)
+        lower = tl.where(i == k, factor[None, :], lower)
+        rest -= factor * here
+        gram -= factor[:, None] * line[None, :]
+    for back in tl.static_range(M - 1):
+        k = M - 2 - back
+        line = tl.sum(tl.where(i == k, lower, 0.0), 0)
+        weights -= tl.where(age == k, tl.sum(line * weights, 0), 0.0)
+    return tl.where(age < valid, weights, 0.0)
