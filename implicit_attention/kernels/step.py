@@ -52,14 +52,14 @@ class Memory(NamedTuple):
         lead, n, kept = active.shape, z.shape[-1], z.shape[-1] if m else 0
 
         def zeros(*axes: int, dtype: torch.dtype = z.dtype) -> Tensor:
-            return z.new_zeros(*lead, *axes, dtype=dtype)
+            return z.new_zeros((*lead, *axes), dtype=dtype)
 
         return cls(
-            *(z.new_empty(*lead, n), zeros(), zeros(), active.clone(), zeros(dtype=torch.bool)),
+            *(z.new_empty((*lead, n)), zeros(), zeros(), active.clone(), zeros(dtype=torch.bool)),
             *(zeros(), zeros(), zeros(dtype=torch.int32), zeros(dtype=torch.int32)),
             *(z.new_full(lead, Status.MAX_STEPS, dtype=torch.int8), zeros(dtype=torch.bool)),
-            *(z.new_empty(*lead, kept), z.new_empty(*lead, kept), zeros()),
-            *(z.new_empty(*lead, m, n), z.new_empty(*lead, m, n), z.new_empty(*lead, m, m)),
+            *(z.new_empty((*lead, kept)), z.new_empty((*lead, kept)), zeros()),
+            *(z.new_empty((*lead, m, n)), z.new_empty((*lead, m, n)), z.new_empty((*lead, m, m))),
             zeros(2, dtype=torch.int32),
         )
 

@@ -19,13 +19,14 @@ import triton_adjoint_cases  # noqa: F401
 import triton_half_cases  # noqa: F401
 import triton_harness as harness
 import triton_solve_cases  # noqa: F401
+import triton_step_cases  # noqa: F401
 import triton_trust_cases  # noqa: F401
 
 CASES = harness.CASES
 # Each takes a process; the name of a case begins with that of its part.
 PARTS = (
     *("solve_shape", "solve_mask", "solve_listed", "solve"),
-    *("adjoint_shape", "adjoint"),
+    *("adjoint_shape", "adjoint", "step"),
     *("trust_that", "trust_broken", "trust"),
     *("half_random_fp16", "half_random_bf16", "half_accuracy", "half_function", "half"),
 )

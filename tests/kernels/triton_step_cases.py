@@ -1,0 +1,176 @@
+"""Cases for the step of users' maps: evaluations, statuses and states are those of the solvers' loop by torch."""
+
+from unittest import mock
+
+import torch
+import triton_harness as harness
+from torch.testing import assert_close
+from triton_harness import case, cases
+
+from implicit_attention import Equilibrium, FixedPointMap, PerSample, Status, _solve, solve
+from implicit_attention.solvers import Anderson, Picard
+
+DOUBLE, SINGLE = torch.float64, torch.float32
+
+
+def drawn(*shape, dtype=DOUBLE, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE).to(harness.DEVICE, dtype)
+
+
+def by_kernel(f, start, solver, **options):
+    with mock.patch.object(_solve, "TRITON_DEVICES", (torch.device(harness.DEVICE).type,)), torch.no_grad():
+        found = solve(f, start, solver=solver, on_failure="ignore", **options)
+    assert found.route.step == "triton"
+    return found
+
+
+def agree(f, start, solver, rtol=1e-11, atol=1e-12):
+    found = by_kernel(f, start, solver)
+    with torch.no_grad():
+        expected = solve(f, start, solver=solver, on_failure="ignore", impl="reference")
+    for name in ("status", "num_steps", "num_evals"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    for name in ("value", "residual", "tolerance"):
+        assert_close(getattr(found, name), getattr(expected, name), rtol=rtol, atol=atol, equal_nan=True)
+    return found
+
+
+def contraction(lead, n, dtype=DOUBLE, size=0.6):
+    """A map of rows, each of which leaves when it has finished."""
+    weight, x = size / n**0.5 * drawn(n, n, dtype=dtype, seed=1), drawn(*lead, n, dtype=dtype)
+    return FixedPointMap(lambda z, x: torch.tanh(z @ weight + x), PerSample(x), event_ndim=1), x
+
+
+@cases(
+    picard={"solver": Picard(), "lead": (), "n": 33},
+    picard_in_parts={"solver": Picard(rtol=1e-9), "lead": (2, 3), "n": 1030},
+    picard_fails={"solver": Picard(max_steps=3), "lead": (7,), "n": 5},
+    anderson={"solver": Anderson(rtol=1e-8), "lead": (7,), "n": 33},
+    anderson_in_parts={"solver": Anderson(rtol=1e-8), "lead": (2,), "n": 1500},
+    history_1={"solver": Anderson(history=1), "lead": (2, 5), "n": 33},
+    history_2={"solver": Anderson(history=2, rtol=1e-6), "lead": (40,), "n": 12},
+    history_8={"solver": Anderson(history=8, plain_steps=1, rtol=1e-6), "lead": (7,), "n": 33},
+    budget={"solver": Anderson(rtol=0, atol=0, max_steps=7), "lead": (3,), "n": 33},
+    no_step={"solver": Anderson(max_steps=0), "lead": (3,), "n": 33},
+)
+def step_is_that_of_the_loop(solver, lead, n):
+    f, x = contraction(lead, n)
+    agree(f, torch.zeros_like(x), solver)
+
+
+@cases(picard={"solver": Picard()}, anderson={"solver": Anderson(history=2)})
+def step_in_single_precision(solver):
+    f, x = contraction((6,), 1030, SINGLE)
+    found = agree(f, torch.zeros_like(x), solver, rtol=1e-3, atol=1e-5)
+    assert bool(found.converged.all())
+
+
+@cases(picard={"solver": Picard()}, anderson={"solver": Anderson(rtol=1e-6)}, history_1={"solver": Anderson(history=1)})
+def step_measures_states_of_any_size(solver):
+    # Their squares are no float32: they overflow, or lose their digits.
+    sizes = torch.tensor([1e-30, 1e-22, 1e20, 1e30, 0.0], dtype=SINGLE)[:, None]
+    shift = (sizes * torch.linspace(1, 2, 20)).to(harness.DEVICE)
+    f = FixedPointMap(lambda z, x: z / 2 + x, PerSample(shift), event_ndim=1)
+    found = agree(f, torch.zeros_like(shift), type(solver)(**{**vars(solver), "atol": 0.0}), rtol=1e-3, atol=0)
+    assert_close(found.value, 2 * shift, rtol=1e-3, atol=0)
+
+
+@cases(picard={"solver": Picard(max_steps=30)}, anderson={"solver": Anderson(history=2, max_steps=30)})
+def step_ends_rows_that_fail_alone(solver):
+    rows = [[0.1, 0.2], [torch.nan, 0.1], [3.0, 0.1], [torch.inf, 0.0], [0.24, 0.1]]
+    x = torch.tensor(rows, dtype=DOUBLE, device=harness.DEVICE)
+    f = FixedPointMap(lambda z, x: z * z + x, PerSample(x), event_ndim=1)
+    found = by_kernel(f, torch.zeros_like(x), solver)
+    with torch.no_grad():
+        expected = solve(f, torch.zeros_like(x), solver=solver, on_failure="ignore", impl="reference")
+    assert found.status.tolist() == expected.status.tolist()
+    assert (found.status == Status.NONFINITE).tolist() == [False, True, False, True, False]
+    assert_close(found.value[[0, 4]], expected.value[[0, 4]], rtol=1e-11, atol=1e-12)
+    assert found.value[[1, 3]].isnan().all()
+
+
+@cases(picard={"solver": Picard(rtol=1e-8)}, anderson={"solver": Anderson(rtol=1e-8)})
+def step_gives_a_row_the_bits_of_any_neighbours(solver):
+    x = drawn(7, 33)
+    others = torch.cat([x[:4], 20 * x[4:6], x[6:] * torch.nan])
+
+    def solved(own):
+        f = FixedPointMap(lambda z, x: (z.roll(1, -1) / 2 + x).clamp(-2, 2), PerSample(own), event_ndim=1)
+        return by_kernel(f, torch.zeros_like(own), solver)
+
+    one, two = solved(x), solved(others)
+    for name in ("value", "status", "num_evals"):
+        assert torch.equal(getattr(one, name)[:4], getattr(two, name)[:4]), name
+    assert not torch.equal(one.num_evals, two.num_evals)
+
+
+@case
+def step_keeps_the_best_state_of_steps_that_grow():
+    x = torch.tensor([[0.0, 1.0], [0.5, -1.0], [2.0, 0.3]], dtype=DOUBLE, device=harness.DEVICE)
+    f = FixedPointMap(lambda z, x: 1.2 * z.flip(-1) + x, PerSample(x), event_ndim=1)
+    for solver in (Picard(max_steps=6), Anderson(max_steps=6, plain_steps=7)):
+        assert bool((agree(f, x.clone(), solver).num_steps < 6).all())
+
+
+@case
+def step_takes_changes_that_depend_on_each_other():
+    # Two numbers, of which three changes cannot be independent, and a rotation that plain steps do not solve.
+    x = drawn(6, 2)
+    turned = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=DOUBLE, device=harness.DEVICE)
+    f = FixedPointMap(lambda z, x: z @ turned + x, PerSample(x), event_ndim=1)
+    found = by_kernel(f, torch.zeros_like(x), Anderson(history=5, rtol=1e-8))
+    assert bool(found.converged.all())
+    assert_close(found.value @ (torch.eye(2, dtype=DOUBLE, device=harness.DEVICE) - turned), x, rtol=1e-6, atol=1e-6)
+
+
+@case
+def step_reads_states_and_images_of_any_strides():
+    x = drawn(5, 4, 3)
+    f = FixedPointMap(lambda z, x: (z.cos() / 2 + x).transpose(1, 2).contiguous().transpose(1, 2), x, event_ndim=2)
+    agree(f, torch.zeros_like(x.transpose(1, 2).contiguous()).transpose(1, 2), Anderson(history=2))
+
+
+@case
+def step_of_a_block_has_its_gradient():
+    block = torch.nn.Linear(8, 8, dtype=DOUBLE, device=harness.DEVICE)
+    torch.nn.init.orthogonal_(block.weight, 0.5)
+    layer, x = Equilibrium(Mixed(block), solver=Anderson(rtol=1e-10)), drawn(3, 4, 8)
+    gradients = []
+    for devices in ((torch.device(harness.DEVICE).type,), ()):
+        with mock.patch.object(_solve, "TRITON_DEVICES", devices):
+            layer(x).square().sum().backward()
+        gradients.append(block.weight.grad)
+        block.weight.grad = None
+    assert_close(*gradients, rtol=1e-8, atol=1e-10)
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z)) + x
+
+
+@case
+def step_that_is_wrong_is_not_used():
+    from implicit_attention.kernels import trust
+    from implicit_attention.kernels.triton import step
+
+    f, x = contraction((3,), 9)
+    right = step.TritonStep.__call__
+
+    def wrong(self, z, mapped, number):
+        to = right(self, z, mapped, number)
+        self.memory.best_residual.mul_(0.5)
+        return to
+
+    with mock.patch.object(step.TritonStep, "__call__", wrong), mock.patch.dict(trust._found, clear=True):
+        with mock.patch.object(_solve, "TRITON_DEVICES", (torch.device(harness.DEVICE).type,)):
+            found = solve(f, torch.zeros_like(x), solver=Picard())
+        (refused,) = (known for use, known in trust._found.items() if "step" in use.kernel)
+        assert refused.verdict == "refused"
+        assert "residual is off by" in refused.reason
+    assert found.route.step == "torch"
+    assert bool(found.converged.all())
