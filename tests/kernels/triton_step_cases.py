@@ -1,13 +1,18 @@
 """Cases for the step of users' maps: evaluations, statuses and states are those of the solvers' loop by torch."""
 
+import collections
+import functools
 from unittest import mock
 
 import torch
 import triton_harness as harness
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton_harness import case, cases
 
 from implicit_attention import Equilibrium, FixedPointMap, PerSample, Status, _solve, solve
+from implicit_attention.kernels import trust
+from implicit_attention.kernels.triton.step import TritonStep
 from implicit_attention.solvers import Anderson, Picard
 
 DOUBLE, SINGLE = torch.float64, torch.float32
@@ -153,20 +158,52 @@ class Mixed(torch.nn.Module):
         return torch.tanh(self.linear(z)) + x
 
 
+class Launched(TorchDispatchMode):
+    """The names of the operations that write numbers."""
+
+    WRITING_NONE = ("empty", "view", "expand", "select", "slice", "transpose", "alias", "detach", "reshape")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = str(function).removeprefix("aten.")
+        if not any(word in name for word in self.WRITING_NONE):
+            self.names.append(name)
+        return function(*arguments, **(options or {}))
+
+
+@cases(picard={"method": Picard}, anderson={"method": functools.partial(Anderson, history=2)})
+def step_is_all_between_two_evaluations(method):
+    x, right = drawn(6, 9), TritonStep.__call__
+    f = FixedPointMap(lambda z, x: z / 2 + x, PerSample(x), event_ndim=1)
+
+    def unseen(self, *given):
+        with _disable_current_modes():
+            return right(self, *given)
+
+    found = []
+    with mock.patch.object(_solve, "unobserved", return_value=True), mock.patch.object(TritonStep, "__call__", unseen):
+        for steps in (4, 24):
+            with Launched() as launched:
+                by_kernel(f, torch.zeros_like(x), method(rtol=0, atol=0, max_steps=steps, check_every=100))
+            found.append(collections.Counter(launched.names))
+    more = found[1] - found[0]
+    # Of each of 20 evaluations the map's own.
+    assert more == {"div.Tensor": 20, "add.Tensor": 20}, more
+
+
 @case
 def step_that_is_wrong_is_not_used():
-    from implicit_attention.kernels import trust
-    from implicit_attention.kernels.triton import step
-
-    f, x = contraction((3,), 9)
-    right = step.TritonStep.__call__
+    (f, x), right = contraction((3,), 9), TritonStep.__call__
 
     def wrong(self, z, mapped, number):
         to = right(self, z, mapped, number)
         self.memory.best_residual.mul_(0.5)
         return to
 
-    with mock.patch.object(step.TritonStep, "__call__", wrong), mock.patch.dict(trust._found, clear=True):
+    with mock.patch.object(TritonStep, "__call__", wrong), mock.patch.dict(trust._found, clear=True):
         with mock.patch.object(_solve, "TRITON_DEVICES", (torch.device(harness.DEVICE).type,)):
             found = solve(f, torch.zeros_like(x), solver=Picard())
         (refused,) = (known for use, known in trust._found.items() if "step" in use.kernel)
