@@ -526,7 +526,7 @@ class Route:
             fits = history <= MOST_MIXED and solver._guard(problem) == "residual" and not problem.symmetric
         else:
             history, ridge, plain_steps = 0, 0.0, solver.max_steps + 1
-            fits = type(solver) is Picard and solver.damping == 0
+            fits = isinstance(solver, Picard) and solver.damping == 0
         # The bits of a token must not depend on whether those behind it are plain tensors.
         if not fits or problem.has_energy or problem.mixes or problem.token_order is not None or not unobserved():
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from ..linear import LinearSolver
 from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies
 from ..solvers import Outcome, Solver
-from ..solvers.loop import Callback, Loop, iterate
+from ..solvers.loop import Callback, iterate
 
 #: Layers that were pickled with a memory of their last backward solve name it.
 AdjointMemory = SimpleNamespace
@@ -92,8 +91,8 @@ class Request:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         watched = self.trace or graph or self.callback is not None
         library = None if watched else self.route.steps_by_kernel(problem, initial)
-        begin, told = functools.partial(Loop, library=library), self.callback
-        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, begin=begin)
+        told = self.callback
+        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, library=library)
 
 
 @dataclasses.dataclass(frozen=True)

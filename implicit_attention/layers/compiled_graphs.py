@@ -20,9 +20,9 @@ from ..errors import outside
 from ..fixed_point_map import FixedPointMap
 from ..options import SolveOptions
 from ..problem import Problem, writes_to
-from ..solvers import Outcome, Picard, Solver
-from ..solvers._rows import flat, steps_left, unflat
-from ..solvers.loop import Images, Loop, iterate, plain_steps
+from ..solvers import Iteration, Picard, Solver
+from ..solvers._rows import Best, flat, steps_left, unflat
+from ..solvers.loop import Images, Loop, plain_steps
 
 #: f(z, *inputs), a module.
 Map: TypeAlias = Callable[..., Tensor]
@@ -68,20 +68,10 @@ class CompiledPicard(Picard):
         """The compiled form of a `Picard`."""
         return cls(**vars(solver), graphs=graphs)
 
-    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+    def loop(self, problem: Problem, initial: Tensor) -> type[Loop]:
         lead = initial.ndim - problem.event_ndim
         fits = lead and initial.numel() > 0 and may_compile(self.graphs, problem, initial)
-        if trace or graph or not fits or problem.mixes:
-            return super().run(problem, initial, trace=trace, graph=graph)
-        assert isinstance(problem, FixedPointMap)
-        with torch.no_grad():
-            tensors = problem.tensors()
-            if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
-                # Inside a graph without autograd a compiler has no use for theirs, and warns of it.
-                problem = problem.replace(*(tensor.detach() for tensor in tensors))
-        outcome = iterate(self, problem, initial, trace=False, graph=False, begin=Stretches)
-        self.graphs.evaluations = int(outcome.record.num_evals.max())
-        return outcome
+        return Stretches if fits and not problem.mixes else Loop
 
 
 # Messages name what was passed to the layer.
@@ -98,10 +88,20 @@ class Stretches(Loop):
         self.rows.few_sizes = True
         self.ahead: list[Images] = []
         self.needed = self.solver.graphs.evaluations
+        self.residual_before: Tensor | None = None
+
+    def run(self) -> tuple[Best, Iteration, Tensor]:
+        best, point, tolerance = super().run()
+        self.solver.graphs.evaluations = int(best.record.num_evals.max())
+        return best, point, tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
         if not self.ahead:
             problem: Any = self.rows.problem
+            tensors = problem.tensors()
+            if not all(tensor.is_leaf for tensor in tensors[: len(tensors) - len(problem.inputs)]):
+                # Inside a graph without autograd a compiler has no use for theirs, and warns of it.
+                problem = problem.replace(*(tensor.detach() for tensor in tensors))
             left = self.last + 1 - index
             expected = left if self.rule.fixed_budget else min(max(self.needed, 1), left)
             count = max(length for length in LENGTHS if length <= expected)
@@ -110,14 +110,19 @@ class Stretches(Loop):
             self.ahead = [(flat(z, self.rows.event), flat(image, self.rows.event), None) for z, image in pairs]
         return self.ahead.pop(0)
 
+    def step(self, found: Images, index: int) -> Tensor:
+        # The library writes the next ones in the same place.
+        self.residual_before = self.point.residual.clone()
+        return super().step(found, index)
+
     def looks(self, index: int) -> bool:
         return not self.ahead
 
     def leaving(self, index: int) -> Tensor | None:
-        if self.before is None:
+        if self.residual_before is None:
             self.needed = self.solver.graphs.evaluations - 1
         else:
-            last = self.before.residual, self.point.residual, self.tolerance
+            last = self.residual_before, self.point.residual, self.tolerance
             self.needed = math.ceil(min(steps_left(self.active, 1, *last), self.last))
         return None if self.whole or self.needed < WORTH else self.rows.compaction(self.active)
 

@@ -210,6 +210,10 @@ class Solver:
         """The next candidate, from the evaluated one (or, where it was rejected, from the memory)."""
         raise NotImplementedError(f"{type(self).__name__} must define step(problem, state, point, accepted)")
 
+    def loop(self, problem: Problem, initial: Tensor) -> type[Loop]:
+        """The class of the loop for such a problem, where nobody watches the steps."""
+        return Loop
+
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
         return iterate(self, problem, initial, trace=trace, graph=graph)
@@ -265,7 +269,7 @@ def iterate(
     trace: bool,
     graph: bool,
     callback: Callback | None = None,
-    begin: Callable[..., Loop] | None = None,
+    library: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> Outcome:
     """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
 
@@ -276,7 +280,7 @@ def iterate(
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
 
-    begin: makes the `Loop` from `initial`; None is that class.
+    library: as for a `Loop`.
     """
     # The axes that number the tokens of a problem, each of which is one then.
     axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
@@ -308,7 +312,8 @@ def iterate(
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
         options: dict[str, Any] = {"every": looks, "seen": seen, "energy": trace and problem.has_energy}
         go_on = functools.partial(Loop, solver, **options)
-        begin = go_on if begin is None else functools.partial(begin, solver, **options)
+        kind = solver.loop(problem, initial) if compact else Loop
+        begin = functools.partial(kind, solver, library=library, **options)
         value, record = judged(solver, rows, begin, go_on, every=every)
         if share_memory(value, initial):
             value = value.clone()
