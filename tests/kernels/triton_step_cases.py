@@ -117,13 +117,30 @@ def step_keeps_the_best_state_of_steps_that_grow():
         assert bool((agree(f, x.clone(), solver).num_steps < 6).all())
 
 
+@cases(history_1={"history": 1}, history_2={"history": 2})
+def step_rejects_a_residual_that_grows(history):
+    x = torch.linspace(-2, 2, 14, dtype=DOUBLE, device=harness.DEVICE).reshape(7, 2)
+    f = FixedPointMap(lambda z, x: x * torch.exp(-z.flip(-1)), PerSample(x), event_ndim=1)
+    found = agree(f, torch.full_like(x, 0.1), Anderson(history=history, max_steps=14), rtol=1e-6, atol=1e-6)
+    assert len(set(found.status.tolist())) > 1
+
+
+@case
+def step_shows_others_no_nan_of_a_row_that_has_ended():
+    x = drawn(5, 3)
+    x[1, 0] = torch.nan
+    f = FixedPointMap(lambda z, x: x + 0.3 * z.mean(0), x, event_ndim=1)
+    found = agree(f, torch.zeros_like(x), Picard(rtol=1e-9))
+    assert found.converged.tolist() == [True, False, True, True, True]
+
+
 @case
 def step_takes_changes_that_depend_on_each_other():
     # Two numbers, of which three changes cannot be independent, and a rotation that plain steps do not solve.
     x = drawn(6, 2)
     turned = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=DOUBLE, device=harness.DEVICE)
     f = FixedPointMap(lambda z, x: z @ turned + x, PerSample(x), event_ndim=1)
-    found = by_kernel(f, torch.zeros_like(x), Anderson(history=5, rtol=1e-8))
+    found = agree(f, torch.zeros_like(x), Anderson(history=5, rtol=1e-8), rtol=1e-6, atol=1e-6)
     assert bool(found.converged.all())
     assert_close(found.value @ (torch.eye(2, dtype=DOUBLE, device=harness.DEVICE) - turned), x, rtol=1e-6, atol=1e-6)
 

@@ -95,9 +95,8 @@ def _measure_kernel(
             tl.store(old.df + (row * M + slot) * n + local, df, mask=inside)
             for other in tl.static_range(M):
                 base = (row * M + other) * n + local
-                own = inside & (local * 0 + slot != other)
-                earlier = tl.where(other == slot, dr, tl.load(old.dr + base, mask=own, other=0.0))
-                change = tl.where(other == slot, df, tl.load(old.df + base, mask=own, other=0.0))
+                earlier = tl.where(other == slot, dr, tl.load(old.dr + base, mask=inside, other=0.0))
+                change = tl.where(other == slot, df, tl.load(old.df + base, mask=inside, other=0.0))
                 tl.store(out + SIZES + 3 * other, tl.sum(dr * earlier, 0))
                 tl.store(out + SIZES + 3 * other + 1, tl.sum(earlier * r, 0))
                 tl.store(out + SIZES + 3 * other + 2, tl.max(tl.abs(change), 0))
@@ -199,11 +198,11 @@ def _advance_kernel(
         i, j = age[:, None], age[None, :]
         places = row * M * M + slots[:, None] * M + slots[None, :]
         pairs = used[:, None] & used[None, :]
-        gram = tl.load(old.gram + places, mask=pairs & (i > 0) & (j > 0), other=0.0)
-        gram = tl.where(i == 0, products[None, :], tl.where(j == 0, products[:, None], gram))
-        gram = tl.where(pairs, gram, 0.0)
+        gram = tl.load(old.gram + places, mask=pairs & (i > 0) & (j >= i), other=0.0)
+        # Of two changes the newer one has the row.
+        gram = tl.where(pairs, tl.where(i == 0, products[None, :], gram), 0.0)
         if part == 0:
-            tl.store(new.gram + places, gram, mask=pairs)
+            tl.store(new.gram + places, gram, mask=pairs & (j >= i))
             tl.store(new.counts + 2 * row, valid)
             tl.store(new.counts + 2 * row + 1, made)
         weights = _least_squares(gram, rest, age, valid, ridge, eps, tiny, M)
