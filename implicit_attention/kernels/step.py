@@ -15,7 +15,7 @@ from ..status import Status
 MOST_MIXED = 8
 
 
-class Memory(NamedTuple):
+class StepMemory(NamedTuple):
     """All that is kept of rows (*lead) with n numbers each, in the order of step.h; m changes are mixed at most.
 
     r, residual, tolerance: f(z) - z (*lead, n), its length and the tolerance, at the last states.
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, z: Tensor, active: Tensor, m: int) -> Memory:
+    def of(cls, z: Tensor, active: Tensor, m: int) -> StepMemory:
         """The memory before the first evaluation, at the states z (*lead, n)."""
         lead, n, kept = active.shape, z.shape[-1], z.shape[-1] if m else 0
 
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
 
 
 class Step:
-    """What comes between two evaluations, by a kernel, which brings the memory up to date.
+    """The work between two evaluations by a kernel, which brings the memory up to date.
 
     Args:
         rule: when a row ends, and how many steps are plain at first.
@@ -81,11 +81,11 @@ class Step:
 
     def __init__(self, rule: FusedRule, history: int, ridge: float, growth: float, z: Tensor, active: Tensor) -> None:
         self.rule, self.history, self.ridge, self.growth = rule, history, ridge, growth
-        self.go_on_with(Memory.of(z, active, history), z)
+        self.go_on_with(StepMemory.of(z, active, history), z)
 
-    def go_on_with(self, memory: Memory, value: Tensor) -> None:
+    def go_on_with(self, memory: StepMemory, value: Tensor) -> None:
         """Keep this memory of rows, and their best states."""
-        self.memory, self.value = Memory(*(t.contiguous() for t in memory)), value
+        self.memory, self.value = StepMemory(*(t.contiguous() for t in memory)), value
 
     @property
     def record(self) -> Record:

@@ -68,7 +68,7 @@ class CompiledPicard(Picard):
         """The compiled form of a `Picard`."""
         return cls(**vars(solver), graphs=graphs)
 
-    def loop(self, problem: Problem, initial: Tensor) -> type[Loop]:
+    def _loop(self, problem: Problem, initial: Tensor) -> type[Loop]:
         lead = initial.ndim - problem.event_ndim
         fits = lead and initial.numel() > 0 and may_compile(self.graphs, problem, initial)
         return Stretches if fits and not problem.mixes else Loop

@@ -210,7 +210,7 @@ class Solver:
         """The next candidate, from the evaluated one (or, where it was rejected, from the memory)."""
         raise NotImplementedError(f"{type(self).__name__} must define step(problem, state, point, accepted)")
 
-    def loop(self, problem: Problem, initial: Tensor) -> type[Loop]:
+    def _loop(self, problem: Problem, initial: Tensor) -> type[Loop]:
         """The class of the loop for such a problem, where nobody watches the steps."""
         return Loop
 
@@ -312,7 +312,7 @@ def iterate(
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
         options: dict[str, Any] = {"every": looks, "seen": seen, "energy": trace and problem.has_energy}
         go_on = functools.partial(Loop, solver, **options)
-        kind = solver.loop(problem, initial) if compact else Loop
+        kind = solver._loop(problem, initial) if compact else Loop
         begin = functools.partial(kind, solver, library=library, **options)
         value, record = judged(solver, rows, begin, go_on, every=every)
         if share_memory(value, initial):

@@ -19,7 +19,6 @@ import triton_adjoint_cases  # noqa: F401
 import triton_half_cases  # noqa: F401
 import triton_harness as harness
 import triton_solve_cases  # noqa: F401
-import triton_step_cases  # noqa: F401
 import triton_trust_cases  # noqa: F401
 
 CASES = harness.CASES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._autograd import are_plain
-from ..step import Memory, Step
+from ..step import Step, StepMemory
 from .library import Library
 
 
@@ -20,7 +20,7 @@ class NativeStep(Step):
         self.library = library
         super().__init__(*given)
 
-    def go_on_with(self, memory: Memory, value: Tensor) -> None:
+    def go_on_with(self, memory: StepMemory, value: Tensor) -> None:
         super().go_on_with(memory, value)
         rule, (count, n) = self.rule, (self.memory.active.numel(), value.shape[-1])
         self.whole = True

@@ -58,6 +58,8 @@ EARLIER = {
     ("keys", False): {64: Tiles(16, 64, 4, 1), 128: Tiles(16, 64, 4, 1, None, 32)},
 }
 SMALLEST_TILE = 16
+#: Numbers of a row of a user's map that a program of a step works off.
+PART = 1024
 #: Numbers of a vector each that a step has in registers.
 STEP_NUMBERS = 2048
 #: The status of queries that are left.

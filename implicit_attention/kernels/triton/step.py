@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...status import Status
-from ..step import Memory, Step
-from .layout import on_device
-from .support import PART
+from ..step import Step, StepMemory
+from .layout import PART, on_device
 from .tile import kernel
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -57,9 +56,9 @@ class TritonStep(Step):
         return to
 
 
-def _in_bytes(memory: Memory) -> Memory:
+def _in_bytes(memory: StepMemory) -> StepMemory:
     """The memory with truth values as kernels read and write them."""
-    return Memory(*(t.view(torch.int8) if t.dtype == torch.bool else t for t in memory))
+    return StepMemory(*(t.view(torch.int8) if t.dtype == torch.bool else t for t in memory))
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from ..trust import (
     solve_errors,
 )
 from .layout import (
+    PART,
     TILES,
     fitting,
     interpreted,
@@ -77,8 +78,8 @@ def _absent(device: torch.device) -> str | None:
 _absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-#: Numbers of a part of a row that a program of a step works off, and the longest rows.
-PART, LONGEST_ROW = 1024, 2**19
+#: Numbers of the longest rows of which kernels make steps.
+LONGEST_ROW = 2**19
 
 
 class StepVariant(NamedTuple):
