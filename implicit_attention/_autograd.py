@@ -273,15 +273,10 @@ def host_may_look(*tensors: Tensor) -> bool:
 
 def host_may_look_at_constant(*tensors: Tensor) -> bool:
     """`host_may_look` for tensors such as masks, which torch.func does not vary."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack():
         return False
-    if torch._C._len_torch_dispatch_stack():
-        return False
-    for tensor in tensors:
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        if wrapped or not tensor.is_cpu or isinstance(tensor, FakeTensor):
-            return False
-    return True
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return not any(wrapped(tensor) or not tensor.is_cpu or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def looks_every(wanted: int | None, *tensors: Tensor) -> int:

@@ -39,11 +39,7 @@ from ._reporting import check_on_failure, report_failures, unread, without_gradi
 from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.implicit import attached
-from .adjoints.linear_system import (
-    Known,
-    gradients_by_rows,
-    jacobian_product,
-)
+from .adjoints.linear_system import Known, gradients_by_rows, jacobian_product
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
 from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_of
@@ -252,10 +248,8 @@ def _sampled(site: FailureSite | None) -> Any:
 @in_own_precision
 def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> Solution:
     """The solution as the adjoint runs the solver, for every kind of problem and tensor; options are not checked."""
-    problem, initial = _checked(request.problem, request.initial)
     solver, impl = request.solver, request.impl
-    solver.check_problem(problem)
-    problem.check_solver(solver)
+    problem, initial = _checked(request.problem, request.initial, solver)
     every_step = request.trace or request.callback is not None or isinstance(adjoint, Unrolled | Reversible)
     way = route(problem, initial, solver, impl, adjoint, every_step=every_step)
     if verbose:
@@ -317,10 +311,7 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
     """The state after a fixed budget of steps, as plain operations; nothing is measured there."""
     check_no_evidence(trace, "trace")
     check_budget(solver)
-    problem.check_state(initial)
-    solver.check_problem(problem)
-    problem.check_solver(solver)
-    problem, (initial,) = widened(problem.settled(), initial)
+    problem, initial = _checked(problem, initial, solver)
     value = stepped(solver, written_out(problem), initial)
     record = Record.unmeasured(value, solver.exhausted, problem.event_ndim)
     report, told = AdjointReport(in_graph=True), (solver.rtol, solver.atol)
@@ -378,20 +369,21 @@ def concluded(
     return value, solution
 
 
-def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
+def _checked(problem: Problem, initial: Tensor, solver: Solver) -> tuple[Problem, Tensor]:
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
     problem = problem.settled()
-    named = [*problem.named_tensors(), ("initial", initial)]
-    for name, tensor in named:
+    for name, tensor in (*problem.named_tensors(), ("initial", initial)):
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
-        if is_fake(tensor):
+        if not is_exporting():
             # The number of evaluations depends on the numbers.
             _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     if problem.dtypes != "kept":
         problem, (initial,) = widened(problem, initial)
     _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)], dtypes=problem.dtypes == "one")
+    solver.check_problem(problem)
+    problem.check_solver(solver)
     return problem, initial
 
 
@@ -573,8 +565,13 @@ def attention_of(
     elif not carries(call.query.dtype, call.anchor):
         digits = f"an anchor of {call.anchor} leaves 1 - anchor no digits in {call.query.dtype}"
         reason = f"{digits}; use impl='auto' or float64"
-    elif impl != "auto":
-        reason = _underivable(call, problem, impl)
+    elif impl != "auto" and transforms_active():
+        reason = "there is no derivative inside torch.func; use impl='auto' or 'reference'"
+    elif impl != "auto" and torch.is_grad_enabled() and not _has_all_gradients(call, impl):
+        # Of a bias that the problem computes, torch has the derivative.
+        given = any(call.bias is t for t in problem.tensors())
+        named = "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
+        reason = named if given else None
     if impl != "auto" and reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     if call is None or reason is not None:
@@ -590,23 +587,10 @@ def attention_of(
 def _has_all_gradients(call: Attention, impl: Impl) -> bool:
     """Whether kernels have the gradient of the bias of a call too, if that takes one."""
     bias = call.bias
-    return bias is None or not bias.requires_grad or (is_per_key(bias) and impl != "triton")
-
-
-def is_per_key(bias: Tensor) -> bool:
-    """Whether a bias is the same for all queries."""
-    return bias.ndim < 2 or bias.shape[-2] == 1
-
-
-def _underivable(call: Attention, problem: Problem, impl: Impl) -> str | None:
-    """The reason why a named implementation would leave out a derivative; None if it leaves out none."""
-    if transforms_active():
-        return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
-    bias = call.bias
-    given = bias is not None and is_differentiated(bias) and any(bias is t for t in problem.tensors())
-    if bias is not None and given and not (impl == "native" and is_per_key(bias)):
-        return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
-    return None
+    if bias is None or not bias.requires_grad:
+        return True
+    # One that is the same for all queries.
+    return impl != "triton" and (bias.ndim < 2 or bias.shape[-2] == 1)
 
 
 def check_kernel(impl: Impl, call: Attention) -> Impl:
@@ -870,11 +854,10 @@ def solve_plainly(
     whole: whether the report is to be the whole solution.
     problem: the energy of the call, which is made where it is needed.
     """
-    rule, impl, site, half = plan.rule, plan.impl, report.site, call.keys.dtype in HALF
-    fits = isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)
-    if rule is None or not fits:
+    rule, impl, half = plan.rule, plan.impl, call.keys.dtype in HALF
+    if rule is None or _sampled(report.site) is not None:
         return None
-    if site is not None and site.tally is not None and site.tally.spectral:
+    if not (isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)):
         return None
     if half:
         given = _solved_in_half(call, initial, rule, impl)
@@ -906,7 +889,7 @@ def solve_plainly(
         evaluation = () if failed or not differentiated else (solved.mean,)
     name = "triton" if half else "native"
     way = Route(plan.solver, impl, False, solved.state.dtype, name, name, name, floor=FLOOR if half else None)
-    outcome = Outcome(solved.state, solved.record, evaluation=evaluation)
+    outcome = Outcome(solved.state, Record(*solved[3:]), evaluation=evaluation)
     energy_function = partial(_energy_at, call) if problem is None else problem.energy
     if differentiated:
         energy, start = _unchecked(call) if problem is None else problem, solved.state.detach()
