@@ -149,8 +149,7 @@ solve_op.register_vmap(_batched(solve_op, states=(0, 6), site=13))
 
 @solve_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    initial = args[6]
-    return Solved.allocated(initial.new_empty, initial.shape, initial.dtype)
+    return Solved.allocated(args[6].new_empty, args[6].shape, args[6].dtype)
 
 
 adjoint_op = torch.library.custom_op(
@@ -266,10 +265,8 @@ def hopfield_solve(
     atol = _validate.check_number("atol", atol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
     plain_steps = _validate.check_integer("plain_steps", plain_steps, low=2)
-    if mask is not None and mask.requires_grad:
-        raise ValueError(
-            _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
-        )
+    plain, remedy = mask is None or not mask.requires_grad, "use solve() with LogSumExp(bias=mask)"
+    _validate.require(plain, "mask", "not require grad", "one that does", remedy)
     refuse_tangents("hopfield_solve", *call, start)
     impl = check_kernel(impl, call)
     return Solved(*solve_op(*_arguments(call), start, rtol, atol, max_steps, plain_steps, impl, "warn"))

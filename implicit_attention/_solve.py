@@ -439,16 +439,15 @@ class Route:
 
         differentiated: whether the `evaluation` is wanted, if a kernel is to solve the backward pass.
         """
-        asked = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
-        found, kept = None, differentiated and self.product != "torch"
-        if asked is not None:
-            call, rule = asked
-            assert rule is not None
+        call = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
+        rule, kept = self.solver.fused_rule(problem), differentiated and self.product != "torch"
+        found = None
+        if call is not None and rule is not None:
             found = solve_by_kernel(*_isolated(call, initial), rule, self.impl, mean=kept)
-        name = "torch" if asked is None or found is None else _kernel(asked[0], self.impl)
-        self.evaluate = self.step = name or "torch"
-        if found is None:
+        if call is None or found is None:
+            self.evaluate = self.step = "torch"
             return None
+        self.evaluate = self.step = _kernel(call, self.impl) or "torch"
         # The native backward solve reads the mean alone.
         last = 3 if self.product == "triton" else 2
         return Outcome(found.state, found.record, evaluation=found[1:last] if kept else ())
@@ -462,12 +461,10 @@ class Route:
         a failing status and an approximate gradient or NaN; one that it gives up (STALLED) adds nothing.
         """
         with torch.enable_grad():
-            asked = attention_of(problem, None, self.impl)
-        if asked is None:
+            live = attention_of(problem, None, self.impl)
+        if live is None or not _has_all_gradients(live, self.impl):
             return None
-        live, by_bias = asked[0], None
-        if not _has_all_gradients(live, self.impl):
-            return None
+        by_bias = None
         if live.bias is not None and live.bias.requires_grad:
             by_bias = z.new_zeros(*z.shape[:-2], live.keys.shape[-2])
         with torch.no_grad():
@@ -532,26 +529,23 @@ def route(
     way = Route(solver, impl, every_step, initial.dtype, where="inside torch.func" if transforms_active() else "")
     if impl == "reference":
         return way
-    if (asked := attention_of(problem, solver, impl, every_step=every_step)) is not None:
-        way.evaluate = way.step = _kernel(asked[0], impl) or "torch"
-    exact = isinstance(adjoint, Implicit) and adjoint.linear_solver is None
-    asked = asked or (attention_of(problem, None, "auto") if exact else None)
-    if exact and asked is not None and _has_all_gradients(asked[0], impl):
-        way.product = _kernel(asked[0], impl) or "torch"
+    if (call := attention_of(problem, solver, impl, every_step=every_step)) is not None:
+        way.evaluate = way.step = _kernel(call, impl) or "torch"
+    if isinstance(adjoint, Implicit) and adjoint.linear_solver is None:
+        call = attention_of(problem, None, "auto") if call is None else call
+        if call is not None and _has_all_gradients(call, impl):
+            way.product = _kernel(call, impl) or "torch"
     return way
 
 
-def attention_of(
-    problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False
-) -> tuple[Attention, FusedRule | None] | None:
-    """The record that a kernel takes of a problem, and the solver's rule; None if it cannot, or `impl` is "reference".
+def attention_of(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Attention | None:
+    """The record that a kernel takes of a problem; None if it cannot do that, or `impl` is "reference".
 
     solver: None for the backward pass alone, whatever method solved the problem.
     """
     if impl == "reference":
         return None
     call = problem.as_attention()
-    rule = None if solver is None or call is None else solver.fused_rule(problem)
     reason = None
     if call is None:
         names = f"not for {type(problem).__name__} of {type(getattr(problem, 'potential', problem)).__name__}"
@@ -559,7 +553,7 @@ def attention_of(
     elif every_step:
         kept = "no step is kept, for a trace, a callback or Unrolled()"
         reason = f"{kept}; use Implicit() without a trace and without a callback, or impl='auto'"
-    elif solver is not None and rule is None:
+    elif solver is not None and solver.fused_rule(problem) is None:
         name = type(solver).__name__
         reason = f"there is no kernel for {name} with these options; use Anderson() or Picard(), or impl='auto'"
     elif not carries(call.query.dtype, call.anchor):
@@ -579,9 +573,9 @@ def attention_of(
     check_kernel(impl, call)
     if torch.compiler.is_compiling() or is_fake(call.query):
         # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
-        return call, rule
+        return call
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in call if isinstance(t, Tensor))
-    return None if wrapped or call.query.numel() == 0 else (call, rule)
+    return None if wrapped or call.query.numel() == 0 else call
 
 
 def _has_all_gradients(call: Attention, impl: Impl) -> bool:
@@ -1023,11 +1017,9 @@ def for_graph(
 
     keys: those of the problem in half precision, where they stay in it.
     """
-    asked = attention_of(problem, solver, impl)
-    if asked is None or (asked[0].bias is not None and asked[0].bias.requires_grad):
+    call, rule = attention_of(problem, solver, impl), solver.fused_rule(problem)
+    if call is None or rule is None or (call.bias is not None and call.bias.requires_grad):
         return None
-    call, rule = asked
-    assert rule is not None
     return *_isolated((call if keys is None else call._replace(keys=keys)).joined(), initial), rule
 
 
