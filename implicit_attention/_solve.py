@@ -203,11 +203,8 @@ def plan_of(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
 def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     solver = Anderson() if solver is None else solver
     adjoint = EXACT if adjoint is None else adjoint
-    for name, value, kind, remedy in (
-        ("solver", solver, Solver, "for example Anderson()"),
-        ("adjoint", adjoint, Adjoint, "for example Implicit()"),
-    ):
-        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
+    _validate.check_instance("solver", solver, Solver, "be an instance of Solver", "for example Anderson()")
+    _validate.check_instance("adjoint", adjoint, Adjoint, "be an instance of Adjoint", "for example Implicit()")
     check_impl(impl)
     return Plan(solver, adjoint, impl, adjoint.advice(advice(solver.remedies, OF_ATTENTION)))
 
@@ -861,13 +858,11 @@ def solve_plainly(
         differentiated = is_differentiated(*(t for t in call if isinstance(t, Tensor)))
         evaluation: tuple[Tensor, ...] = solved[1:3]
     else:
-        if impl == "triton" or not fits_kernels(call, initial) or call.query.ndim > native.AXES + 2:
-            return None
-        if initial.shape != call.query.shape:
+        if impl == "triton" or not fits_kernels(call, initial) or initial.shape != call.query.shape:
             return None
         # Keys that are not finite must not reach queries that do not attend to them.
         is_masked = call.mask is not None or call.bias is not None or call.first is not None
-        if is_masked and not is_finite(call.keys):
+        if call.query.ndim > native.AXES + 2 or (is_masked and not is_finite(call.keys)):
             return None
         if library.found()[0] is None:
             library.warn_once()
