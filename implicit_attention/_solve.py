@@ -709,6 +709,8 @@ def adjoint_by_kernel(
     stalled = answer.status == Status.STALLED
     if not may_look(state):
         return unanswered(answer, stalled), mean
+    if not bool(stalled.any()):
+        return answer, mean
     return answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0)), mean
 
 

@@ -211,7 +211,10 @@ def equilibrium_attention(
     dropout_p = _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
     _check_shapes(query, key, value, enable_gqa)
     if not enable_gqa:
-        batch = torch.broadcast_shapes(*(t.shape[:-2] for _, t in tensors))  # type: ignore[no-untyped-call]
+        batch, *others = (t.shape[:-2] for _, t in tensors)
+        if not all(shape == batch for shape in others):
+            # Torch takes as long for this as for a small solve.
+            batch = torch.broadcast_shapes(batch, *others)  # type: ignore[no-untyped-call]
         query = query.expand(*batch, *query.shape[-2:])
     # Without a dimension all scores are 0 at any scale.
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
