@@ -789,25 +789,22 @@ def fits_kernels(call: Attention, *others: Tensor) -> bool:
 
     Few betas and anchors are read here: modules make them, and parameters change after they were checked.
     """
-    query, mask, bias = call.query, call.mask, call.bias
-    dtype = query.dtype
-    if dtype not in PRECISIONS or (mask is not None and not are_plain(torch.bool, mask)):
-        return False
-    tensors, numbers = [query, call.keys, *others], [(call.beta, LEAST, MOST), (call.anchor, 0.0, 1.0)]
-    for part in (call.beta, call.anchor, bias, call.values):
+    query, keys, beta, anchor, mask, bias, _, values, _ = call
+    tensors = [query, keys, *others]
+    for part in (beta, anchor, bias, values):
         if isinstance(part, Tensor):
             tensors.append(part)
-    if not are_plain(dtype, *tensors):
+    if query.dtype not in PRECISIONS or not are_plain(query.dtype, *tensors):
         return False
-    for given, low, high in numbers:
+    if (mask is not None and not are_plain(torch.bool, mask)) or (bias is not None and bias.requires_grad):
+        return False
+    for given, low, high in ((beta, LEAST, MOST), (anchor, 0.0, 1.0)):
         known: list[Any] = [given] if type(given) in (float, int) else []
         if isinstance(given, Tensor) and given.numel() <= MOST_NUMBERS and _broadcasts(given.shape, query.shape[:-2]):
             known = given.flatten().tolist()
         if not known or not (all(map(low.__le__, known)) and all(map(high.__ge__, known))):
             return False
-    if bias is not None and bias.requires_grad:
-        return False
-    return query.numel() > 0 and call.keys.numel() > 0 and (call.values is None or call.values.numel() > 0)
+    return query.numel() > 0 and keys.numel() > 0 and (values is None or values.numel() > 0)
 
 
 @functools.lru_cache(maxsize=1024)
