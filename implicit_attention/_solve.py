@@ -437,9 +437,10 @@ class Route:
         differentiated: whether the `evaluation` is wanted, if a kernel is to solve the backward pass.
         """
         call = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
-        rule, kept = self.solver.fused_rule(problem), differentiated and self.product != "torch"
-        found = None
-        if call is not None and rule is not None:
+        found, kept = None, differentiated and self.product != "torch"
+        if call is not None:
+            rule = self.solver.fused_rule(problem)
+            assert rule is not None
             found = solve_by_kernel(*_isolated(call, initial), rule, self.impl, mean=kept)
         if call is None or found is None:
             self.evaluate = self.step = "torch"
