@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ from torch._C import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -200,17 +201,12 @@ def _without_autocast(cotangents: Any) -> None:
 
 def _tensors_in(result: Any) -> Iterator[Tensor]:
     """The tensors in tuples, lists and dicts, and in the attributes of an answer."""
-    if isinstance(result, Tensor):
-        yield result
-        return
-    if isinstance(result, dict):
-        parts: Iterable[Any] = result.values()
-    elif isinstance(result, tuple | list):
-        parts = result
-    else:
-        parts = (v for v in getattr(result, "__dict__", {}).values() if isinstance(v, Tensor | tuple | list))
-    for part in parts:
-        yield from _tensors_in(part)
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        else:
+            parts = getattr(leaf, "__dict__", {}).values()
+            yield from _tensors_in([part for part in parts if isinstance(part, Tensor | tuple | list)])
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -222,10 +218,8 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if is_exporting():
-            return function(*args, **kwargs)
         # The compiler still traces each function that is called by a frame which it gave up.
-        if torch.compiler.is_compiling() or _eval_frame_callback() is not None:
+        if not is_exporting() and (torch.compiler.is_compiling() or _eval_frame_callback() is not None):
             outside: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
@@ -243,6 +237,14 @@ def into_onnx() -> bool:
 into_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def unwrapped(tensor: Tensor) -> list[Tensor]:
+    """The tensor and those inside of it, one for each wrapper of torch.func, the plain one last."""
+    found = [tensor]
+    while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
+        found.append(torch._C._functorch.get_unwrapped(found[-1]))
+    return found
+
+
 def is_batched(*tensors: Tensor) -> bool:
     """Whether one of `tensors` is inside torch.vmap at any level, where the host cannot read numbers.
 
@@ -250,12 +252,7 @@ def is_batched(*tensors: Tensor) -> bool:
     """
     if is_exporting():
         return False
-    for tensor in tensors:
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            if torch._C._functorch.is_batchedtensor(tensor):
-                return True
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-    return False
+    return any(torch._C._functorch.is_batchedtensor(inner) for tensor in tensors for inner in unwrapped(tensor))
 
 
 def host_may_look(*tensors: Tensor) -> bool:
@@ -276,15 +273,10 @@ def host_may_look(*tensors: Tensor) -> bool:
 
 def host_may_look_at_constant(*tensors: Tensor) -> bool:
     """`host_may_look` for tensors such as masks, which torch.func does not vary."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack():
         return False
-    if torch._C._len_torch_dispatch_stack():
-        return False
-    for tensor in tensors:
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        if wrapped or not tensor.is_cpu or isinstance(tensor, FakeTensor):
-            return False
-    return True
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return not any(wrapped(tensor) or not tensor.is_cpu or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def looks_every(wanted: int | None, *tensors: Tensor) -> int:
@@ -306,9 +298,10 @@ def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inp
     if torch.compiler.is_compiling():
         return
     level = max((_level(t) for t in inputs if t.requires_grad), default=None)
-    if level is None or not torch.is_grad_enabled() or _requires_grad_at(result, level):
+    if level is None or not torch.is_grad_enabled():
         return
-    if is_batched(result, *inputs):
+    known = any(_level(inner) == level and inner.requires_grad for inner in unwrapped(result))
+    if known or is_batched(result, *inputs):
         return
     moved = [1.25 * t.detach() + 0.1 if t.requires_grad and _level(t) == level else t for t in inputs]
     if not same(function(*moved).detach(), result.detach()):
@@ -323,12 +316,6 @@ def _level(tensor: Tensor) -> int:
     return level
 
 
-def _requires_grad_at(tensor: Tensor, level: int) -> bool:
-    while _level(tensor) > level:
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return _level(tensor) == level and tensor.requires_grad
-
-
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same numbers, NaN in the same places."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
@@ -339,11 +326,7 @@ def readable(tensor: Tensor, *, wait: bool = False) -> Tensor | None:
 
     None for a tensor on another device than the CPU, for which the host would have to wait, unless it is to `wait`.
     """
-    if not (wait or tensor.device.type == "cpu"):
-        return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.detach()
+    return unwrapped(tensor)[-1].detach() if wait or tensor.device.type == "cpu" else None
 
 
 def vjp(function: Callable[..., Any], *primals: Tensor, has_aux: bool = False) -> Any:

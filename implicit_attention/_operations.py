@@ -20,7 +20,7 @@ from ._reporting import forgiven, left_out, lost, report_failures, unread
 from ._types import Impl, OnFailure
 from .errors import UnsupportedImplementation
 from .failure_policy import FailureSite, of_text, text_of
-from .kernels.problem import MAX_STEPS, AdjointAnswer, Attention, Solved, carries
+from .kernels.problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, Solved, carries
 from .linear import CG
 from .linear.base import adjoint_rtol
 from .solution import Record
@@ -149,8 +149,7 @@ solve_op.register_vmap(_batched(solve_op, states=(0, 6), site=13))
 
 @solve_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    initial = args[6]
-    return Solved.allocated(initial.new_empty, initial.shape, initial.dtype)
+    return Solved.allocated(args[6].new_empty, args[6].shape, args[6].dtype)
 
 
 adjoint_op = torch.library.custom_op(
@@ -256,19 +255,18 @@ def hopfield_solve(
 
     Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
     """
-    from ._solve import check_kernel, default_rtol
+    from ._solve import check_kernel, in_half
 
     call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
     start = _state_of(call, "initial", query if initial is None else initial)
-    rtol = default_rtol(impl, call) if rtol is None else rtol
+    if rtol is None:
+        rtol = SOLVE_RTOL if in_half(call, impl) else 1e-4
     rtol = _validate.check_number("rtol", rtol, low=0.0)
     atol = _validate.check_number("atol", atol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
     plain_steps = _validate.check_integer("plain_steps", plain_steps, low=2)
-    if mask is not None and mask.requires_grad:
-        raise ValueError(
-            _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
-        )
+    plain, remedy = mask is None or not mask.requires_grad, "use solve() with LogSumExp(bias=mask)"
+    _validate.require(plain, "mask", "not require grad", "one that does", remedy)
     refuse_tangents("hopfield_solve", *call, start)
     impl = check_kernel(impl, call)
     return Solved(*solve_op(*_arguments(call), start, rtol, atol, max_steps, plain_steps, impl, "warn"))

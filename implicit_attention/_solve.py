@@ -39,11 +39,7 @@ from ._reporting import check_on_failure, report_failures, unread, without_gradi
 from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.implicit import attached
-from .adjoints.linear_system import (
-    Known,
-    gradients_by_rows,
-    jacobian_product,
-)
+from .adjoints.linear_system import Known, gradients_by_rows, jacobian_product
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
 from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_of
@@ -65,12 +61,14 @@ from .problem import Problem, check_start, isolated, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, SolveReport
 from .solvers import Anderson, Outcome, Picard, Solver
 from .solvers.loop import Callback, check_budget, check_no_evidence, stepped
-from .status import Status, of_attention
+from .status import OF_ATTENTION, Status, advice
 
 _R = TypeVar("_R")
 
 # The default gradient.
 EXACT = Implicit()
+# The default solver of keys that stay in half precision.
+HALF_SOLVER = Anderson(rtol=SOLVE_RTOL)
 # Where "auto" tries the Triton kernels.
 TRITON_DEVICES = ("cuda",)
 # Precisions of states that the native library takes as they are.
@@ -141,14 +139,13 @@ def solve(
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()` and
     `Reversible()`.
     """
-    plan, own = plan_of(solver, adjoint, impl), solver
-    solver, adjoint = plan.solver, plan.adjoint
+    plan = plan_of(solver, adjoint, impl)
     remedy = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"
     _validate.check_instance("problem", problem, Problem, "be an instance of Problem", remedy)
     if is_exporting():
         check_no_evidence(callback is not None or bool(verbose), "callback")
-        return _exported(problem, initial, solver, trace)
-    every, callback = _checked_callback(callback, verbose, solver)
+        return _exported(problem, initial, plan.solver, trace)
+    callback = _checked_callback(callback, verbose, plan.solver)
     report = _report(on_failure)
     if impl != "reference" and type(problem) is not AnchoredEnergy and (given := problem.as_attention()) is not None:
         # What kernels and the loop share, which checks the parts.
@@ -158,19 +155,19 @@ def solve(
         problem.check_state(initial)
         problem, origin = moved
         initial = initial - origin
-    watched = trace or callback is not None or _sampled(report.site) is not None
-    call, solution = None if watched else problem.as_attention(), None
+    call, found = None if trace or callback is not None else problem.as_attention(), None
     if call is not None and call.keys.dtype in HALF:
         problem.check_state(initial)
-        solution = solve_in_half(call, initial, plan_of(half_solver(own), adjoint, impl), report)
+        half = plan_of(HALF_SOLVER, adjoint, impl) if solver is None else plan
+        found = solve_plainly(call, initial, half, report)
     elif call is not None and unobserved():
-        found = solve_plainly(call, initial, plan, report.on_failure, report.site, problem=problem)
-        solution = None if found is None else found[1]  # type: ignore[assignment]
-    if solution is None:
-        check_start(whole, {"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
-        request = Request(problem, initial, solver, impl, trace, report, callback)
-        solution = by_adjoint(request, adjoint, verbose=every > 0)
-    assert isinstance(solution, Solution)
+        found = solve_plainly(call, initial, plan, report, problem=problem)
+    solution = None if found is None else found[1]
+    if not isinstance(solution, Solution):
+        start = {"initial": initial, "trace": trace, "on_failure": report.on_failure}
+        check_start(whole, start, plan.solver, plan.adjoint)
+        request = Request(problem, initial, plan.solver, impl, trace, report, callback)
+        solution = by_adjoint(request, plan.adjoint, verbose=bool(verbose))
     return solution if origin is None else _moved_back(solution, origin, problem, whole)
 
 
@@ -179,23 +176,21 @@ class Plan:
     """The choices that options make once for all calls.
 
     solver, adjoint, impl: with defaults and the budget filled in.
-    exact: whether kernels do what solver and adjoint do to attention.
-    explicit: whether nothing is solved.
     remedies: the advice about queries that fail, by status.
     """
 
     solver: Solver
     adjoint: Adjoint
     impl: Impl
-    exact: bool
-    explicit: bool
     remedies: Remedies
 
     @functools.cached_property
     def rule(self) -> FusedRule | None:
-        """The rule by which a kernel is this solver; None for others and for fixed budgets."""
+        """The rule by which a kernel is this solver and adjoint; None for others and for fixed budgets."""
+        if self.adjoint != EXACT or self.impl == "reference" or type(self.solver) not in (Anderson, Picard):
+            return None
         row = torch.zeros(1, 1, device="cpu")
-        rule = self.solver.fused_rule(AnchoredEnergy(LogSumExp(row, 1.0), row, 0.0)) if self.exact else None
+        rule = self.solver.fused_rule(AnchoredEnergy(LogSumExp(row, 1.0), row, 0.0))
         return None if rule is None or rule.max_steps == 0 or rule.fixed_budget else rule
 
 
@@ -208,15 +203,11 @@ def plan_of(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
 
 def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     solver = Anderson() if solver is None else solver
-    adjoint = Implicit() if adjoint is None else adjoint
-    for name, value, kind, remedy in (
-        ("solver", solver, Solver, "for example Anderson()"),
-        ("adjoint", adjoint, Adjoint, "for example Implicit()"),
-    ):
-        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
+    adjoint = EXACT if adjoint is None else adjoint
+    _validate.check_instance("solver", solver, Solver, "be an instance of Solver", "for example Anderson()")
+    _validate.check_instance("adjoint", adjoint, Adjoint, "be an instance of Adjoint", "for example Implicit()")
     check_impl(impl)
-    exact = adjoint == EXACT and impl != "reference" and type(solver) in (Anderson, Picard)
-    return Plan(solver, adjoint, impl, exact, solver.max_steps == 0, adjoint.advice(of_attention(solver.remedies)))
+    return Plan(solver, adjoint, impl, adjoint.advice(advice(solver.remedies, OF_ATTENTION)))
 
 
 #: Calls are many, their options few.
@@ -255,10 +246,8 @@ def _sampled(site: FailureSite | None) -> Any:
 @in_own_precision
 def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> Solution:
     """The solution as the adjoint runs the solver, for every kind of problem and tensor; options are not checked."""
-    problem, initial = _checked(request.problem, request.initial)
     solver, impl = request.solver, request.impl
-    solver.check_problem(problem)
-    problem.check_solver(solver)
+    problem, initial = _checked(request.problem, request.initial, solver)
     every_step = request.trace or request.callback is not None or isinstance(adjoint, Unrolled | Reversible)
     way = route(problem, initial, solver, impl, adjoint, every_step=every_step)
     if verbose:
@@ -270,12 +259,15 @@ def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> 
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
     outcome = adjoint.run(request)
-    outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
+    if (outside := problem.outside(outcome.value.detach())) is not None:
+        # Where f leaves a state as it is nothing was solved.
+        outside, record = outside & outcome.record.converged, outcome.record
+        status = record.status.masked_fill(outside, int(Status.OUT_OF_RANGE))
+        outcome = outcome._replace(record=record._replace(status=status))
     if (tally := _sampled(request.report.site)) is not None:
         tally.keep(problem, outcome.value)
     _, solution = concluded(
         outcome,
-        solver,
         request.report,
         adjoint.advice(problem.advice(solver.remedies)),
         way,
@@ -288,16 +280,14 @@ def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> 
     return solution
 
 
-def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> tuple[int, Callback | None]:
-    """Return after how many steps to print, and the callback for every step; raise where no step can be reported."""
-    if (callback is None and verbose is False) or (verbose == 0 and callback is None and type(verbose) is int):
-        return 0, None
+def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
+    """The callback for every step, which prints, too; an error where no step can be reported."""
     if callback is not None and not callable(callback):
         remedy = "for example lambda step, residual, active: print(step, residual.max())"
         raise TypeError(_validate.message("callback", "be callable", type(callback).__name__, remedy))
     every = _validate.check_integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, low=0)
     if callback is None and not every:
-        return 0, None
+        return None
     name = "callback" if callback is not None else "verbose"
     required = "be left out inside torch.func and torch.vmap, where the host sees no numbers"
     _validate.require(not transforms_active(), name, required, "one", "use trace=True")
@@ -308,26 +298,18 @@ def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> tuple[int,
         if callback is not None:
             callback(step, residual, active)
         if every and (step % every == 0 or not bool(active.any())):
-            print(_line(step, residual, active))
+            known = residual[residual.isfinite()]
+            text = f", residual {float(known.median()):.1e} (median), {float(known.max()):.1e}" if known.numel() else ""
+            print(f"step {step}: {int(active.sum())} of {active.numel()} unfinished{text}")
 
-    return every, both
-
-
-def _line(step: int, residual: Tensor, active: Tensor) -> str:
-    """Return the printed line of a step."""
-    left = f"step {step}: {int(active.sum())} of {active.numel()} unfinished"
-    known = residual[residual.isfinite()]
-    return f"{left}, residual {float(known.median()):.1e} (median), {float(known.max()):.1e}" if known.numel() else left
+    return both
 
 
 def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) -> Solution:
     """The state after a fixed budget of steps, as plain operations; nothing is measured there."""
     check_no_evidence(trace, "trace")
     check_budget(solver)
-    problem.check_state(initial)
-    solver.check_problem(problem)
-    problem.check_solver(solver)
-    problem, (initial,) = widened(problem.settled(), initial)
+    problem, initial = _checked(problem, initial, solver)
     value = stepped(solver, written_out(problem), initial)
     record = Record.unmeasured(value, solver.exhausted, problem.event_ndim)
     report, told = AdjointReport(in_graph=True), (solver.rtol, solver.atol)
@@ -336,7 +318,6 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
 
 def concluded(
     outcome: Outcome,
-    solver: Solver,
     report: AdjointReport,
     remedies: Remedies,
     way: Route,
@@ -368,7 +349,7 @@ def concluded(
             report.state_residual = record.residual
         if needs_solution:
             report.unsolved = record.failed
-    told: dict[str, Any] = {"tolerances": (solver.rtol, solver.atol), "route": way}
+    told: dict[str, Any] = {"tolerances": (way.solver.rtol, way.solver.atol), "route": way}
     given = record if tokens is None else tokens, report, remedies
     if whole:
         told |= {"value": value, "trace": outcome.trace, "course": course, "energy_function": energy_function}
@@ -382,36 +363,26 @@ def concluded(
             wrong = report.awaited and needs_solution and (policy.over, policy.backward) == ("warn", "keep")
             return cause() or (NO_GRADIENT if wrong else "")
 
-        report_failures(on_failure, type(solver).__name__, given[0], remedies, explained, site=report.site)
+        report_failures(on_failure, type(way.solver).__name__, given[0], remedies, explained, site=report.site)
     return value, solution
 
 
-def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
+def _checked(problem: Problem, initial: Tensor, solver: Solver) -> tuple[Problem, Tensor]:
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
     problem = problem.settled()
-    named = [*problem.named_tensors(), ("initial", initial)]
-    # A short test for the most frequent kind.
-    if initial.dtype in (torch.float32, torch.float64) and are_plain(initial.dtype, *(t for _, t in named)):
-        return problem, initial
-    for name, tensor in named:
+    for name, tensor in (*problem.named_tensors(), ("initial", initial)):
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
-        if is_fake(tensor):
+        if not is_exporting():
             # The number of evaluations depends on the numbers.
             _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     if problem.dtypes != "kept":
         problem, (initial,) = widened(problem, initial)
     _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)], dtypes=problem.dtypes == "one")
+    solver.check_problem(problem)
+    problem.check_solver(solver)
     return problem, initial
-
-
-def _judged(problem: Problem, value: Tensor, record: Record) -> Record:
-    """The record, OUT_OF_RANGE where f leaves a state as it is without solving anything."""
-    outside = problem.outside(value.detach())
-    if outside is None:
-        return record
-    return record._replace(status=record.status.masked_fill(record.converged & outside, int(Status.OUT_OF_RANGE)))
 
 
 # The choice.
@@ -466,16 +437,16 @@ class Route:
 
         differentiated: whether the `evaluation` is wanted, if a kernel is to solve the backward pass.
         """
-        asked = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
+        call = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
         found, kept = None, differentiated and self.product != "torch"
-        if asked is not None:
-            call, rule = asked
+        if call is not None:
+            rule = self.solver.fused_rule(problem)
             assert rule is not None
             found = solve_by_kernel(*_isolated(call, initial), rule, self.impl, mean=kept)
-        name = "torch" if asked is None or found is None else _kernel(asked[0], self.impl)
-        self.evaluate = self.step = name or "torch"
-        if found is None:
+        if call is None or found is None:
+            self.evaluate = self.step = "torch"
             return None
+        self.evaluate = self.step = _kernel(call, self.impl) or "torch"
         # The native backward solve reads the mean alone.
         last = 3 if self.product == "triton" else 2
         return Outcome(found.state, found.record, evaluation=found[1:last] if kept else ())
@@ -489,12 +460,10 @@ class Route:
         a failing status and an approximate gradient or NaN; one that it gives up (STALLED) adds nothing.
         """
         with torch.enable_grad():
-            asked = attention_of(problem, None, self.impl)
-        if asked is None:
+            live = attention_of(problem, None, self.impl)
+        if live is None or not _has_all_gradients(live, self.impl):
             return None
-        live, by_bias = asked[0], None
-        if not _has_all_gradients(live, self.impl):
-            return None
+        by_bias = None
         if live.bias is not None and live.bias.requires_grad:
             by_bias = z.new_zeros(*z.shape[:-2], live.keys.shape[-2])
         with torch.no_grad():
@@ -572,26 +541,23 @@ def route(
     way = Route(solver, impl, every_step, initial.dtype, where="inside torch.func" if transforms_active() else "")
     if impl == "reference":
         return way
-    if (asked := attention_of(problem, solver, impl, every_step=every_step)) is not None:
-        way.evaluate = way.step = _kernel(asked[0], impl) or "torch"
-    exact = isinstance(adjoint, Implicit) and adjoint.linear_solver is None
-    asked = asked or (attention_of(problem, None, "auto") if exact else None)
-    if exact and asked is not None and _has_all_gradients(asked[0], impl):
-        way.product = _kernel(asked[0], impl) or "torch"
+    if (call := attention_of(problem, solver, impl, every_step=every_step)) is not None:
+        way.evaluate = way.step = _kernel(call, impl) or "torch"
+    if isinstance(adjoint, Implicit) and adjoint.linear_solver is None:
+        call = attention_of(problem, None, "auto") if call is None else call
+        if call is not None and _has_all_gradients(call, impl):
+            way.product = _kernel(call, impl) or "torch"
     return way
 
 
-def attention_of(
-    problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False
-) -> tuple[Attention, FusedRule | None] | None:
-    """The record that a kernel takes of a problem, and the solver's rule; None if it cannot, or `impl` is "reference".
+def attention_of(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Attention | None:
+    """The record that a kernel takes of a problem; None if it cannot do that, or `impl` is "reference".
 
     solver: None for the backward pass alone, whatever method solved the problem.
     """
     if impl == "reference":
         return None
     call = problem.as_attention()
-    rule = None if solver is None or call is None else solver.fused_rule(problem)
     reason = None
     if call is None:
         names = f"not for {type(problem).__name__} of {type(getattr(problem, 'potential', problem)).__name__}"
@@ -599,14 +565,19 @@ def attention_of(
     elif every_step:
         kept = "no step is kept, for a trace, a callback or Unrolled()"
         reason = f"{kept}; use Implicit() without a trace and without a callback, or impl='auto'"
-    elif solver is not None and rule is None:
+    elif solver is not None and solver.fused_rule(problem) is None:
         name = type(solver).__name__
         reason = f"there is no kernel for {name} with these options; use Anderson() or Picard(), or impl='auto'"
     elif not carries(call.query.dtype, call.anchor):
         digits = f"an anchor of {call.anchor} leaves 1 - anchor no digits in {call.query.dtype}"
         reason = f"{digits}; use impl='auto' or float64"
-    elif impl != "auto":
-        reason = _underivable(call, problem, impl)
+    elif impl != "auto" and transforms_active():
+        reason = "there is no derivative inside torch.func; use impl='auto' or 'reference'"
+    elif impl != "auto" and torch.is_grad_enabled() and not _has_all_gradients(call, impl):
+        # Of a bias that the problem computes, torch has the derivative.
+        given = any(call.bias is t for t in problem.tensors())
+        named = "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
+        reason = named if given else None
     if impl != "auto" and reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     if call is None or reason is not None:
@@ -614,31 +585,18 @@ def attention_of(
     check_kernel(impl, call)
     if torch.compiler.is_compiling() or is_fake(call.query):
         # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
-        return call, rule
+        return call
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in call if isinstance(t, Tensor))
-    return None if wrapped or call.query.numel() == 0 else (call, rule)
+    return None if wrapped or call.query.numel() == 0 else call
 
 
 def _has_all_gradients(call: Attention, impl: Impl) -> bool:
     """Whether kernels have the gradient of the bias of a call too, if that takes one."""
     bias = call.bias
-    return bias is None or not bias.requires_grad or (is_per_key(bias) and impl != "triton")
-
-
-def is_per_key(bias: Tensor) -> bool:
-    """Whether a bias is the same for all queries."""
-    return bias.ndim < 2 or bias.shape[-2] == 1
-
-
-def _underivable(call: Attention, problem: Problem, impl: Impl) -> str | None:
-    """The reason why a named implementation would leave out a derivative; None if it leaves out none."""
-    if transforms_active():
-        return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
-    bias = call.bias
-    given = bias is not None and is_differentiated(bias) and any(bias is t for t in problem.tensors())
-    if bias is not None and given and not (impl == "native" and is_per_key(bias)):
-        return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
-    return None
+    if bias is None or not bias.requires_grad:
+        return True
+    # One that is the same for all queries.
+    return impl != "triton" and (bias.ndim < 2 or bias.shape[-2] == 1)
 
 
 def check_kernel(impl: Impl, call: Attention) -> Impl:
@@ -651,19 +609,9 @@ def check_kernel(impl: Impl, call: Attention) -> Impl:
     return impl
 
 
-def default_rtol(impl: Impl, call: Attention) -> float:
-    """The tolerance of a solve that was given none."""
-    return SOLVE_RTOL if in_half(call, impl) else 1e-4
-
-
 def in_half(call: Attention, impl: Impl) -> bool:
     """Whether products are in the half precision of the keys: by the kernels of a card, in float32 but for these."""
     return call.keys.dtype in HALF and _is_for_triton(impl, call._replace(beta=1.0, anchor=1.0))
-
-
-def half_solver(solver: Solver | None) -> Solver:
-    """The solver of keys that stay `in_half` precision, given that of the user's."""
-    return Anderson(rtol=SOLVE_RTOL) if solver is None else solver
 
 
 def _is_for_triton(impl: Impl, call: Attention) -> bool:
@@ -778,8 +726,7 @@ def adjoint_by_kernel(
         return unanswered(answer, stalled), mean
     if not bool(stalled.any()):
         return answer, mean
-    value, by_beta = answer.value.masked_fill(stalled[..., None], 0.0), answer.by_beta.masked_fill(stalled, 0.0)
-    return answer._replace(value=value, by_beta=by_beta), mean
+    return answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0)), mean
 
 
 def may_look(tensor: Tensor) -> bool:
@@ -857,25 +804,22 @@ def fits_kernels(call: Attention, *others: Tensor) -> bool:
 
     Few betas and anchors are read here: modules make them, and parameters change after they were checked.
     """
-    query, mask, bias = call.query, call.mask, call.bias
-    dtype = query.dtype
-    if dtype not in PRECISIONS or (mask is not None and not are_plain(torch.bool, mask)):
-        return False
-    tensors, numbers = [query, call.keys, *others], [(call.beta, LEAST, MOST), (call.anchor, 0.0, 1.0)]
-    for part in (call.beta, call.anchor, bias, call.values):
+    query, keys, beta, anchor, mask, bias, _, values, _ = call
+    tensors = [query, keys, *others]
+    for part in (beta, anchor, bias, values):
         if isinstance(part, Tensor):
             tensors.append(part)
-    if not are_plain(dtype, *tensors):
+    if query.dtype not in PRECISIONS or not are_plain(query.dtype, *tensors):
         return False
-    for given, low, high in numbers:
+    if (mask is not None and not are_plain(torch.bool, mask)) or (bias is not None and bias.requires_grad):
+        return False
+    for given, low, high in ((beta, LEAST, MOST), (anchor, 0.0, 1.0)):
         known: list[Any] = [given] if type(given) in (float, int) else []
         if isinstance(given, Tensor) and given.numel() <= MOST_NUMBERS and _broadcasts(given.shape, query.shape[:-2]):
             known = given.flatten().tolist()
         if not known or not (all(map(low.__le__, known)) and all(map(high.__ge__, known))):
             return False
-    if bias is not None and bias.requires_grad:
-        return False
-    return query.numel() > 0 and call.keys.numel() > 0 and (call.values is None or call.values.numel() > 0)
+    return query.numel() > 0 and keys.numel() > 0 and (values is None or values.numel() > 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -902,100 +846,85 @@ def solve_plainly(
     call: Attention,
     initial: Tensor,
     plan: Plan,
-    on_failure: Any,
-    site: FailureSite | None = None,
+    report: AdjointReport,
     *,
-    wanted: bool = True,
     whole: bool = True,
     problem: Problem | None = None,
-) -> tuple[Tensor, SolveReport | None, int] | None:
-    """The states of plain tensors by one call of the native library, differentiable, and how many failed, else None.
+) -> tuple[Tensor, SolveReport, bool] | None:
+    """The states by one call of a kernel, differentiable, their report, and whether some may have failed, else None.
 
-    Call it while `unobserved`.
+    Keys in half precision stay in it, for a card's kernel; plain tensors of others are for the native library: for
+    these call it while `unobserved`.
 
-    wanted, whole: whether the caller wants a report, which is there too where a query failed or has a derivative, and
-        whether it is to be the whole solution.
+    whole: whether the report is to be the whole solution.
     problem: the energy of the call, which is made where it is needed.
     """
-    if (rule := plan.rule) is None or plan.impl == "triton" or not fits_kernels(call, initial):
+    rule, impl, half = plan.rule, plan.impl, call.keys.dtype in HALF
+    if rule is None or _sampled(report.site) is not None:
         return None
-    if initial.shape != call.query.shape:
+    if not (isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)):
         return None
-    fits = isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)
-    if not fits or call.query.ndim > native.AXES + 2:
-        return None
-    # Keys that are not finite must not reach queries that do not attend to them.
-    is_masked = call.mask is not None or call.bias is not None or call.first is not None
-    if is_masked and not is_finite(call.keys):
-        return None
-    if site is not None and site.tally is not None and site.tally.spectral:
-        return None
-    if library.found()[0] is None:
-        library.warn_once()
-        return None
-    call = call if call.mask is None or call.bias is None else call.joined()
-    # Query, keys, beta, anchor, mask and bias; values are read out afterwards.
-    differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call[:6])
-    run = partial(native.solve, call, initial, rule, mean=differentiated)
-    found = _trusted("native", "hopfield_solve", call, run, plan.impl)
-    if found is None:
-        return None
-    solved, failed = found
-    state, counts = solved.state, type(on_failure) is not str and policy_of(on_failure).counts
-    if not (wanted or failed or differentiated or counts):
-        return state, None, 0
-    report = AdjointReport(on_failure=on_failure, site=site)
-    way = Route(plan.solver, plan.impl, False, state.dtype, "native", "native", "native")
-    outcome = Outcome(state, solved.record, evaluation=() if failed or not differentiated else (solved.mean,))
-    if differentiated:
-        outcome = _differentiable(_unchecked(call) if problem is None else problem, outcome, way, report)
+    if half:
+        given = _solved_in_half(call, initial, rule, impl)
+        if given is None:
+            return None
+        (call, solved), failed = given, True
+        differentiated = is_differentiated(*(t for t in call if isinstance(t, Tensor)))
+        evaluation: tuple[Tensor, ...] = solved[1:3]
+    else:
+        if impl == "triton" or not fits_kernels(call, initial) or initial.shape != call.query.shape:
+            return None
+        # Keys that are not finite must not reach queries that do not attend to them.
+        is_masked = call.mask is not None or call.bias is not None or call.first is not None
+        if call.query.ndim > native.AXES + 2 or (is_masked and not is_finite(call.keys)):
+            return None
+        if library.found()[0] is None:
+            library.warn_once()
+            return None
+        call = call if call.mask is None or call.bias is None else call.joined()
+        # Query, keys, beta, anchor, mask and bias; values are read out afterwards.
+        differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call[:6])
+        run = partial(native.solve, call, initial, rule, mean=differentiated)
+        found = _trusted("native", "hopfield_solve", call, run, impl)
+        if found is None:
+            return None
+        solved, failed = found[0], found[1] > 0
+        evaluation = () if failed or not differentiated else (solved.mean,)
+    name = "triton" if half else "native"
+    way = Route(plan.solver, impl, False, solved.state.dtype, name, name, name, floor=FLOOR if half else None)
+    outcome = Outcome(solved.state, Record(*solved[3:]), evaluation=evaluation)
     energy_function = partial(_energy_at, call) if problem is None else problem.energy
-    told: dict[str, Any] = {"energy_function": energy_function, "failed": failed > 0, "whole": whole}
-    state, made = concluded(outcome, plan.solver, report, plan.remedies, way, **told)
-    return state, made, failed
+    if differentiated:
+        energy, start = _unchecked(call) if problem is None else problem, solved.state.detach()
+        request = Request(energy, start, plan.solver, impl, False, report, route=way, known=outcome)
+        outcome = outcome._replace(value=attached(request, *energy.tensors())[0])
+    told: dict[str, Any] = {"energy_function": energy_function, "failed": failed, "whole": whole}
+    return *concluded(outcome, report, plan.remedies, way, **told), failed
 
 
-def solve_in_half(call: Attention, initial: Tensor, plan: Plan, report: AdjointReport) -> Solution | None:
-    """The solution by a card's kernel from keys that stay in half precision, differentiable; None where none answers.
+def _solved_in_half(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> tuple[Attention, Solved] | None:
+    """The call, with temperatures and anchors in float32, and its states by a card's kernel; None where none answers.
 
-    States, temperatures and anchors are float32.
+    States are float32, too.
     """
     # Where the host does not look, numbers out of their range become NaN.
     beta = _validate.inside(call.beta, low=0.0, open_low=True)
     anchor = _validate.inside(call.anchor, low=0.0, high=1.0)
     beta, anchor = (t.float() if isinstance(t, Tensor) else t for t in (beta, anchor))
     call = call._replace(beta=beta, anchor=anchor, values=None, dropout=0.0)
-    rule, impl, bias = plan.rule, plan.impl, call.bias
-    if rule is None or not in_half(call, impl) or transforms_active() or is_fake(call.keys):
+    if not in_half(call, impl) or transforms_active() or is_fake(call.keys):
         return None
     # Other starts are refused where problems are checked.
     if initial.dtype not in (torch.float32, *HALF) or initial.device != call.keys.device or initial.numel() == 0:
         return None
-    initial = initial.float()
-    if initial.shape != call.query.shape or not carries(initial.dtype, call.anchor):
-        return None
-    if (bias is not None and is_differentiated(bias)) or _sampled(report.site) is not None:
+    if initial.shape != call.query.shape or (call.bias is not None and is_differentiated(call.bias)):
         return None
     check_kernel(impl, call)
     if _kernel(call, impl, rule) != "triton":
         return None
     with torch.no_grad():
-        found = solve_by_kernel(*_isolated(call.detached(), initial.detach()), rule, impl)
-    if found is None:
-        return None
-    way = Route(plan.solver, impl, False, initial.dtype, "triton", "triton", "triton", floor=FLOOR)
-    outcome, energy = Outcome(found.state, found.record, evaluation=found[1:3]), partial(_energy_at, call)
-    if is_differentiated(*(t for t in call if isinstance(t, Tensor))):
-        outcome = _differentiable(_unchecked(call), outcome, way, report)
-    solution = concluded(outcome, plan.solver, report, plan.remedies, way, energy_function=energy)[1]
-    assert isinstance(solution, Solution)
-    return solution
-
-
-def _differentiable(problem: Problem, known: Outcome, way: Route, report: AdjointReport) -> Outcome:
-    """The outcome of a kernel, its value differentiable as that of every other fixed point."""
-    request = Request(problem, known.value.detach(), way.solver, way.impl, False, report, route=way, known=known)
-    return known._replace(value=attached(request, *problem.tensors())[0])
+        found = solve_by_kernel(*_isolated(call.detached(), initial.detach().float()), rule, impl)
+    return None if found is None else (call, found)
 
 
 def _energy_at(call: Attention, z: Tensor) -> Tensor:
@@ -1092,18 +1021,15 @@ def adjoint_solved(
 
 def for_graph(
     problem: Problem, initial: Tensor, solver: Solver, impl: Impl, keys: Tensor | None = None
-) -> tuple[Attention, Tensor, FusedRule, Impl] | None:
+) -> tuple[Attention, Tensor, FusedRule] | None:
     """The arguments of a solve as one operation of a compiler's graph; None where it would not have all gradients.
 
     keys: those of the problem in half precision, where they stay in it.
     """
-    asked = attention_of(problem, solver, impl)
-    if asked is None or (asked[0].bias is not None and asked[0].bias.requires_grad):
+    call, rule = attention_of(problem, solver, impl), solver.fused_rule(problem)
+    if call is None or rule is None or (call.bias is not None and call.bias.requires_grad):
         return None
-    call, rule = asked
-    assert rule is not None
-    call, initial = _isolated((call if keys is None else call._replace(keys=keys)).joined(), initial)
-    return call, initial, rule, check_kernel(impl, call)
+    return *_isolated((call if keys is None else call._replace(keys=keys)).joined(), initial), rule
 
 
 def written_out(problem: Problem) -> Problem:

@@ -64,11 +64,6 @@ LEVERS = {"beta": "lower beta", "anchor": "raise the anchor"}
 OF_ATTENTION = " or ".join(LEVERS.values())
 
 
-def of_attention(remedies: Mapping[Status, str]) -> dict[Status, str]:
-    """The remedies of a solver for a problem of attention."""
-    return advice(remedies, OF_ATTENTION)
-
-
 def advice(remedies: Mapping[Status, str], to_contract: str) -> dict[Status, str]:
     """The remedies of a solver, with what makes f of the problem at hand contract more, where that is known."""
     if not to_contract:

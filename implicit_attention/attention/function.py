@@ -35,15 +35,14 @@ from .._autograd import (
 from .._operations import solved_in_graph
 from .._reporting import without_gradient
 from .._solve import (
+    HALF_SOLVER,
     energy_of,
     fits_kernels,
     for_graph,
-    half_solver,
     in_half,
     in_one_piece,
     is_finite,
     solve,
-    solve_in_half,
     solve_plainly,
 )
 from ..adjoints import Implicit, Unrolled
@@ -212,7 +211,10 @@ def equilibrium_attention(
     dropout_p = _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
     _check_shapes(query, key, value, enable_gqa)
     if not enable_gqa:
-        batch = torch.broadcast_shapes(*(t.shape[:-2] for _, t in tensors))  # type: ignore[no-untyped-call]
+        batch, *others = (t.shape[:-2] for _, t in tensors)
+        if not all(shape == batch for shape in others):
+            # Torch takes as long for this as for a small solve.
+            batch = torch.broadcast_shapes(batch, *others)  # type: ignore[no-untyped-call]
         query = query.expand(*batch, *query.shape[-2:])
     # Without a dimension all scores are 0 at any scale.
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
@@ -511,7 +513,8 @@ def _answer(
 
 def _for_half(options: SolveOptions) -> SolveOptions:
     """The options of keys that stay in half precision."""
-    return options.override(solver=half_solver(options.solver), max_steps=options.max_steps)
+    solver = HALF_SOLVER if options.solver is None else options.solver
+    return options.override(solver=solver, max_steps=options.max_steps)
 
 
 def _in_half(
@@ -524,9 +527,11 @@ def _in_half(
     query = given.query.float()
     start = query if initial is None else at_least_single(initial)
     report = AdjointReport(on_failure=options.on_failure, site=site)
-    solution = solve_in_half(given, start, _for_half(options).plan, report)
-    if solution is None:
+    found = solve_plainly(given, start, _for_half(options).plan, report)
+    if found is None:
         return None
+    solution = found[1]
+    assert isinstance(solution, Solution)
 
     def step(z: Tensor) -> Tensor:
         return energy_of(_in_single(given)).fixed_point_map(z)
@@ -570,7 +575,7 @@ def _plainly(
     wanted: whether the caller wants the solution.
     """
     plan, on_failure, dtype = options.plan, options.on_failure, given.query.dtype
-    if plan.explicit:
+    if plan.solver.max_steps == 0:
         # A read-out in half precision widens nothing.
         if wanted or dtype in HALF or options.impl != "auto":
             return None
@@ -580,7 +585,7 @@ def _plainly(
         return Attended(output, call.query, SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1)), None)
     if type(on_failure) is not str and policy_of(on_failure).forward == "explicit":
         return None
-    found = solve_plainly(call, initial, plan, on_failure, site, wanted=wanted or site is not None, whole=wanted)
+    found = solve_plainly(call, initial, plan, AdjointReport(on_failure=on_failure, site=site), whole=wanted)
     if found is None:
         return None
     state, report, failed = found
@@ -673,7 +678,7 @@ def _solved(
         given = for_graph(energy, initial, solver, options.impl, keys)
         if given is None:
             return None
-        state, record = solved_in_graph(*given, options.on_failure, site)
+        state, record = solved_in_graph(*given, options.impl, options.on_failure, site)
         return without_gradient(options.on_failure, record.failed, state), record
     adjoint, impl = options.effective_adjoint, options.impl
     solution = solve(energy, initial, solver=solver, adjoint=adjoint, impl=impl, on_failure=on_failure, trace=trace)

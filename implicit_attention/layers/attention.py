@@ -212,7 +212,7 @@ class ImplicitAttention(Remembering):
         chosen = self.options.override(**options) if options else self.options
         # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
         measured = torch.is_grad_enabled() or return_solution or return_trajectory
-        unread = plain_call and not measured and self.readout == "values" and chosen.plan.explicit
+        unread = plain_call and not measured and self.readout == "values" and chosen.plan.solver.max_steps == 0
         context_keys = self._held(
             x, context, values, key_mask, positions, cache, k_proj, v_proj, plain_call, once=unread
         )
