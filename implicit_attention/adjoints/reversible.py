@@ -122,7 +122,7 @@ class Reversible(Adjoint):
         with exact_precision(initial):
             if traced or nothing or not is_differentiated(initial, *tensors):
                 return self._judged(request, *self._recorded(request))
-            kept = request.without_tensors(), self.fraction
+            kept = request.without_tensors(len(tensors)), self.fraction
             found = ReversibleSteps.apply(*kept, initial, *tensors)  # type: ignore[no-untyped-call]
             return self._judged(request, *found)
 
