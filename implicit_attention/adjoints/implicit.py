@@ -7,6 +7,7 @@ derivatives of every order are those of one autograd function, `FixedPoint`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from .._declared import changed
 from .._reporting import stays_out, unread
 from ..linear import LinearSolver
 from ..linear._vectors import along
-from ..problem import Linearization, Problem, isolated, pullback
+from ..problem import Problem, isolated, pullback
 from ..solution import Record, Remedies, Trace
 from ..solvers.loop import Outcome
 from ..status import Status
@@ -109,8 +110,7 @@ class Implicit(Adjoint):
             raise ValueError(_validate.message("adjoint", required, received, remedy))
 
     def run(self, request: Request) -> Outcome:
-        recorded = torch.is_grad_enabled() or transforms_active()
-        outcome = fixed_point(request, request.problem.tensors() if recorded else (), self.linear_solver)
+        outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)
         if self.fallback is None or not (outcome.value.requires_grad or transforms_active()):
             return outcome
         return outcome._replace(value=_fallen_back(self.fallback, request.problem, outcome))
@@ -163,7 +163,7 @@ def gradients_at(
         )
     problem, linear = request.problem, isinstance(request.problem, LinearSystem)
     recorded = torch.is_grad_enabled() or transforms_active()
-    if not linear and not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
+    if not linear and not (host_may_look(z) and math.isfinite(z.sum().item())):
         left_out = unread(z, cotangent, problem.event_ndim)
         problem, z = isolated(problem.replace(*tensors), z, left_out)
         tensors = problem.tensors()
@@ -190,10 +190,10 @@ def gradients_at(
 
 def _linear_answer(request: Request, problem: Problem, transpose: bool, z: Tensor, rhs: Tensor) -> Tensor:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs, for the Jacobian J of f at z; differentiable."""
-    system = LinearSystem(problem, transpose, z, rhs)
     if isinstance(problem, LinearSystem):
         # The matrix of a system is its Jacobian.
-        system = LinearSystem(problem.inner, transpose != problem.transpose, problem.z, rhs)
+        transpose, z, problem = transpose != problem.transpose, problem.z, problem.inner
+    system = LinearSystem(problem, transpose, z, rhs)
     request = dataclasses.replace(request, problem=system, initial=rhs.detach(), trace=False, evaluation=())
     answer: Tensor = attached(request, *system.tensors())[0]
     return answer
@@ -338,7 +338,3 @@ class VmappedProblem(Problem):
     fixed_point_map, retract, energy = _each("fixed_point_map"), _each("retract"), _each("energy")
     divergence, outer_product = _each("divergence"), _each("outer_product")
     metric_product, metric_root_product = _each("metric_product"), _each("metric_root_product")
-
-    def linearize(self, z: Tensor) -> Linearization:
-        linear = super().linearize(z)
-        return linear._replace(outer=lambda v: self.outer_product(z, v)) if self.has_metric else linear

@@ -63,13 +63,14 @@ def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: 
     found = _gradients(request, method, problem, z, cotangent)
     if found is None:
         return None
-    report_adjoint(request, method, problem, found[1], z, cotangent)
-    rest = left_out(request.report.on_failure, found[1].status, cotangent)
+    gradients, answer = found
+    report_adjoint(request, method, problem, answer, z, cotangent)
+    rest = left_out(request.report.on_failure, answer.status, cotangent)
     if rest is not None:
         for tensor in problem.tensors():
             tensor.grad = None
-        found = _gradients(request, method, problem, z, rest) or found
-    return found[0]
+        gradients, _ = _gradients(request, method, problem, z, rest) or found
+    return gradients
 
 
 def _gradients(
@@ -105,7 +106,7 @@ def gradients_by_rows(
             linear = Tape(part, given) if recorded else part.linearize(given)
             answer = _solve(method, part, linear, given, rows_of(cotangent, index), transpose=True)
             if isinstance(linear, Tape) and answer.checked:
-                gradients = linear.by_tensors(answer.value, linear.products)
+                gradients = linear.vjp_tensors(answer.value, linear.products)
             else:
                 gradients = linear.vjp_tensors(answer.value)
         if index is None:
@@ -198,15 +199,14 @@ def _solve(
         return problem.metric_root_product(z, v)
 
     def outer(v: Tensor) -> Tensor:
-        assert linear.outer is not None
-        return linear.outer(v)
+        return problem.outer_product(z, v) if linear.outer is None else linear.outer(v)
 
     if symmetrised:
         matvec, b = system(lambda v: root(outer(root(v)))), root(outer(rhs) if transpose else rhs).reshape(flat)
     else:
         matvec, b = system(linear.vjp if transpose else linear.jvp), rhs.reshape(flat)
     check = None
-    if isinstance(linear, Tape):
+    if isinstance(linear, Tape) and not symmetrised:
         check = system(lambda u: linear.vjp(u, *linear.wanted))
     elif not problem.separates:
         # Problems that read each other take steps that know nothing of the residual.
@@ -349,7 +349,9 @@ class Tape:
     more per product and records anew for the gradients of the tensors.
     """
 
-    outer = None
+    # It has no other products.
+    jvp: Any = None
+    outer: LinearMap | None = None
 
     def __init__(self, problem: Problem, z: Tensor) -> None:
         # Statistics that modules keep while they train count the evaluations of the solve alone; and compiled modules
@@ -362,22 +364,15 @@ class Tape:
             self.state = z.detach().requires_grad_()
             self.recorded = self.problem.fixed_point_map(self.state)
 
-    def jvp(self, v: Tensor) -> Tensor:
-        """J v."""
-        return self.problem.linearize(self.z).jvp(v)
-
     def vjp(self, u: Tensor, *wanted: Tensor) -> Tensor:
         """J^T u; in the same pass `products` become those with the tensors that are `wanted`."""
         product, *self.products = self._products(u, self.state, *wanted)
         # Without a graph to the state f does not depend on it, or does so unseen, for which `linearize` raises.
         return self.problem.linearize(self.z).vjp(u) if product is None else product
 
-    def vjp_tensors(self, u: Tensor) -> Gradients:
-        """(df/dt)^T u for every tensor t of the problem that requires grad."""
-        return self.by_tensors(u, self._products(u, *self.wanted))
-
-    def by_tensors(self, u: Tensor, products: Sequence[Tensor | None]) -> Gradients:
-        """The result of `vjp_tensors(u)`, whose `products` are known."""
+    def vjp_tensors(self, u: Tensor, products: Sequence[Tensor | None] | None = None) -> Gradients:
+        """(df/dt)^T u for every tensor t of the problem that requires grad; `products` with them may be known."""
+        products = self._products(u, *self.wanted) if products is None else products
         if all(product is None for product in products):
             return self.problem.linearize(self.z).vjp_tensors(u)
         pairs = zip(self.wanted, products, strict=True)
