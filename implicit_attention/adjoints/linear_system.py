@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .._autograd import host_may_look, is_batched, transforms_active
 from .._declared import first_of, pick, put
-from .._norm import norm
+from .._norm import length, norm
 from .._reporting import forgiven, left_out, lost, report_gradients
 from .._types import LinearMap
 from ..failure_policy import policy_of
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
-from ..linear._vectors import along
+from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol, has_no_digits
 from ..linear.base import forgiven as within_rounding
 from ..problem import Linearization, Problem, widened
@@ -188,15 +188,13 @@ def _solve(
     u = c + M^(1/2) y with (I - M^(1/2) H M^(1/2)) y = M^(1/2) H c, and (I - H M) x = c is x = c + H M^(1/2) y with the
     right-hand side M^(1/2) c.
     """
-    symmetrised, shape = method.symmetric and problem.has_metric, rhs.shape
+    symmetrised, root = method.symmetric and problem.has_metric, functools.partial(problem.metric_root_product, z)
+    shape = rhs.shape
     flat = (*shape[: rhs.ndim - problem.event_ndim], shape[rhs.ndim - problem.event_ndim :].numel())
 
     def system(product: LinearMap) -> LinearMap:
         """x - product(x) on vectors (*lead, n)."""
         return lambda v: v - product(v.reshape(shape)).reshape(v.shape)
-
-    def root(v: Tensor) -> Tensor:
-        return problem.metric_root_product(z, v)
 
     def outer(v: Tensor) -> Tensor:
         return problem.outer_product(z, v) if linear.outer is None else linear.outer(v)
@@ -226,12 +224,11 @@ def _solve(
     # MINRES solves the few problems again in which CG met negative curvature.
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
     index, part = alone(problem, saddle)
-    rows, left, saddles = rows_of(z, index), rows_of(rhs, index), rows_of(saddle, index)
-    left = torch.where(along(saddles, left), left, 0.0)
+    rows, left = rows_of(z, index), rows_of(rhs.masked_fill(along(~saddle, rhs), 0.0), index)
     second = _solve(again, part, part.linearize(rows), rows, left, transpose)
     status = second.status.masked_fill(second.converged, int(Status.UNSTABLE))
     steps = rows_of(answer.num_steps, index) + second.num_steps
-    second = replace(second.amended(status=status, num_steps=steps), negative_curvature=saddles)
+    second = replace(second.amended(status=status, num_steps=steps), negative_curvature=rows_of(saddle, index))
     return _merged(index, saddle, answer, second)
 
 
@@ -280,14 +277,20 @@ def _gradient_error(
     residual, solver = request.report.state_residual, request.solver
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None, True
-    flat = (*residual.shape, z.shape[residual.ndim :].numel())
-    u, g, state = (t.reshape(flat) for t in (answer.value, rhs, z))
-    size, root = norm(u), math.sqrt(max(flat[-1], 1))
+    u, g, state, curved = answer.value, rhs, z, answer.negative_curvature
+    if z.ndim != residual.ndim + 1:
+        flat = (*residual.shape, z.shape[residual.ndim :].numel())
+        u, g, state = (t.reshape(flat) for t in (u, g, state))
+    size, root = length(u), math.sqrt(max(state.shape[-1], 1))
+    if size.numel() and not 1 / ORDINARY < float(size.min()) <= float(size.max()) < ORDINARY:
+        g, unit = normalised(g)
+        u = u / unit[..., None]
+        size = length(u)
     # |u|/|g|, for the size of A^-1 where A u = g; of a symmetric A Rayleigh's quotient <u, u>/<u, A u>, which is nearer
     # to the smallest eigenvalue, unless there are two signs.
-    inverse = size / norm(g)
-    if problem.symmetric:
-        inverse = torch.where(answer.negative_curvature, inverse, size / (u / size[..., None] * g).sum(-1))
+    inverse = size.square() / (u * g).sum(-1) if problem.symmetric else size / length(g)
+    if problem.symmetric and bool(curved.any()):
+        inverse = torch.where(curved, size / length(g), inverse)
     # A state below this size is no scale: atol takes it for zero, where rtol takes over.
     scale = norm(state).clamp(min=root * solver.atol / (solver.rtol or SCALE))
     error = torch.nan_to_num(inverse.square() * residual * root / scale, nan=0.0)
@@ -295,8 +298,9 @@ def _gradient_error(
     if not doubtful:
         return error, False
     # Only the part of the residual along u moves the state far. It costs an evaluation, which is rarely needed.
-    r = (widened(problem)[0].apart().fixed_point_map(z) - z).reshape(flat)
-    part = (r / norm(r)[..., None] * (u / size[..., None])).sum(-1).abs()
+    moved = (widened(problem)[0].apart().fixed_point_map(z) - z).reshape(u.shape)
+    r, u = (v / norm(v)[..., None] for v in (moved, u))
+    part = (r * u).sum(-1).abs()
     return torch.where(error > UNSURE, error * part.nan_to_num(1.0), error), True
 
 
