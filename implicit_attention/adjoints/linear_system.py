@@ -180,9 +180,18 @@ def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _solve(
-    method: LinearSolver[Any], problem: Problem, linear: Linearization | Tape, z: Tensor, rhs: Tensor, transpose: bool
+    method: LinearSolver[Any],
+    problem: Problem,
+    linear: Linearization | Tape,
+    z: Tensor,
+    rhs: Tensor,
+    transpose: bool,
+    *,
+    apart: bool = False,
 ) -> LinearSolution:
     """The answer, `checked` where the last product with a tape gave its gradients, too.
+
+    apart: whether problems that may read each other are solved one by one whatever comes out.
 
     Where J = H M with a metric M, and the method needs symmetry, it solves a symmetric system: (I - M H) u = c is
     u = c + M^(1/2) y with (I - M^(1/2) H M^(1/2)) y = M^(1/2) H c, and (I - H M) x = c is x = c + H M^(1/2) y with the
@@ -203,15 +212,15 @@ def _solve(
         matvec, b = system(lambda v: root(outer(root(v)))), root(outer(rhs) if transpose else rhs).reshape(flat)
     else:
         matvec, b = system(linear.vjp if transpose else linear.jvp), rhs.reshape(flat)
-    check = None
+    check, mixed = None, not (apart or problem.separates)
     if isinstance(linear, Tape) and not symmetrised:
         check = system(lambda u: linear.vjp(u, *linear.wanted))
-    elif not problem.separates:
+    elif mixed:
         # Problems that read each other take steps that know nothing of the residual.
         check = matvec
     answer = method.solve(matvec, b, check=check)
     failed = answer.status > Status.UNSTABLE
-    if not problem.separates and not is_batched(failed) and bool(failed.any()):
+    if mixed and not is_batched(failed) and bool(failed.any()):
         answer = _together(method, matvec, b, answer)
     answer = _with_rounding(answer, norm(answer.value), norm(b))
     value = answer.value.reshape(shape)
@@ -225,7 +234,8 @@ def _solve(
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
     index, part = alone(problem, saddle)
     rows, left = rows_of(z, index), rows_of(rhs.masked_fill(along(~saddle, rhs), 0.0), index)
-    second = _solve(again, part, part.linearize(rows), rows, left, transpose)
+    # Together they would solve a system without the other problems.
+    second = _solve(again, part, part.linearize(rows), rows, left, transpose, apart=True)
     status = second.status.masked_fill(second.converged, int(Status.UNSTABLE))
     steps = rows_of(answer.num_steps, index) + second.num_steps
     second = replace(second.amended(status=status, num_steps=steps), negative_curvature=rows_of(saddle, index))
