@@ -1008,7 +1008,7 @@ def adjoint_solved(
         if kernel is not None:
             solution = LinearSolution(kernel.record, kernel.value, kernel.negative_curvature)
             known = (kernel.by_keys, *(None for _ in others)), solution
-        gradients, answer, _ = gradients_by_rows(method, energy, state, cotangent, known=known)
+        gradients, answer = gradients_by_rows(method, energy, state, cotangent, known=known)
         u, scale = normalised(answer.value)
         beta = call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta
         by_beta = scale * ((state * jacobian_product(energy, state, u)).sum(-1) / beta)

@@ -68,10 +68,10 @@ class Request:
     #: The outcome, where a kernel has it already.
     known: Outcome | None = None
 
-    def without_tensors(self) -> Request:
-        """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
+    def without_tensors(self, count: int) -> Request:
+        """The request as a graph keeps it, which has to save the problem's `count` tensors so that hooks see them."""
         # One for each: modules would take equal ones for a parameter that they share.
-        empty = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
+        empty = self.problem.replace(*(torch.empty(0) for _ in range(count)))
         return dataclasses.replace(self, problem=empty, initial=torch.empty(0), evaluation=(), known=None)
 
     def solved(self, problem: Problem, initial: Tensor, *, differentiated: bool = False) -> Outcome:

@@ -7,6 +7,7 @@ derivatives of every order are those of one autograd function, `FixedPoint`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from .._declared import changed
 from .._reporting import stays_out, unread
 from ..linear import LinearSolver
 from ..linear._vectors import along
-from ..problem import Linearization, Problem, isolated, pullback
+from ..problem import Problem, isolated, pullback
 from ..solution import Record, Remedies, Trace
 from ..solvers.loop import Outcome
 from ..status import Status
@@ -109,8 +110,7 @@ class Implicit(Adjoint):
             raise ValueError(_validate.message("adjoint", required, received, remedy))
 
     def run(self, request: Request) -> Outcome:
-        recorded = torch.is_grad_enabled() or transforms_active()
-        outcome = fixed_point(request, request.problem.tensors() if recorded else (), self.linear_solver)
+        outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)
         if self.fallback is None or not (outcome.value.requires_grad or transforms_active()):
             return outcome
         return outcome._replace(value=_fallen_back(self.fallback, request.problem, outcome))
@@ -163,7 +163,7 @@ def gradients_at(
         )
     problem, linear = request.problem, isinstance(request.problem, LinearSystem)
     recorded = torch.is_grad_enabled() or transforms_active()
-    if not linear and not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
+    if not linear and not (host_may_look(z) and math.isfinite(z.sum().item())):
         left_out = unread(z, cotangent, problem.event_ndim)
         problem, z = isolated(problem.replace(*tensors), z, left_out)
         tensors = problem.tensors()
@@ -190,10 +190,10 @@ def gradients_at(
 
 def _linear_answer(request: Request, problem: Problem, transpose: bool, z: Tensor, rhs: Tensor) -> Tensor:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs, for the Jacobian J of f at z; differentiable."""
-    system = LinearSystem(problem, transpose, z, rhs)
     if isinstance(problem, LinearSystem):
         # The matrix of a system is its Jacobian.
-        system = LinearSystem(problem.inner, transpose != problem.transpose, problem.z, rhs)
+        transpose, z, problem = transpose != problem.transpose, problem.z, problem.inner
+    system = LinearSystem(problem, transpose, z, rhs)
     request = dataclasses.replace(request, problem=system, initial=rhs.detach(), trace=False, evaluation=())
     answer: Tensor = attached(request, *system.tensors())[0]
     return answer
@@ -240,7 +240,7 @@ class FixedPoint(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         request, _, *tensors = inputs
-        ctx.request = request.without_tensors()
+        ctx.request = request.without_tensors(len(tensors))
         ctx.mark_non_differentiable(*output[1:])
         # Kernels keep no trace.
         evaluation = () if request.trace else output[6:]
@@ -256,17 +256,24 @@ class FixedPoint(torch.autograd.Function):
         if cotangents[0] is None:
             return (None,) * (2 + len(tensors))
         request = dataclasses.replace(ctx.request, evaluation=evaluation)
-        gradients = gradients_at(request, z, tensors, cotangents[0], _needed(ctx, tensors))
-        return (None, None, *gradients)
+        return (None, None, *gradients_at(request, z, tensors, cotangents[0], ctx.needs_input_grad[2:]))
 
     @tangent_rule
     def jvp(ctx: Any, saved: list[Tensor], *tangents: Any) -> tuple[Tensor | None, ...]:
         z, *tensors = saved
-        request = cast(Request, ctx.request)
+        replace, given = ctx.request.problem.replace, zip(tensors, tangents[2:], strict=True)
+        moving = {i: d for i, (t, d) in enumerate(given) if d is not None and t.is_floating_point()}
+
+        def mapped(*moved: Tensor) -> Tensor:
+            new = dict(zip(moving, moved, strict=True))
+            return cast(Tensor, replace(*(new.get(i, t) for i, t in enumerate(tensors))).fixed_point_map(z))
+
         with exact_precision(z):
-            forcing = _pushforward(request.problem, z, tensors, tangents[2:])
-            problem = request.problem.replace(*tensors)
-            dz = z * 0 if forcing is None else _linear_answer(request, problem, False, z, forcing)
+            if not moving:
+                dz = z * 0
+            else:
+                forcing = jvp_by_vjp(mapped, [tensors[i] for i in moving], list(moving.values()))
+                dz = _linear_answer(ctx.request, replace(*tensors), False, z, forcing)
         return (dz, *(None,) * (ctx.num_outputs - 1))
 
     @staticmethod
@@ -298,40 +305,21 @@ def attached(request: Request, *tensors: Tensor) -> Any:
     return FixedPoint.apply(request, request.initial, *tensors)  # type: ignore[no-untyped-call]
 
 
-def _needed(ctx: Any, tensors: list[Tensor]) -> list[bool]:
-    """Whether the gradient of each tensor is needed; they are the last inputs of an autograd function."""
-    if transforms_active():
-        return [_is_tracked(t) for t in tensors]
-    return list(ctx.needs_input_grad[-len(tensors) :]) if tensors else []
-
-
-def _is_tracked(tensor: Tensor) -> bool:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad:
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.requires_grad
-
-
-def _pushforward(problem: Problem, z: Tensor, tensors: list[Tensor], tangents: tuple[Any, ...]) -> Tensor | None:
-    """(df/dt) dt at fixed z, or None if no tensor moves."""
-    where = [i for i, d in enumerate(tangents) if d is not None and tensors[i].is_floating_point()]
-    if not where:
-        return None
-
-    def mapped(*moving: Tensor) -> Tensor:
-        return problem.replace(*_filled(tensors, where, moving)).fixed_point_map(z)
-
-    return jvp_by_vjp(mapped, [tensors[i] for i in where], [tangents[i] for i in where])
-
-
-def _filled(tensors: list[Tensor], where: list[int], new: tuple[Tensor, ...]) -> list[Tensor]:
-    replaced = dict(zip(where, new, strict=True))
-    return [replaced.get(i, tensor) for i, tensor in enumerate(tensors)]
-
-
 def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _each(name: str) -> Any:
+    """The method `name` of a problem, mapped over the first axis of states and tensors with torch.vmap."""
+
+    def method(self: VmappedProblem, *states: Tensor) -> Tensor:
+        def call(*arguments: Tensor) -> Any:
+            return getattr(self._rebuild(*arguments[len(states) :]), name)(*arguments[: len(states)])
+
+        mapped: Tensor = torch.vmap(call, in_dims=(*(0 for _ in states), *self.in_dims))(*states, *self.mapped_tensors)
+        return mapped
+
+    return method
 
 
 class VmappedProblem(Problem):
@@ -347,35 +335,6 @@ class VmappedProblem(Problem):
         self.plain_steps_descend, self.steps_rescaled = inner.plain_steps_descend, inner.steps_rescaled
         self.separates, self.mixes = inner.separates, inner.mixes
 
-    def _vmap(self, method: str, *states: Tensor) -> Tensor:
-        def call(*arguments: Tensor) -> Tensor:
-            states_of_one, tensors = arguments[: len(states)], arguments[len(states) :]
-            result: Tensor = getattr(self._rebuild(*tensors), method)(*states_of_one)
-            return result
-
-        return torch.vmap(call, in_dims=(*(0 for _ in states), *self.in_dims))(*states, *self.mapped_tensors)
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._vmap("fixed_point_map", z)
-
-    def retract(self, z: Tensor) -> Tensor:
-        return self._vmap("retract", z)
-
-    def energy(self, z: Tensor) -> Tensor:
-        return self._vmap("energy", z)
-
-    def divergence(self, z: Tensor, mapped: Tensor) -> Tensor:
-        return self._vmap("divergence", z, mapped)
-
-    def metric_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return self._vmap("metric_product", z, v)
-
-    def metric_root_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return self._vmap("metric_root_product", z, v)
-
-    def outer_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return self._vmap("outer_product", z, v)
-
-    def linearize(self, z: Tensor) -> Linearization:
-        linear = super().linearize(z)
-        return linear._replace(outer=lambda v: self.outer_product(z, v)) if self.has_metric else linear
+    fixed_point_map, retract, energy = _each("fixed_point_map"), _each("retract"), _each("energy")
+    divergence, outer_product = _each("divergence"), _each("outer_product")
+    metric_product, metric_root_product = _each("metric_product"), _each("metric_root_product")

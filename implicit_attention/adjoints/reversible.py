@@ -121,7 +121,7 @@ class Reversible(Adjoint):
         with exact_precision(initial):
             if traced or not (steps and initial.numel() and is_differentiated(initial, *tensors)):
                 return self._judged(request, *self._recorded(problem, initial, steps))
-            kept = request.without_tensors(), self.fraction
+            kept = request.without_tensors(len(tensors)), self.fraction
             found = ReversibleSteps.apply(*kept, initial, *tensors)  # type: ignore[no-untyped-call]
             return self._judged(request, *found)
 
