@@ -130,11 +130,6 @@ class Rows:
                     [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
                 )
 
-    def falls(self) -> Tensor | None:
-        """Which problems have an energy that certainly falls without end, (*lead); None if none is known to."""
-        falls = self.problem.bottomless() if self.problem.has_energy else None
-        return None if falls is None else falls.to(self.active.device)[..., None].expand(self.active.shape)
-
     def _rounded_up(self, count: int) -> int:
         if self.few_sizes:
             return min(1 << max(count - 1, 0).bit_length(), self.count)

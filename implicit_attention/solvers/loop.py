@@ -276,7 +276,7 @@ def iterate(
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
 
-    begin: makes the `Loop` from `initial`; None is that class.
+    begin: makes the `Loop` from `initial`; None is that class, as which problems go on.
     """
     # The axes that number the tokens of a problem, each of which is one then.
     axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
@@ -306,10 +306,12 @@ def iterate(
         seen = [*[kept] * trace, *[told] * (callback is not None)]
         # A fixed budget does not wait for another device.
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
-        options: dict[str, Any] = {"every": looks, "seen": seen, "energy": trace and problem.has_energy}
-        go_on = functools.partial(Loop, solver, **options)
-        begin = go_on if begin is None else functools.partial(begin, solver, **options)
-        value, record = judged(solver, rows, begin, go_on, every=every)
+
+        def loop(rows: Rows, given: Tensor | None) -> Loop:
+            make = Loop if begin is None or rows.begun is not None else begin
+            return make(solver, rows, given=given, every=looks, seen=seen, energy=trace and problem.has_energy)
+
+        value, record = judged(rows, loop, solver.end_rule, every=every)
         if share_memory(value, initial):
             value = value.clone()
         stacked = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
@@ -322,7 +324,7 @@ def iterate(
 
 
 def judged(
-    solver: Solver, rows: Rows, begin: Callable[..., Loop], go_on: Callable[..., Loop], *, every: int
+    rows: Rows, loop: Callable[[Rows, Tensor | None], Loop], rule: FusedRule, *, every: int
 ) -> tuple[Tensor, Record]:
     """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
 
@@ -331,36 +333,27 @@ def judged(
     from those found before by rounding only, the others stand still; elsewhere problems read each other, and all go on.
 
     Args:
-        begin: makes the `Loop` of a working set.
-        go_on: the same, from images that are `given`.
+        loop: makes the `Loop` of a working set, and of images at its states where they are known.
         every: as for a `Loop`.
     """
-    problem, event, rule, compact = rows.problem, rows.event, solver.end_rule, rows.compact
-    make, rest, before = begin, rows.active, torch.empty(0)
+    problem, event, compact, given = rows.problem, rows.event, rows.compact, None
     point: Any
     while True:
         try:
-            best, point, tolerance = make(rows).run()
+            best, point, tolerance = loop(rows, given).run()
         except Exception:
             if problem.separates or not rows.untried:
                 raise
             # f may take no other number of problems than all.
             best, point, rows.rows, compact = cast(Best, rows.full), None, None, False
         value, record = rows.all(best)
-        if rows.begun is not None:
-            # Steps are counted for each problem: those of before, and those of this run.
-            more = record.num_steps - rows.made
-            record = record._replace(num_steps=torch.where(rest & (more >= 0), before + more, record.num_steps))
         if problem.separates or not (every or not rule.fixed_budget):
             return value, record
         states, raised, given = value.nan_to_num(0.0, 0.0, 0.0), point is None, None
         beside = point is None or not every or not torch.equal(point.z, states)
         if beside:
             with torch.no_grad():
-                images = imaged(problem, states, False, 2, event, None)
-                point, tolerance = measured(problem, images, 2, event, rule)
-        if not torch.is_grad_enabled():
-            given = point.mapped
+                point, tolerance = measured(problem, imaged(problem, states, False, 2, event, None), 2, event, rule)
         small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
         solved, known = record.status == Status.CONVERGED, record.status != Status.NONFINITE
         if isinstance(problem, Tokens) and problem.exits is not None:
@@ -385,18 +378,18 @@ def judged(
             rest, steps = status == Status.MAX_STEPS, record.num_steps.amax()
         elif mixes or raised:
             # Steps since the first problem has ended do not count: others left it, or moved beside it.
-            rest, steps = known & ~small, record.num_steps.masked_fill(~ended, solver.max_steps).amin()
+            rest, steps = known & ~small, record.num_steps.masked_fill(~ended, rule.max_steps).amin()
         made = max(int(steps), 1)
-        if made >= solver.max_steps or not bool(rest.any()):
+        if made >= rule.max_steps or not bool(rest.any()):
             return value, record
         if mixes:
             rest = known & (point.residual < torch.inf)
-        before, again = record.num_steps, rest if given is not None and not beside else torch.zeros_like(rest)
-        # An evaluation that was counted already is given once more.
-        counts = {"num_steps": before.clone(), "num_evals": record.num_evals - again.to(before.dtype)}
-        begun = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), **counts), made
-        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=begun)
-        make = functools.partial(go_on, given=given)
+        given, evals = None if torch.is_grad_enabled() else point.mapped, record.num_evals
+        if given is not None and not beside:
+            # The evaluation is given once more, and was counted.
+            evals = evals - rest.to(evals.dtype)
+        record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), num_evals=evals)
+        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=(record, made))
 
 
 class Loop:
@@ -417,7 +410,10 @@ class Loop:
     best: Best
     num_evals: Tensor
     #: The attributes with an entry for each problem.
-    OF_ROWS = ("state", "point", "accepted", "following", "active", "num_evals", "best", "falls", "floor", "overflows")
+    OF_ROWS = (
+        *("state", "point", "accepted", "following", "active", "num_evals", "steps", "best"),
+        *("falls", "floor", "overflows"),
+    )
 
     def __init__(
         self,
@@ -436,15 +432,17 @@ class Loop:
         self.last = solver.max_steps - rows.made
         self.point: Any = None
         self.before: Any = None
-        #: The memory of the solver.
+        #: The memory of the solver, and the number of steps that led to the start, (*lead).
         self.state: Any = None
+        self.steps: Any = None
         #: What the steps are made by, if not by the solver, and the states that it has found to follow.
         self.native: Any = None
         self.accepted: Any = None
         self.following: Any = None
         self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
         #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
-        self.falls = rows.falls()
+        falls = rows.problem.bottomless() if rows.problem.has_energy else None
+        self.falls = None if falls is None else falls.to(rows.active.device)[..., None].expand(rows.active.shape)
         self.floor: Tensor | None = None
         self.overflows: Tensor | None = None
         # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual
@@ -463,15 +461,12 @@ class Loop:
                 return
         self.state = solver.init(rows.problem, z)
         check_memory(f"{type(solver).__name__}.init", self.state, z)
-        per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
-        unknown = torch.full_like(per_problem, torch.inf)
-        count = torch.zeros_like(per_problem, dtype=torch.int32)
-        status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-        record = Record(status, unknown, torch.zeros_like(unknown), count, count) if rows.begun is None else rows.begun
-        self.num_evals = record.num_evals
+        record = Record.unmeasured(z, Status.MAX_STEPS, 1) if rows.begun is None else rows.begun
+        self.steps, self.num_evals = record.num_steps, record.num_evals
+        energy = record.residual if self.energy else None
         if self.energy and rows.begun is not None:
-            unknown = rows.problem.energy(unflat(rows.initial, rows.event))
-        self.best = Best(rows.initial, record, unknown if self.energy else None)
+            energy = rows.problem.energy(unflat(rows.initial, rows.event))
+        self.best = Best(rows.initial, record, energy)
 
     def _go_on_with(self, active: Tensor) -> None:
         #: Which problems are unfinished, (*lead).
@@ -560,20 +555,13 @@ class Loop:
         point, tolerance = measured(rows.problem, found, index, rows.event, self.rule)
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
-            sizes = length(point.r) + length(point.mapped)
-            if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
-                long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
-                self.overflows = long | far if self.overflows is None else self.overflows
-                point = point._replace(residual=point.residual.masked_fill(long & ~self.overflows, torch.inf))
-                tolerance = tolerance.masked_fill(far & ~self.overflows, torch.inf)
-            elif self.overflows is None:
-                self.overflows = torch.zeros_like(self.active)
+            long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+            self.overflows = long | far if self.overflows is None else self.overflows
+            point = point._replace(residual=point.residual.masked_fill(long & ~self.overflows, torch.inf))
+            tolerance = tolerance.masked_fill(far & ~self.overflows, torch.inf)
         self.point, self.tolerance = point, tolerance
         accepted = self.solver.accept(rows.problem, self.state, point)
-        self.accepted, fallen = torch.ones_like(self.active) if accepted is None else accepted, None
-        if self.falls is not None:
-            self.floor = _floor(self.falls, point) if self.floor is None else self.floor
-            fallen = self.active & _below(self.floor, point, self.accepted)
+        self.accepted = torch.ones_like(self.active) if accepted is None else accepted
         self.num_evals = self.num_evals + self.active
         candidates = self.active if accepted is None else self.active & accepted
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
@@ -582,37 +570,47 @@ class Loop:
         converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
         if rows.together and converged is not None:
             converged = converged & ~(self.active & ~converged).any()
-        if fallen is not None:
+        if self.falls is not None:
+            fallen = self._fallen(self.falls, point)
             broken = broken | (fallen if converged is None else fallen & ~converged)
         if isinstance(rows.problem, Tokens):
-            numbered = point._replace(step=rows.made + point.step)
+            numbered = point._replace(step=rows.made + index)
             converged, broken = rows.problem.settled_of(self.active, converged, broken, numbered)
         self._improve(point, tolerance, candidates, converged)
         if converged is not None:
             self.end(converged, Status.CONVERGED)
-        self.end(broken, Status.NONFINITE if rows.made + point.step == 0 else Status.DIVERGED)
+        self.end(broken, Status.NONFINITE if rows.made + index == 0 else Status.DIVERGED)
+
+    def _fallen(self, falls: Tensor, point: Iteration) -> Tensor:
+        """Which unfinished problems that `falls` without end are given up, (*lead): their energy is below its floor.
+
+        Where it starts sets the scale of the floor: a minimum 1/eps^2 times as deep shares no digit with it. Of
+        problems that are not certain to fall this would not be true: the start may be near a saddle, and tell nothing
+        of the minimum. A step that is refused may jump a minimum, unless it leads to -inf.
+        """
+        energy, floor = cast(Tensor, point.energy), self.floor
+        if floor is None:
+            scale = energy.abs() + point.z.square().sum(-1) + point.residual.square()
+            level = energy - scale / torch.finfo(point.z.dtype).eps ** 2
+            floor = self.floor = torch.where(falls, level, torch.nan).detach()
+        below: Tensor = self.accepted & (energy < floor)
+        return self.active & (below | (floor.isfinite() & (energy == -torch.inf)))
 
     def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
         """Keep the candidates that are better; where the energy `descends` all candidates are."""
-        value, record, energy = self.best
-        number = self.rows.made + point.step
-        if self.rule.fixed_budget or number == 0:
-            better = candidates
-        elif self.descends:
-            better = candidates & (point.residual < torch.inf)
-        else:
-            better = candidates & (point.residual < record.residual)
-            better = better if converged is None else better | converged
-        # An initial state at which f is not finite is NaN, loudly.
-        new = rows_where(point.residual < torch.inf, point.z, torch.nan) if number == 0 else point.z
-        residual, steps = point.residual, torch.full_like(record.num_steps, number)
-        reached = None if energy is None else point.energy
-        if not (host_may_look(better) and bool(better.all())):
-            new = rows_where(better, new, value)
-            fields = zip((residual, tolerance, steps), record[1:4], strict=True)
-            residual, tolerance, steps = (torch.where(better, *pair) for pair in fields)
-            reached = reached if reached is None or energy is None else torch.where(better, reached, energy)
-        self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
+        (value, record, energy), z, better = self.best, point.z, candidates
+        if self.rows.made + point.step == 0:
+            # An initial state at which f is not finite is NaN, loudly.
+            z = rows_where(point.residual < torch.inf, z, torch.nan)
+        elif not self.rule.fixed_budget:
+            better = candidates & (point.residual < (torch.inf if self.descends else record.residual))
+            better = better if self.descends or converged is None else better | converged
+        kept = functools.partial(rows_where, better)
+        residual, tolerance = kept(point.residual, record.residual), kept(tolerance, record.tolerance)
+        steps = kept(self.steps + point.step, record.num_steps)
+        if energy is not None and point.energy is not None:
+            energy = kept(point.energy, energy)
+        self.best = Best(kept(z, value), Record(record.status, residual, tolerance, steps, self.num_evals), energy)
 
     def end(self, which: Tensor, status: Status) -> None:
         """End the problems `which`, where they are unfinished, with a status."""
@@ -633,8 +631,10 @@ class Loop:
         self.state, z = update.state, update.candidate
         if torch.is_grad_enabled():
             # Further steps of a finished problem are detached: at the first 0/0 their gradient of zero would turn into
-            # NaN.
-            live = functools.partial(_live, active=self.active)
+            # NaN, and 0 * NaN is NaN in tensors that all problems share.
+            def live(t: Tensor) -> Tensor:
+                return rows_where(self.active, t, t.detach().nan_to_num(0.0, 0.0, 0.0))
+
             self.state, z = pytree.tree_map_only(Tensor, live, (self.state, z))
         if update.num_evals is not None:
             spent = torch.where(self.active, update.num_evals, 0)
@@ -654,35 +654,31 @@ def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
     """
     event, rule = initial.shape[initial.ndim - problem.event_ndim :], solver.end_rule
     value = flat(initial, event)
-    state, going = solver.init(problem, value), None
-    everyone = torch.ones(value.shape[:-1], dtype=torch.bool, device=initial.device)
+    state, accepted = solver.init(problem, value), None
+    everyone = going = torch.ones(value.shape[:-1], dtype=torch.bool, device=initial.device)
+    # Where all steps are accepted, nothing is evaluated at the last state.
+    chooses = type(solver).accept is not Solver.accept
 
     def evaluate(z: Tensor, index: int) -> Iteration:
         z = flat(problem.retract(unflat(z, event)), event)
         images = imaged(problem, z, solver.needs_energy(problem, index), index, event, None)
         return measured(problem, images, index, event, rule)[0]
 
-    def accepted(point: Iteration) -> Tensor | None:
-        nonlocal value
-        good = solver.accept(problem, state, point)
-        kept = going if good is None else good if going is None else good & going
-        value = point.z if kept is None else rows_where(kept, point.z, value)
-        return good
+    def decide(point: Iteration, index: int) -> bool:
+        nonlocal value, accepted
+        accepted = solver.accept(problem, state, point)
+        kept = going if accepted is None else accepted & going
+        value = point.z if kept is everyone else rows_where(kept, point.z, value)
+        return index == solver.max_steps
 
     def step(point: Iteration, index: int) -> Tensor:
         nonlocal state, going
-        good = accepted(point)
-        update = updated(solver, problem, state, point, everyone if good is None else good)
-        state = update.state
-        if update.stalled is not None:
-            going = ~update.stalled if going is None else going & ~update.stalled
+        update = updated(solver, problem, state, point, everyone if accepted is None else accepted)
+        state, going = update.state, going if update.stalled is None else going & ~update.stalled
         return update.candidate
 
-    z = advance(evaluate, step, value, steps=solver.max_steps)
-    if type(solver).accept is Solver.accept:
-        return problem.retract(unflat(z, event))
-    accepted(evaluate(z, solver.max_steps))
-    return unflat(value, event)
+    z = advance(evaluate, step, value, steps=None if chooses else solver.max_steps, decide=decide)
+    return unflat(value, event) if chooses else problem.retract(unflat(z, event))
 
 
 def is_budget(solver: Solver) -> bool:
@@ -737,14 +733,6 @@ def check_memory(name: str, state: Any, z: Tensor) -> None:
             raise ValueError(_validate.message(name, required, f"shape {tuple(kept.shape)}", remedy))
 
 
-def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
-    # 0 * NaN is NaN: a problem that diverged must not reach tensors that all problems share.
-    return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
-
-
 #: States z (*lead, n), f(z), and E(z) (*lead) where it is wanted.
 Images: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
@@ -774,21 +762,3 @@ def measured(
         force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
     tolerance = rule.atol + rule.rtol * norm(mapped)
     return Iteration(z, mapped, r, norm(r), energy, index, event, force), tolerance
-
-
-def _floor(falls: Tensor, point: Iteration) -> Tensor:
-    """The energy (*lead) below which a problem that `falls` without end is given up; NaN for the others.
-
-    Where it starts sets the scale: a minimum 1/eps^2 times as deep shares no digit with it. Of problems that are not
-    certain to fall this would not be true: the start may be near a saddle, and tell nothing of the minimum.
-    """
-    assert point.energy is not None
-    scale = point.energy.abs() + point.z.square().sum(-1) + point.residual.square()
-    level = point.energy - scale / torch.finfo(point.z.dtype).eps ** 2
-    return torch.where(falls, level, torch.nan).detach()
-
-
-def _below(floor: Tensor, point: Iteration, accepted: Tensor) -> Tensor:
-    """Return where the energy is below the floor; for a refused step, which may jump a minimum, where -inf."""
-    assert point.energy is not None
-    return (accepted & (point.energy < floor)) | (floor.isfinite() & (point.energy == -torch.inf))
