@@ -75,7 +75,6 @@ class Best(NamedTuple):
 
     value: Tensor
     record: Record
-    energy: Tensor | None
 
 
 #: The record of a solve that goes on, None for one that begins, and the number of its steps so far.
@@ -183,10 +182,8 @@ class Rows:
         if self.rows is None:
             return best
         assert self.full is not None
-        # There is no energy, as no rows leave a solve that is traced.
-        value = put(self.full.value, self.rows, best.value)
         record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
-        return best._replace(value=value, record=record)
+        return Best(put(self.full.value, self.rows, best.value), record)
 
 
 def steps_left(active: Tensor, step: int, first: Tensor, residual: Tensor, tolerance: Tensor) -> float:

@@ -292,9 +292,10 @@ def iterate(
         numbers = itertools.count()
 
         def kept(loop: Loop) -> None:
-            best = loop.best
-            shown = best.record.residual, best.energy, loop.num_evals, unflat(best.value, rows.event)
-            traced.append([t for t in shown if t is not None])
+            best, z = loop.best, unflat(loop.best.value, rows.event)
+            with torch.no_grad():
+                energy = [loop.rows.problem.energy(z)] if problem.has_energy else []
+            traced.append([best.record.residual, *energy, loop.num_evals, z])
 
         def told(loop: Loop) -> None:
             residual, active = loop.best.record.residual.detach(), loop.active
@@ -307,9 +308,9 @@ def iterate(
         # A fixed budget does not wait for another device.
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
 
-        def loop(rows: Rows, given: Tensor | None) -> Loop:
+        def loop(rows: Rows) -> Loop:
             make = Loop if begin is None or rows.begun is not None else begin
-            return make(solver, rows, given=given, every=looks, seen=seen, energy=trace and problem.has_energy)
+            return make(solver, rows, every=looks, seen=seen)
 
         value, record = judged(rows, loop, solver.end_rule, every=every)
         if share_memory(value, initial):
@@ -323,9 +324,7 @@ def iterate(
         return Outcome(value.reshape(initial.shape), record, course, states)
 
 
-def judged(
-    rows: Rows, loop: Callable[[Rows, Tensor | None], Loop], rule: FusedRule, *, every: int
-) -> tuple[Tensor, Record]:
+def judged(rows: Rows, loop: Callable[[Rows], Loop], rule: FusedRule, *, every: int) -> tuple[Tensor, Record]:
     """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
 
     A problem may read others that have moved on, or left the work, since it was found to have converged. One evaluation
@@ -333,14 +332,14 @@ def judged(
     from those found before by rounding only, the others stand still; elsewhere problems read each other, and all go on.
 
     Args:
-        loop: makes the `Loop` of a working set, and of images at its states where they are known.
+        loop: makes the `Loop` of a working set.
         every: as for a `Loop`.
     """
-    problem, event, compact, given = rows.problem, rows.event, rows.compact, None
+    problem, event, compact = rows.problem, rows.event, rows.compact
     point: Any
     while True:
         try:
-            best, point, tolerance = loop(rows, given).run()
+            best, point, tolerance = loop(rows).run()
         except Exception:
             if problem.separates or not rows.untried:
                 raise
@@ -349,9 +348,8 @@ def judged(
         value, record = rows.all(best)
         if problem.separates or not (every or not rule.fixed_budget):
             return value, record
-        states, raised, given = value.nan_to_num(0.0, 0.0, 0.0), point is None, None
-        beside = point is None or not every or not torch.equal(point.z, states)
-        if beside:
+        states, raised = value.nan_to_num(0.0, 0.0, 0.0), point is None
+        if point is None or not every or not torch.equal(point.z, states):
             with torch.no_grad():
                 point, tolerance = measured(problem, imaged(problem, states, False, 2, event, None), 2, event, rule)
         small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
@@ -360,16 +358,14 @@ def judged(
             known = known & ~problem.exits.ended_at(None)
         change = (point.residual - record.residual).abs()
         residual = torch.where(known, point.residual.detach(), record.residual)
-        record = record._replace(residual=residual, tolerance=torch.where(known, tolerance.detach(), record.tolerance))
-        if rule.fixed_budget or (every and bool((solved & (small | ~known)).all())):
-            return value, record
+        tolerance = torch.where(known, tolerance.detach(), record.tolerance)
         late, ended = solved & known & ~small, record.status != Status.MAX_STEPS
         early = small & known & (~ended | (record.status == Status.STALLED))
         if isinstance(problem, Tokens):
             early = early & ~problem.behind(~small)
         status = record.status.masked_fill(late, int(Status.MAX_STEPS)).masked_fill(early, int(Status.CONVERGED))
-        record = record._replace(status=status)
-        if not every:
+        record = record._replace(status=status, residual=residual, tolerance=tolerance)
+        if rule.fixed_budget or not every or bool((solved & (small | ~known)).all()):
             return value, record
         rounding = torch.finfo(value.dtype).eps ** (2 / 3) * norm(point.mapped)
         mixes = rows.together or bool((known & (change < torch.inf) & (change > rounding)).any())
@@ -384,55 +380,43 @@ def judged(
             return value, record
         if mixes:
             rest = known & (point.residual < torch.inf)
-        given, evals = None if torch.is_grad_enabled() else point.mapped, record.num_evals
-        if given is not None and not beside:
-            # The evaluation is given once more, and was counted.
-            evals = evals - rest.to(evals.dtype)
-        record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), num_evals=evals)
+        record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)))
         rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=(record, made))
 
 
+@dataclasses.dataclass(eq=False)
 class Loop:
     """A solve of a working set: which problems are unfinished, and the best state of each with what was measured there.
 
     Args:
         solver: the method.
         rows: the working set.
-        given: f at the first states, (*lead, n), where it is known.
         every: evaluations between two looks of the host at whether all have finished; 0 for none.
         seen: called with this object after every evaluation.
-        energy: whether the energy at the best states is kept.
         library: makes of the first states (*lead, n) and the rows to be solved (*lead) what does all between two
             evaluations, if it `reads` images; None for the solver's own steps.
     """
 
-    #: The best states so far, and the number of evaluations, (*lead).
-    best: Best
-    num_evals: Tensor
+    solver: Solver
+    rows: Rows
+    every: int
+    seen: Sequence[Callable[[Loop], None]]
+    library: Callable[[Tensor, Tensor], Any] | None = None
+
     #: The attributes with an entry for each problem.
-    OF_ROWS = (
+    OF_ROWS: ClassVar[tuple[str, ...]] = (
         *("state", "point", "accepted", "following", "active", "num_evals", "steps", "best"),
         *("falls", "floor", "overflows"),
     )
 
-    def __init__(
-        self,
-        solver: Solver,
-        rows: Rows,
-        *,
-        given: Tensor | None = None,
-        every: int,
-        seen: Sequence[Callable[[Loop], None]],
-        energy: bool,
-        library: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> None:
-        self.solver, self.rows, self.rule = solver, rows, solver.end_rule
-        self.given, self.every, self.seen, self.energy, self.library = given, every, seen, energy, library
+    def __post_init__(self) -> None:
+        solver, rows = self.solver, self.rows
+        self.rule = solver.end_rule
         #: The last step; the last evaluation with its tolerances, and the one before it.
         self.last = solver.max_steps - rows.made
         self.point: Any = None
         self.before: Any = None
-        #: The memory of the solver, and the number of steps that led to the start, (*lead).
+        #: The memory of the solver.
         self.state: Any = None
         self.steps: Any = None
         #: What the steps are made by, if not by the solver, and the states that it has found to follow.
@@ -462,11 +446,8 @@ class Loop:
         self.state = solver.init(rows.problem, z)
         check_memory(f"{type(solver).__name__}.init", self.state, z)
         record = Record.unmeasured(z, Status.MAX_STEPS, 1) if rows.begun is None else rows.begun
-        self.steps, self.num_evals = record.num_steps, record.num_evals
-        energy = record.residual if self.energy else None
-        if self.energy and rows.begun is not None:
-            energy = rows.problem.energy(unflat(rows.initial, rows.event))
-        self.best = Best(rows.initial, record, energy)
+        #: The best states so far, the number of steps before, and that of all evaluations, (*lead).
+        self.best, self.steps, self.num_evals = Best(rows.initial, record), record.num_steps, record.num_evals
 
     def _go_on_with(self, active: Tensor) -> None:
         #: Which problems are unfinished, (*lead).
@@ -495,10 +476,7 @@ class Loop:
     def evaluate(self, z: Tensor, index: int) -> Images:
         """The states that stand for z, with f and, where it is wanted, E there."""
         problem, event = self.rows.problem, self.rows.event
-        energy = self.energy or self.solver.needs_energy(problem, index) or self.falls is not None
-        given, self.given = self.given, None
-        if given is not None and not energy:
-            return z, given, None
+        energy = self.solver.needs_energy(problem, index) or self.falls is not None
         z = flat(problem.retract(unflat(z, event)), event)
         return imaged(problem, z, energy, index, event, self.point)
 
@@ -508,10 +486,8 @@ class Loop:
         rows.untried = False
         if index == 0:
             self._begin(found[1])
-        if self.native is None:
-            self._judge(found, index)
-        else:
-            self._judge_natively(found, index)
+        judge = self._judge if self.native is None else self._judge_natively
+        judge(found, index)
         if index > 0 or rows.begun is None:
             for tell in self.seen:
                 tell(self)
@@ -547,7 +523,7 @@ class Loop:
         by = self.native
         self.following, self.state = by(z, mapped, index), by.tensors
         self.point = Iteration(z, mapped, by.r, by.residual, None, index, self.rows.event)
-        self.tolerance, self.active, self.best = by.tolerance, by.active, Best(by.value, by.record, None)
+        self.tolerance, self.active, self.best = by.tolerance, by.active, Best(by.value, by.record)
         self.num_evals, self.whole = by.record.num_evals, by.left == by.active.numel()
 
     def _judge(self, found: Images, index: int) -> None:
@@ -598,7 +574,7 @@ class Loop:
 
     def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
         """Keep the candidates that are better; where the energy `descends` all candidates are."""
-        (value, record, energy), z, better = self.best, point.z, candidates
+        (value, record), z, better = self.best, point.z, candidates
         if self.rows.made + point.step == 0:
             # An initial state at which f is not finite is NaN, loudly.
             z = rows_where(point.residual < torch.inf, z, torch.nan)
@@ -608,9 +584,7 @@ class Loop:
         kept = functools.partial(rows_where, better)
         residual, tolerance = kept(point.residual, record.residual), kept(tolerance, record.tolerance)
         steps = kept(self.steps + point.step, record.num_steps)
-        if energy is not None and point.energy is not None:
-            energy = kept(point.energy, energy)
-        self.best = Best(kept(z, value), Record(record.status, residual, tolerance, steps, self.num_evals), energy)
+        self.best = Best(kept(z, value), Record(record.status, residual, tolerance, steps, self.num_evals))
 
     def end(self, which: Tensor, status: Status) -> None:
         """End the problems `which`, where they are unfinished, with a status."""
