@@ -126,19 +126,25 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module] | Non
 
 
 def walk(value: Any, name: str = "", found: list[tuple[str, Any]] | None = None) -> list[tuple[str, Any]]:
-    """The leaves of nested tuples, lists, dicts and `Declared` objects, and these objects, with names behind `name`."""
+    """The tensors, modules and `Declared` objects in a value, and the value if it is no container, with their names.
+
+    Args:
+        value: nested tuples, lists, dicts and `Declared` objects.
+        name: what the names begin with.
+        found: where they are added.
+    """
     # Not a generator, which costs a frame for each level and leaf: every solve looks for tensors several times.
     found = [] if found is None else found
-    parts: dict[str, Any] = {}
+    parts: list[tuple[str, Any]] = []
     if isinstance(value, tuple | list):
-        parts = {f"{name}[{i}]": part for i, part in enumerate(value)}
+        parts = [(f"{name}[{i}]", part) for i, part in enumerate(value)]
     elif isinstance(value, dict):
-        parts = {f"{name}[{key!r}]": part for key, part in value.items()}
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     else:
         found.append((name, value))
     if isinstance(value, Declared):
-        parts = {f"{name}.{key}" if name else key: part for key, part in vars(value).items()}
-    for inner, part in parts.items():
+        parts += [(f"{name}.{key}" if name else key, part) for key, part in vars(value).items()]
+    for inner, part in parts:
         if isinstance(part, HOLDERS):
             walk(part, inner, found)
     return found

@@ -276,7 +276,7 @@ def iterate(
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
 
-    begin: makes the `Loop` from `initial`; None is that class, as which problems go on.
+    begin: makes the `Loop` from `initial`, None as that class does; what goes on afterwards is always a `Loop`.
     """
     # The axes that number the tokens of a problem, each of which is one then.
     axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
@@ -292,10 +292,10 @@ def iterate(
         numbers = itertools.count()
 
         def kept(loop: Loop) -> None:
-            best, z = loop.best, unflat(loop.best.value, rows.event)
+            record, z = loop.best.record, unflat(loop.best.value, rows.event)
             with torch.no_grad():
                 energy = [loop.rows.problem.energy(z)] if problem.has_energy else []
-            traced.append([best.record.residual, *energy, loop.num_evals, z])
+            traced.append([record.residual, *energy, record.num_evals, z])
 
         def told(loop: Loop) -> None:
             residual, active = loop.best.record.residual.detach(), loop.active
@@ -308,9 +308,10 @@ def iterate(
         # A fixed budget does not wait for another device.
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
 
-        def loop(rows: Rows) -> Loop:
-            make = Loop if begin is None or rows.begun is not None else begin
-            return make(solver, rows, every=looks, seen=seen)
+        def loop(rows: Rows, given: Tensor | None) -> Loop:
+            if begin is None or rows.begun is not None:
+                return Loop(solver, rows, looks, seen, given=given)
+            return begin(solver, rows, looks, seen)
 
         value, record = judged(rows, loop, solver.end_rule, every=every)
         if share_memory(value, initial):
@@ -324,7 +325,9 @@ def iterate(
         return Outcome(value.reshape(initial.shape), record, course, states)
 
 
-def judged(rows: Rows, loop: Callable[[Rows], Loop], rule: FusedRule, *, every: int) -> tuple[Tensor, Record]:
+def judged(
+    rows: Rows, loop: Callable[[Rows, Tensor | None], Loop], rule: FusedRule, *, every: int
+) -> tuple[Tensor, Record]:
     """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
 
     A problem may read others that have moved on, or left the work, since it was found to have converged. One evaluation
@@ -332,14 +335,14 @@ def judged(rows: Rows, loop: Callable[[Rows], Loop], rule: FusedRule, *, every: 
     from those found before by rounding only, the others stand still; elsewhere problems read each other, and all go on.
 
     Args:
-        loop: makes the `Loop` of a working set.
+        loop: makes the `Loop` of a working set, and of f at its states where that is known.
         every: as for a `Loop`.
     """
-    problem, event, compact = rows.problem, rows.event, rows.compact
+    problem, event, compact, given = rows.problem, rows.event, rows.compact, None
     point: Any
     while True:
         try:
-            best, point, tolerance = loop(rows).run()
+            best, point, tolerance = loop(rows, given).run()
         except Exception:
             if problem.separates or not rows.untried:
                 raise
@@ -349,7 +352,8 @@ def judged(rows: Rows, loop: Callable[[Rows], Loop], rule: FusedRule, *, every: 
         if problem.separates or not (every or not rule.fixed_budget):
             return value, record
         states, raised = value.nan_to_num(0.0, 0.0, 0.0), point is None
-        if point is None or not every or not torch.equal(point.z, states):
+        beside = point is None or not every or not torch.equal(point.z, states)
+        if beside:
             with torch.no_grad():
                 point, tolerance = measured(problem, imaged(problem, states, False, 2, event, None), 2, event, rule)
         small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
@@ -380,7 +384,11 @@ def judged(rows: Rows, loop: Callable[[Rows], Loop], rule: FusedRule, *, every: 
             return value, record
         if mixes:
             rest = known & (point.residual < torch.inf)
-        record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)))
+        given, evals = None if torch.is_grad_enabled() else point.mapped, record.num_evals
+        if given is not None and not beside:
+            # The evaluation is given once more, and was counted.
+            evals = evals - rest.to(evals.dtype)
+        record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), num_evals=evals)
         rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=(record, made))
 
 
@@ -395,6 +403,7 @@ class Loop:
         seen: called with this object after every evaluation.
         library: makes of the first states (*lead, n) and the rows to be solved (*lead) what does all between two
             evaluations, if it `reads` images; None for the solver's own steps.
+        given: f at the first states, (*lead, n), where it is known.
     """
 
     solver: Solver
@@ -402,11 +411,11 @@ class Loop:
     every: int
     seen: Sequence[Callable[[Loop], None]]
     library: Callable[[Tensor, Tensor], Any] | None = None
+    given: Tensor | None = None
 
     #: The attributes with an entry for each problem.
     OF_ROWS: ClassVar[tuple[str, ...]] = (
-        *("state", "point", "accepted", "following", "active", "num_evals", "steps", "best"),
-        *("falls", "floor", "overflows"),
+        *("state", "point", "accepted", "following", "active", "best", "steps", "falls", "floor", "overflows"),
     )
 
     def __post_init__(self) -> None:
@@ -446,8 +455,8 @@ class Loop:
         self.state = solver.init(rows.problem, z)
         check_memory(f"{type(solver).__name__}.init", self.state, z)
         record = Record.unmeasured(z, Status.MAX_STEPS, 1) if rows.begun is None else rows.begun
-        #: The best states so far, the number of steps before, and that of all evaluations, (*lead).
-        self.best, self.steps, self.num_evals = Best(rows.initial, record), record.num_steps, record.num_evals
+        #: The best states so far, and the number of steps that led to the first, (*lead).
+        self.best, self.steps = Best(rows.initial, record), record.num_steps
 
     def _go_on_with(self, active: Tensor) -> None:
         #: Which problems are unfinished, (*lead).
@@ -469,14 +478,14 @@ class Loop:
             downward = downward if here is None else downward | here
             self.end(self.falls & downward, Status.DIVERGED)
         self.end(self.active, self.solver.exhausted)
-        # Evaluations that did not improve a problem were spent on it all the same.
-        best = self.best._replace(record=self.best.record._replace(num_evals=self.num_evals))
-        return best, self.point, self.tolerance
+        return self.best, self.point, self.tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
         """The states that stand for z, with f and, where it is wanted, E there."""
         problem, event = self.rows.problem, self.rows.event
         energy = self.solver.needs_energy(problem, index) or self.falls is not None
+        if index == 0 and self.given is not None and not energy:
+            return z, self.given, None
         z = flat(problem.retract(unflat(z, event)), event)
         return imaged(problem, z, energy, index, event, self.point)
 
@@ -524,7 +533,7 @@ class Loop:
         self.following, self.state = by(z, mapped, index), by.tensors
         self.point = Iteration(z, mapped, by.r, by.residual, None, index, self.rows.event)
         self.tolerance, self.active, self.best = by.tolerance, by.active, Best(by.value, by.record)
-        self.num_evals, self.whole = by.record.num_evals, by.left == by.active.numel()
+        self.whole = by.left == by.active.numel()
 
     def _judge(self, found: Images, index: int) -> None:
         rows = self.rows
@@ -538,7 +547,6 @@ class Loop:
         self.point, self.tolerance = point, tolerance
         accepted = self.solver.accept(rows.problem, self.state, point)
         self.accepted = torch.ones_like(self.active) if accepted is None else accepted
-        self.num_evals = self.num_evals + self.active
         candidates = self.active if accepted is None else self.active & accepted
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
@@ -584,7 +592,9 @@ class Loop:
         kept = functools.partial(rows_where, better)
         residual, tolerance = kept(point.residual, record.residual), kept(tolerance, record.tolerance)
         steps = kept(self.steps + point.step, record.num_steps)
-        self.best = Best(kept(z, value), Record(record.status, residual, tolerance, steps, self.num_evals))
+        # Evaluations that do not improve a problem are spent on it all the same.
+        record = Record(record.status, residual, tolerance, steps, record.num_evals + self.active)
+        self.best = Best(kept(z, value), record)
 
     def end(self, which: Tensor, status: Status) -> None:
         """End the problems `which`, where they are unfinished, with a status."""
@@ -611,8 +621,9 @@ class Loop:
 
             self.state, z = pytree.tree_map_only(Tensor, live, (self.state, z))
         if update.num_evals is not None:
-            spent = torch.where(self.active, update.num_evals, 0)
-            self.num_evals = self.num_evals + spent.to(self.num_evals.dtype)
+            record = self.best.record
+            spent = torch.where(self.active, update.num_evals, 0).to(record.num_evals.dtype)
+            self.best = self.best._replace(record=record._replace(num_evals=record.num_evals + spent))
         if update.stalled is not None:
             self.end(update.stalled, Status.STALLED)
         if not (problem.separates or self.whole):
