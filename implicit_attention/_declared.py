@@ -22,9 +22,26 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
 
 
+def parts_of(module: nn.Module, prefix: str = "", found: dict[nn.Module, str] | None = None) -> dict[nn.Module, str]:
+    """The module and its parts, each once, with what precedes the names in them: torch's own walk is slow."""
+    found = {} if found is None else found
+    if module not in found:
+        found[module] = prefix
+        for name, part in module._modules.items():
+            if part is not None:
+                parts_of(part, f"{prefix}{name}.", found)
+    return found
+
+
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and then the buffers with their names, each once."""
-    return [*module.named_parameters(), *module.named_buffers()]
+    parts, found = parts_of(module).items(), dict[int, tuple[str, Tensor]]()
+    for kind in ("_parameters", "_buffers"):
+        for part, prefix in parts:
+            for name, tensor in getattr(part, kind).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (f"{prefix}{name}", tensor))
+    return list(found.values())
 
 
 def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
@@ -109,21 +126,27 @@ def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module] | Non
 
 
 def walk(value: Any, name: str = "", found: list[tuple[str, Any]] | None = None) -> list[tuple[str, Any]]:
-    """The leaves of nested tuples, lists, dicts and `Declared` objects, and these objects, with names behind `name`."""
+    """The tensors, modules and `Declared` objects in a value, and the value if it is no container, with their names.
+
+    Args:
+        value: nested tuples, lists, dicts and `Declared` objects.
+        name: what the names begin with.
+        found: where they are added.
+    """
     # Not a generator, which costs a frame for each level and leaf: every solve looks for tensors several times.
     found = [] if found is None else found
+    parts: list[tuple[str, Any]] = []
     if isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            walk(item, f"{name}[{i}]", found)
+        parts = [(f"{name}[{i}]", part) for i, part in enumerate(value)]
     elif isinstance(value, dict):
-        for key, item in value.items():
-            walk(item, f"{name}[{key!r}]", found)
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     else:
         found.append((name, value))
     if isinstance(value, Declared):
-        for attribute, part in vars(value).items():
-            if isinstance(part, HOLDERS):
-                walk(part, f"{name}.{attribute}" if name else attribute, found)
+        parts += [(f"{name}.{key}" if name else key, part) for key, part in vars(value).items()]
+    for inner, part in parts:
+        if isinstance(part, HOLDERS):
+            walk(part, inner, found)
     return found
 
 
@@ -139,7 +162,7 @@ def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def modules_in(value: Any) -> Iterator[nn.Module]:
     """The modules in `value` and their parts, in all places where `named` looks for tensors."""
-    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in leaf.modules())
+    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in parts_of(leaf))
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:

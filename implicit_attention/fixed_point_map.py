@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -100,8 +100,7 @@ class UserProblem(Problem):
     @property
     def mixes(self) -> bool:  # type: ignore[override]
         """Whether a batch normalisation takes its statistics from the batch."""
-        norms = (part for part in modules_in(self) if isinstance(part, _BatchNorm))
-        return any(norm.training or norm.running_mean is None for norm in norms)
+        return takes_statistics(modules_in(self))
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -189,6 +188,12 @@ class UserProblem(Problem):
     def _name(self) -> str:
         function = getattr(self.function, "_orig_mod", self.function)
         return getattr(function, "__name__", type(function).__name__)
+
+
+def takes_statistics(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of these is a batch normalisation that takes its statistics from the batch."""
+    norms = (part for part in modules if isinstance(part, _BatchNorm))
+    return any(norm.training or norm.running_mean is None for norm in norms)
 
 
 def closed_over(function: Any) -> str:

@@ -13,7 +13,8 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
-from ..fixed_point_map import FixedPointMap, closed_over
+from .._declared import parts_of
+from ..fixed_point_map import FixedPointMap, closed_over, takes_statistics
 from ..problem import counted, writes_to
 from ..solvers._rows import stay_where
 from ..status import Status
@@ -144,11 +145,14 @@ class BlockProblem(FixedPointMap):
 
     function: BlockMap
     dtypes = "kept"
+    #: A problem is made for each call.
+    mixes: bool = False
 
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[Any, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.draws = checked, function.draws
-        self.mode = tuple(part.training for part in function.block.modules())
+        parts = parts_of(function.block)
+        self.mode, self.mixes = tuple(part.training for part in parts), takes_statistics(parts)
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
         # The map has checked what the block returned.

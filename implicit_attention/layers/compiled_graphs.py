@@ -83,8 +83,8 @@ class Stretches(Loop):
 
     solver: CompiledPicard
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.rows.few_sizes = True
         self.ahead: list[Images] = []
         self.needed = self.solver.graphs.evaluations

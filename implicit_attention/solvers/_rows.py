@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .._autograd import host_may_look
 from .._declared import pick, put
+from .._norm import length
 from ..problem import Problem
 from ..solution import Record
 from ..status import Status
@@ -44,30 +45,24 @@ def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
     return torch.where(condition, yes, no)
 
 
-def agree(rows: Tensor, expected: Tensor, wanted: Tensor) -> bool:
-    """Whether rows (*lead, n) are the expected ones but for rounding, where `wanted` (*lead).
-
-    Kernels may round otherwise for another number of rows.
-    """
-    off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (rows - expected, expected))
-    return bool(((off <= torch.finfo(rows.dtype).eps ** (2 / 3) * size) | ~wanted).all())
-
-
 @torch.no_grad()
 def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
     """Whether f of the problems `wanted` (*lead) stays as it is when the states of those `moved` are others.
+
+    But for rounding, which may be another for another number of rows in torch's kernels.
 
     z, mapped: (*lead, *event), a state of all problems and f of it.
     """
     event = z.shape[wanted.ndim :]
     rows, mapped = flat(z.detach(), event), flat(mapped.detach(), event)
     rows = rows.where(torch.isfinite(rows), 0.0)
-    size = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) / math.sqrt(max(rows.shape[-1], 1))
+    size = length(rows)[..., None] / math.sqrt(max(rows.shape[-1], 1))
     # A constant change would be all taken away by a normalisation.
     wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
     other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
     again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
-    return agree(again, mapped, wanted & (torch.linalg.vector_norm(mapped, dim=-1) < torch.inf))
+    off, size = length(again - mapped), length(mapped)
+    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~(wanted & (size < torch.inf))).all())
 
 
 class Best(NamedTuple):
@@ -75,7 +70,6 @@ class Best(NamedTuple):
 
     value: Tensor
     record: Record
-    energy: Tensor | None
 
 
 #: The record of a solve that goes on, None for one that begins, and the number of its steps so far.
@@ -130,11 +124,6 @@ class Rows:
                     [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
                 )
 
-    def falls(self) -> Tensor | None:
-        """Which problems have an energy that certainly falls without end, (*lead); None if none is known to."""
-        falls = self.problem.bottomless() if self.problem.has_energy else None
-        return None if falls is None else falls.to(self.active.device)[..., None].expand(self.active.shape)
-
     def _rounded_up(self, count: int) -> int:
         if self.few_sizes:
             return min(1 << max(count - 1, 0).bit_length(), self.count)
@@ -188,10 +177,8 @@ class Rows:
         if self.rows is None:
             return best
         assert self.full is not None
-        # There is no energy, as no rows leave a solve that is traced.
-        value = put(self.full.value, self.rows, best.value)
         record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
-        return best._replace(value=value, record=record)
+        return Best(put(self.full.value, self.rows, best.value), record)
 
 
 def steps_left(active: Tensor, step: int, first: Tensor, residual: Tensor, tolerance: Tensor) -> float:

@@ -280,7 +280,7 @@ def iterate(
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
 
-    library: as for a `Loop`.
+    library: as for a `Loop`, of the first working set; one that goes on makes the steps of the solver.
     """
     # The axes that number the tokens of a problem, each of which is one then.
     axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
@@ -296,9 +296,10 @@ def iterate(
         numbers = itertools.count()
 
         def kept(loop: Loop) -> None:
-            best = loop.best
-            shown = best.record.residual, best.energy, loop.num_evals, unflat(best.value, rows.event)
-            traced.append([t for t in shown if t is not None])
+            record, z = loop.best.record, unflat(loop.best.value, rows.event)
+            with torch.no_grad():
+                energy = [loop.rows.problem.energy(z)] if problem.has_energy else []
+            traced.append([record.residual, *energy, record.num_evals, z])
 
         def told(loop: Loop) -> None:
             residual, active = loop.best.record.residual.detach(), loop.active
@@ -310,11 +311,14 @@ def iterate(
         seen = [*[kept] * trace, *[told] * (callback is not None)]
         # A fixed budget does not wait for another device.
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
-        options: dict[str, Any] = {"every": looks, "seen": seen, "energy": trace and problem.has_energy}
-        go_on = functools.partial(Loop, solver, **options)
         kind = solver._loop(problem, initial) if compact else Loop
-        begin = functools.partial(kind, solver, library=library, **options)
-        value, record = judged(solver, rows, begin, go_on, every=every)
+
+        def loop(rows: Rows, given: Tensor | None) -> Loop:
+            if rows.begun is not None:
+                return Loop(solver, rows, looks, seen, given=given)
+            return kind(solver, rows, looks, seen, library=library)
+
+        value, record = judged(rows, loop, solver.end_rule, every=every)
         if share_memory(value, initial):
             value = value.clone()
         stacked = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
@@ -327,7 +331,7 @@ def iterate(
 
 
 def judged(
-    solver: Solver, rows: Rows, begin: Callable[..., Loop], go_on: Callable[..., Loop], *, every: int
+    rows: Rows, loop: Callable[[Rows, Tensor | None], Loop], rule: FusedRule, *, every: int
 ) -> tuple[Tensor, Record]:
     """The states (*lead, n) of all problems, and their record, which holds at these states of all of them.
 
@@ -336,52 +340,41 @@ def judged(
     from those found before by rounding only, the others stand still; elsewhere problems read each other, and all go on.
 
     Args:
-        begin: makes the `Loop` of a working set.
-        go_on: the same, from images that are `given`.
+        loop: makes the `Loop` of a working set, and of f at its states where that is known.
         every: as for a `Loop`.
     """
-    problem, event, rule, compact = rows.problem, rows.event, solver.end_rule, rows.compact
-    make, rest, before = begin, rows.active, torch.empty(0)
+    problem, event, compact, given = rows.problem, rows.event, rows.compact, None
     point: Any
     while True:
         try:
-            best, point, tolerance = make(rows).run()
+            best, point, tolerance = loop(rows, given).run()
         except Exception:
             if problem.separates or not rows.untried:
                 raise
             # f may take no other number of problems than all.
             best, point, rows.rows, compact = cast(Best, rows.full), None, None, False
         value, record = rows.all(best)
-        if rows.begun is not None:
-            # Steps are counted for each problem: those of before, and those of this run.
-            more = record.num_steps - rows.made
-            record = record._replace(num_steps=torch.where(rest & (more >= 0), before + more, record.num_steps))
         if problem.separates or not (every or not rule.fixed_budget):
             return value, record
-        states, raised, given = value.nan_to_num(0.0, 0.0, 0.0), point is None, None
+        states, raised = value.nan_to_num(0.0, 0.0, 0.0), point is None
         beside = point is None or not every or not torch.equal(point.z, states)
         if beside:
             with torch.no_grad():
-                images = imaged(problem, states, False, 2, event, None)
-                point, tolerance = measured(problem, images, 2, event, rule)
-        if not torch.is_grad_enabled():
-            given = point.mapped
+                point, tolerance = measured(problem, imaged(problem, states, False, 2, event, None), 2, event, rule)
         small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
         solved, known = record.status == Status.CONVERGED, record.status != Status.NONFINITE
         if isinstance(problem, Tokens) and problem.exits is not None:
             known = known & ~problem.exits.ended_at(None)
         change = (point.residual - record.residual).abs()
         residual = torch.where(known, point.residual.detach(), record.residual)
-        record = record._replace(residual=residual, tolerance=torch.where(known, tolerance.detach(), record.tolerance))
-        if rule.fixed_budget or (every and bool((solved & (small | ~known)).all())):
-            return value, record
+        tolerance = torch.where(known, tolerance.detach(), record.tolerance)
         late, ended = solved & known & ~small, record.status != Status.MAX_STEPS
         early = small & known & (~ended | (record.status == Status.STALLED))
         if isinstance(problem, Tokens):
             early = early & ~problem.behind(~small)
         status = record.status.masked_fill(late, int(Status.MAX_STEPS)).masked_fill(early, int(Status.CONVERGED))
-        record = record._replace(status=status)
-        if not every:
+        record = record._replace(status=status, residual=residual, tolerance=tolerance)
+        if rule.fixed_budget or not every or bool((solved & (small | ~known)).all()):
             return value, record
         rounding = torch.finfo(value.dtype).eps ** (2 / 3) * norm(point.mapped)
         mixes = rows.together or bool((known & (change < torch.inf) & (change > rounding)).any())
@@ -390,66 +383,64 @@ def judged(
             rest, steps = status == Status.MAX_STEPS, record.num_steps.amax()
         elif mixes or raised:
             # Steps since the first problem has ended do not count: others left it, or moved beside it.
-            rest, steps = known & ~small, record.num_steps.masked_fill(~ended, solver.max_steps).amin()
+            rest, steps = known & ~small, record.num_steps.masked_fill(~ended, rule.max_steps).amin()
         made = max(int(steps), 1)
-        if made >= solver.max_steps or not bool(rest.any()):
+        if made >= rule.max_steps or not bool(rest.any()):
             return value, record
         if mixes:
             rest = known & (point.residual < torch.inf)
-        before, again = record.num_steps, rest if given is not None and not beside else torch.zeros_like(rest)
-        # An evaluation that was counted already is given once more.
-        counts = {"num_steps": before.clone(), "num_evals": record.num_evals - again.to(before.dtype)}
-        begun = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), **counts), made
-        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=begun)
-        make = functools.partial(go_on, given=given)
+        given, evals = None if torch.is_grad_enabled() else point.mapped, record.num_evals
+        if given is not None and not beside:
+            # The evaluation is given once more, and was counted.
+            evals = evals - rest.to(evals.dtype)
+        record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), num_evals=evals)
+        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=(record, made))
 
 
+@dataclasses.dataclass(eq=False)
 class Loop:
     """A solve of a working set: which problems are unfinished, and the best state of each with what was measured there.
 
     Args:
         solver: the method.
         rows: the working set.
-        given: f at the first states, (*lead, n), where it is known.
         every: evaluations between two looks of the host at whether all have finished; 0 for none.
         seen: called with this object after every evaluation.
-        energy: whether the energy at the best states is kept.
         library: makes of the first states (*lead, n) and the rows to be solved (*lead) what does all between two
             evaluations, if it `reads` images; None for the solver's own steps.
+        given: f at the first states, (*lead, n), where it is known.
     """
 
-    #: The best states so far, and the number of evaluations, (*lead).
-    best: Best
-    num_evals: Tensor
-    #: The attributes with an entry for each problem.
-    OF_ROWS = ("state", "point", "accepted", "following", "active", "num_evals", "best", "falls", "floor", "overflows")
+    solver: Solver
+    rows: Rows
+    every: int
+    seen: Sequence[Callable[[Loop], None]]
+    library: Callable[[Tensor, Tensor], Any] | None = None
+    given: Tensor | None = None
 
-    def __init__(
-        self,
-        solver: Solver,
-        rows: Rows,
-        *,
-        given: Tensor | None = None,
-        every: int,
-        seen: Sequence[Callable[[Loop], None]],
-        energy: bool,
-        library: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> None:
-        self.solver, self.rows, self.rule = solver, rows, solver.end_rule
-        self.given, self.every, self.seen, self.energy, self.library = given, every, seen, energy, library
+    #: The attributes with an entry for each problem.
+    OF_ROWS: ClassVar[tuple[str, ...]] = (
+        *("state", "point", "accepted", "following", "active", "best", "steps", "falls", "floor", "overflows"),
+    )
+
+    def __post_init__(self) -> None:
+        solver, rows = self.solver, self.rows
+        self.rule = solver.end_rule
         #: The last step; the last evaluation with its tolerances, and the one before it.
         self.last = solver.max_steps - rows.made
         self.point: Any = None
         self.before: Any = None
         #: The memory of the solver.
         self.state: Any = None
+        self.steps: Any = None
         #: What the steps are made by, if not by the solver, and the states that it has found to follow.
         self.native: Any = None
         self.accepted: Any = None
         self.following: Any = None
         self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
         #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
-        self.falls = rows.falls()
+        falls = rows.problem.bottomless() if rows.problem.has_energy else None
+        self.falls = None if falls is None else falls.to(rows.active.device)[..., None].expand(rows.active.shape)
         self.floor: Tensor | None = None
         self.overflows: Tensor | None = None
         # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual
@@ -468,15 +459,9 @@ class Loop:
                 return
         self.state = solver.init(rows.problem, z)
         check_memory(f"{type(solver).__name__}.init", self.state, z)
-        per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
-        unknown = torch.full_like(per_problem, torch.inf)
-        count = torch.zeros_like(per_problem, dtype=torch.int32)
-        status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-        record = Record(status, unknown, torch.zeros_like(unknown), count, count) if rows.begun is None else rows.begun
-        self.num_evals = record.num_evals
-        if self.energy and rows.begun is not None:
-            unknown = rows.problem.energy(unflat(rows.initial, rows.event))
-        self.best = Best(rows.initial, record, unknown if self.energy else None)
+        record = Record.unmeasured(z, Status.MAX_STEPS, 1) if rows.begun is None else rows.begun
+        #: The best states so far, and the number of steps that led to the first, (*lead).
+        self.best, self.steps = Best(rows.initial, record), record.num_steps
 
     def _go_on_with(self, active: Tensor) -> None:
         #: Which problems are unfinished, (*lead).
@@ -498,17 +483,14 @@ class Loop:
             downward = downward if here is None else downward | here
             self.end(self.falls & downward, Status.DIVERGED)
         self.end(self.active, self.solver.exhausted)
-        # Evaluations that did not improve a problem were spent on it all the same.
-        best = self.best._replace(record=self.best.record._replace(num_evals=self.num_evals))
-        return best, self.point, self.tolerance
+        return self.best, self.point, self.tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
         """The states that stand for z, with f and, where it is wanted, E there."""
         problem, event = self.rows.problem, self.rows.event
-        energy = self.energy or self.solver.needs_energy(problem, index) or self.falls is not None
-        given, self.given = self.given, None
-        if given is not None and not energy:
-            return z, given, None
+        energy = self.solver.needs_energy(problem, index) or self.falls is not None
+        if index == 0 and self.given is not None and not energy:
+            return z, self.given, None
         z = flat(problem.retract(unflat(z, event)), event)
         return imaged(problem, z, energy, index, event, self.point)
 
@@ -518,10 +500,8 @@ class Loop:
         rows.untried = False
         if index == 0:
             self._begin(found[1])
-        if self.native is None:
-            self._judge(found, index)
-        else:
-            self._judge_natively(found, index)
+        judge = self._judge if self.native is None else self._judge_natively
+        judge(found, index)
         if index > 0 or rows.begun is None:
             for tell in self.seen:
                 tell(self)
@@ -559,30 +539,22 @@ class Loop:
         r, residual, self.tolerance, self.active, *_ = by.memory
         self.point, self.best = (
             Iteration(z, mapped, r, residual, None, index, self.rows.event),
-            Best(by.value, by.record, None),
+            Best(by.value, by.record),
         )
-        self.num_evals, self.whole = by.memory.evaluations, by.whole
+        self.whole = by.whole
 
     def _judge(self, found: Images, index: int) -> None:
         rows = self.rows
         point, tolerance = measured(rows.problem, found, index, rows.event, self.rule)
         if point.energy is not None:
             # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
-            sizes = length(point.r) + length(point.mapped)
-            if not (host_may_look(sizes) and bool((sizes < torch.inf).all())):
-                long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
-                self.overflows = long | far if self.overflows is None else self.overflows
-                point = point._replace(residual=point.residual.masked_fill(long & ~self.overflows, torch.inf))
-                tolerance = tolerance.masked_fill(far & ~self.overflows, torch.inf)
-            elif self.overflows is None:
-                self.overflows = torch.zeros_like(self.active)
+            long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+            self.overflows = long | far if self.overflows is None else self.overflows
+            point = point._replace(residual=point.residual.masked_fill(long & ~self.overflows, torch.inf))
+            tolerance = tolerance.masked_fill(far & ~self.overflows, torch.inf)
         self.point, self.tolerance = point, tolerance
         accepted = self.solver.accept(rows.problem, self.state, point)
-        self.accepted, fallen = torch.ones_like(self.active) if accepted is None else accepted, None
-        if self.falls is not None:
-            self.floor = _floor(self.falls, point) if self.floor is None else self.floor
-            fallen = self.active & _below(self.floor, point, self.accepted)
-        self.num_evals = self.num_evals + self.active
+        self.accepted = torch.ones_like(self.active) if accepted is None else accepted
         candidates = self.active if accepted is None else self.active & accepted
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
@@ -590,37 +562,47 @@ class Loop:
         converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
         if rows.together and converged is not None:
             converged = converged & ~(self.active & ~converged).any()
-        if fallen is not None:
+        if self.falls is not None:
+            fallen = self._fallen(self.falls, point)
             broken = broken | (fallen if converged is None else fallen & ~converged)
         if isinstance(rows.problem, Tokens):
-            numbered = point._replace(step=rows.made + point.step)
+            numbered = point._replace(step=rows.made + index)
             converged, broken = rows.problem.settled_of(self.active, converged, broken, numbered)
         self._improve(point, tolerance, candidates, converged)
         if converged is not None:
             self.end(converged, Status.CONVERGED)
-        self.end(broken, Status.NONFINITE if rows.made + point.step == 0 else Status.DIVERGED)
+        self.end(broken, Status.NONFINITE if rows.made + index == 0 else Status.DIVERGED)
+
+    def _fallen(self, falls: Tensor, point: Iteration) -> Tensor:
+        """Which unfinished problems that `falls` without end are given up, (*lead): their energy is below its floor.
+
+        Where it starts sets the scale of the floor: a minimum 1/eps^2 times as deep shares no digit with it. Of
+        problems that are not certain to fall this would not be true: the start may be near a saddle, and tell nothing
+        of the minimum. A step that is refused may jump a minimum, unless it leads to -inf.
+        """
+        energy, floor = cast(Tensor, point.energy), self.floor
+        if floor is None:
+            scale = energy.abs() + point.z.square().sum(-1) + point.residual.square()
+            level = energy - scale / torch.finfo(point.z.dtype).eps ** 2
+            floor = self.floor = torch.where(falls, level, torch.nan).detach()
+        below: Tensor = self.accepted & (energy < floor)
+        return self.active & (below | (floor.isfinite() & (energy == -torch.inf)))
 
     def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
         """Keep the candidates that are better; where the energy `descends` all candidates are."""
-        value, record, energy = self.best
-        number = self.rows.made + point.step
-        if self.rule.fixed_budget or number == 0:
-            better = candidates
-        elif self.descends:
-            better = candidates & (point.residual < torch.inf)
-        else:
-            better = candidates & (point.residual < record.residual)
-            better = better if converged is None else better | converged
-        # An initial state at which f is not finite is NaN, loudly.
-        new = rows_where(point.residual < torch.inf, point.z, torch.nan) if number == 0 else point.z
-        residual, steps = point.residual, torch.full_like(record.num_steps, number)
-        reached = None if energy is None else point.energy
-        if not (host_may_look(better) and bool(better.all())):
-            new = rows_where(better, new, value)
-            fields = zip((residual, tolerance, steps), record[1:4], strict=True)
-            residual, tolerance, steps = (torch.where(better, *pair) for pair in fields)
-            reached = reached if reached is None or energy is None else torch.where(better, reached, energy)
-        self.best = Best(new, Record(record.status, residual, tolerance, steps, self.num_evals), reached)
+        (value, record), z, better = self.best, point.z, candidates
+        if self.rows.made + point.step == 0:
+            # An initial state at which f is not finite is NaN, loudly.
+            z = rows_where(point.residual < torch.inf, z, torch.nan)
+        elif not self.rule.fixed_budget:
+            better = candidates & (point.residual < (torch.inf if self.descends else record.residual))
+            better = better if self.descends or converged is None else better | converged
+        kept = functools.partial(rows_where, better)
+        residual, tolerance = kept(point.residual, record.residual), kept(tolerance, record.tolerance)
+        steps = kept(self.steps + point.step, record.num_steps)
+        # Evaluations that do not improve a problem are spent on it all the same.
+        record = Record(record.status, residual, tolerance, steps, record.num_evals + self.active)
+        self.best = Best(kept(z, value), record)
 
     def end(self, which: Tensor, status: Status) -> None:
         """End the problems `which`, where they are unfinished, with a status."""
@@ -641,12 +623,15 @@ class Loop:
         self.state, z = update.state, update.candidate
         if torch.is_grad_enabled():
             # Further steps of a finished problem are detached: at the first 0/0 their gradient of zero would turn into
-            # NaN.
-            live = functools.partial(_live, active=self.active)
+            # NaN, and 0 * NaN is NaN in tensors that all problems share.
+            def live(t: Tensor) -> Tensor:
+                return rows_where(self.active, t, t.detach().nan_to_num(0.0, 0.0, 0.0))
+
             self.state, z = pytree.tree_map_only(Tensor, live, (self.state, z))
         if update.num_evals is not None:
-            spent = torch.where(self.active, update.num_evals, 0)
-            self.num_evals = self.num_evals + spent.to(self.num_evals.dtype)
+            record = self.best.record
+            spent = torch.where(self.active, update.num_evals, 0).to(record.num_evals.dtype)
+            self.best = self.best._replace(record=record._replace(num_evals=record.num_evals + spent))
         if update.stalled is not None:
             self.end(update.stalled, Status.STALLED)
         if not (problem.separates or self.whole):
@@ -662,35 +647,31 @@ def stepped(solver: Solver, problem: Problem, initial: Tensor) -> Tensor:
     """
     event, rule = initial.shape[initial.ndim - problem.event_ndim :], solver.end_rule
     value = flat(initial, event)
-    state, going = solver.init(problem, value), None
-    everyone = torch.ones(value.shape[:-1], dtype=torch.bool, device=initial.device)
+    state, accepted = solver.init(problem, value), None
+    everyone = going = torch.ones(value.shape[:-1], dtype=torch.bool, device=initial.device)
+    # Where all steps are accepted, nothing is evaluated at the last state.
+    chooses = type(solver).accept is not Solver.accept
 
     def evaluate(z: Tensor, index: int) -> Iteration:
         z = flat(problem.retract(unflat(z, event)), event)
         images = imaged(problem, z, solver.needs_energy(problem, index), index, event, None)
         return measured(problem, images, index, event, rule)[0]
 
-    def accepted(point: Iteration) -> Tensor | None:
-        nonlocal value
-        good = solver.accept(problem, state, point)
-        kept = going if good is None else good if going is None else good & going
-        value = point.z if kept is None else rows_where(kept, point.z, value)
-        return good
+    def decide(point: Iteration, index: int) -> bool:
+        nonlocal value, accepted
+        accepted = solver.accept(problem, state, point)
+        kept = going if accepted is None else accepted & going
+        value = point.z if kept is everyone else rows_where(kept, point.z, value)
+        return index == solver.max_steps
 
     def step(point: Iteration, index: int) -> Tensor:
         nonlocal state, going
-        good = accepted(point)
-        update = updated(solver, problem, state, point, everyone if good is None else good)
-        state = update.state
-        if update.stalled is not None:
-            going = ~update.stalled if going is None else going & ~update.stalled
+        update = updated(solver, problem, state, point, everyone if accepted is None else accepted)
+        state, going = update.state, going if update.stalled is None else going & ~update.stalled
         return update.candidate
 
-    z = advance(evaluate, step, value, steps=solver.max_steps)
-    if type(solver).accept is Solver.accept:
-        return problem.retract(unflat(z, event))
-    accepted(evaluate(z, solver.max_steps))
-    return unflat(value, event)
+    z = advance(evaluate, step, value, steps=None if chooses else solver.max_steps, decide=decide)
+    return unflat(value, event) if chooses else problem.retract(unflat(z, event))
 
 
 def is_budget(solver: Solver) -> bool:
@@ -745,14 +726,6 @@ def check_memory(name: str, state: Any, z: Tensor) -> None:
             raise ValueError(_validate.message(name, required, f"shape {tuple(kept.shape)}", remedy))
 
 
-def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
-    # 0 * NaN is NaN: a problem that diverged must not reach tensors that all problems share.
-    return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
-
-
 #: States z (*lead, n), f(z), and E(z) (*lead) where it is wanted.
 Images: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
@@ -782,21 +755,3 @@ def measured(
         force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
     tolerance = rule.atol + rule.rtol * norm(mapped)
     return Iteration(z, mapped, r, norm(r), energy, index, event, force), tolerance
-
-
-def _floor(falls: Tensor, point: Iteration) -> Tensor:
-    """The energy (*lead) below which a problem that `falls` without end is given up; NaN for the others.
-
-    Where it starts sets the scale: a minimum 1/eps^2 times as deep shares no digit with it. Of problems that are not
-    certain to fall this would not be true: the start may be near a saddle, and tell nothing of the minimum.
-    """
-    assert point.energy is not None
-    scale = point.energy.abs() + point.z.square().sum(-1) + point.residual.square()
-    level = point.energy - scale / torch.finfo(point.z.dtype).eps ** 2
-    return torch.where(falls, level, torch.nan).detach()
-
-
-def _below(floor: Tensor, point: Iteration, accepted: Tensor) -> Tensor:
-    """Return where the energy is below the floor; for a refused step, which may jump a minimum, where -inf."""
-    assert point.energy is not None
-    return (accepted & (point.energy < floor)) | (floor.isfinite() & (point.energy == -torch.inf))
