@@ -317,20 +317,17 @@ class Declared:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
 
-    def apart(self, *, compiled: bool = False) -> Self:
-        """The same object for evaluations beside the solve: its modules write to no buffer.
+    def apart(self) -> Self:
+        """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
 
-        Buffers that they update while they train, such as a running mean, are copied.
-
-        Args:
-            compiled: whether modules stay compiled where they are. A compiler that meets torch.func in a module gives
-                the module up for all later calls.
+        Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
+        in a module gives the module up for all later calls.)
         """
+        return self._with_copies(lambda part: _is_compiled(part) or part.training, _own_buffers, compiled=False)
 
-        def differs(part: nn.Module) -> bool:
-            return part.training or (_is_compiled(part) and not compiled)
-
-        return self._with_copies(differs, _own_buffers, compiled=compiled)
+    def unwritten(self) -> Self:
+        """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
+        return self._with_copies(lambda part: part.training, _own_buffers)
 
     def settled(self) -> Self:
         """The same object, whose modules hold as tensors the weights that they would compute at every call.

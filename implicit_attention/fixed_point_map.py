@@ -116,11 +116,11 @@ class UserProblem(Problem):
                 )
 
     @property
-    def undeclared(self) -> str:  # type: ignore[override]
+    def _undeclared(self) -> str:  # type: ignore[override]
         return closed_over(self.function)
 
     @property
-    def to_declare(self) -> str:  # type: ignore[override]
+    def _to_declare(self) -> str:  # type: ignore[override]
         return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
     def _restricted(self, index: Tensor) -> Self | None:
@@ -138,10 +138,9 @@ class UserProblem(Problem):
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
 
-    def apart(self, *, compiled: bool = False) -> Self:
-        clone = copy.copy(super().apart(compiled=compiled))
-        if not compiled:
-            clone.function = _original(clone.function)
+    def apart(self) -> Self:
+        clone = copy.copy(super().apart())
+        clone.function = _original(clone.function)
         return clone
 
     def _called(self, z: Tensor) -> Any:

@@ -291,8 +291,8 @@ class Problem(Declared, general=True):
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
 
     #: What f may read without declaring it, and how to declare it, in the words of an error.
-    undeclared: str = "a tensor"
-    to_declare: str = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
+    _undeclared: str = "a tensor"
+    _to_declare: str = "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
 
     def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: undeclared, or of an earlier call."""
@@ -311,8 +311,8 @@ class Problem(Declared, general=True):
         hidden = is_batched(result) and not is_batched(z, *self.tensors())
         if result.requires_grad or has_tangent(result) or hidden:
             raise ValueError(
-                f"`{self._name()}` reads {self.undeclared}, which requires grad but is not declared, so its gradient "
-                f"would silently be zero; {self.to_declare}"
+                f"`{self._name()}` reads {self._undeclared}, which requires grad but is not declared, so its gradient "
+                f"would silently be zero; {self._to_declare}"
             )
 
 

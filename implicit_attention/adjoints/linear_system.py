@@ -94,7 +94,7 @@ def gradients_by_rows(
 ) -> Known:
     """The gradients and the answer, from the rows of one tile after another, one linearisation at a time.
 
-    known: the gradients and the answer of a kernel, to which the problems that it gave up (STALLED) are added.
+    known: the gradients and the answer of a kernel; those of problems that the kernel gave up (STALLED) are added.
     """
     answers, stalled, chosen = [], None, None
     if known is not None:
@@ -234,7 +234,7 @@ def _solve(
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
     index, part = alone(problem, saddle)
     rows, left = rows_of(z, index), rows_of(rhs.masked_fill(along(~saddle, rhs), 0.0), index)
-    # Together they would solve a system without the other problems.
+    # Not together, as the other problems, which they may read, are no part of that system.
     second = _solve(again, part, part.linearize(rows), rows, left, transpose, apart=True)
     status = second.status.masked_fill(second.converged, int(Status.UNSTABLE))
     steps = rows_of(answer.num_steps, index) + second.num_steps
@@ -363,7 +363,7 @@ class Tape:
     more per product and records anew for the gradients of the tensors.
     """
 
-    # It has no other products.
+    # A tape has products with the transpose alone.
     jvp: Any = None
     outer: LinearMap | None = None
 

@@ -207,7 +207,7 @@ class Integers:
         return x.to(self.unit.dtype).mul_(self.unit)
 
     def of(self, z: Tensor, part: float = 1.0) -> Tensor:
-        """The integers of a part of z, which are any where z has no place."""
+        """The integers of a part of z; any integers where z does not fit."""
         return (z * (part * self.inverse)).to(torch.int64)
 
     def moved(self, x: Tensor, new: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def steps_back(
     y, z, unit, failed, *words = ends
     problem, start = with_leaves(problem, start, failed)
     # Compiled modules stay so, as plain ones would return other bits.
-    problem, integers = problem.apart(compiled=True), Integers(unit, fraction, count, words)
+    problem, integers = problem.unwritten(), Integers(unit, fraction, count, words)
     by_z = by_z.masked_fill(along(failed, by_z), 0.0)
     by_y = torch.zeros_like(by_z)
     for i in reversed(range(count)):

@@ -251,7 +251,7 @@ class LinearSolver(abc.ABC, Generic[S]):
             # A restart begins with the residual, which cost a product.
             cost = min(sweep, 1)
             live = (status == Status.MAX_STEPS) & (num_steps + cost < max_steps)
-            if not bool(live.any()):
+            if b.numel() == 0 or not bool(live.any()):
                 break
             unit, stretch = normalised(residual)
             aim = tolerance / stretch
@@ -274,8 +274,8 @@ class LinearSolver(abc.ABC, Generic[S]):
             settled = ~(after < PROGRESS * size) | (sweep + 1 == self.max_sweeps)
             value, residual = choose(kept, tried, value), choose(kept, left, residual)
             size = torch.where(kept, after, size)
-            # By the true residual first, then by the method's verdict, then by the progress made. Where it is refined,
-            # and still above the residual that the method claims, the rest is rounding, accepted within SLACK.
+            # By the true residual first, then by the method's verdict, then by the progress made. Where no sweep helps
+            # further, and the method claims to be within the tolerance, the rest is rounding, accepted within SLACK.
             rounding = settled & (state.residual_norm <= aim) & (size <= SLACK * tolerance)
             found = status.masked_fill(settled & (num_steps < max_steps), int(Status.STALLED))
             found = found.masked_fill(rounding, int(Status.CONVERGED))

@@ -537,10 +537,8 @@ class Loop:
         by = self.native
         self.following, self.state = by(z, mapped, index), by.memory
         r, residual, self.tolerance, self.active, *_ = by.memory
-        self.point, self.best = (
-            Iteration(z, mapped, r, residual, None, index, self.rows.event),
-            Best(by.value, by.record),
-        )
+        self.point = Iteration(z, mapped, r, residual, None, index, self.rows.event)
+        self.best = Best(by.value, by.record)
         self.whole = by.whole
 
     def _judge(self, found: Images, index: int) -> None:
