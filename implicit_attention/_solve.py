@@ -495,7 +495,9 @@ class Route:
             fits = history <= MOST_MIXED and solver._guard(problem) == "residual" and not problem.symmetric
         else:
             history, ridge, plain_steps = 0, 0.0, solver.max_steps + 1
-            fits = isinstance(solver, Picard) and solver.damping == 0
+            # A subclass may step or accept otherwise.
+            own = (getattr(type(solver), name) is getattr(Picard, name, None) for name in ("init", "accept", "step"))
+            fits = isinstance(solver, Picard) and solver.damping == 0 and all(own)
         # The bits of a token must not depend on whether those behind it are plain tensors.
         if not fits or problem.has_energy or problem.mixes or problem.token_order is not None or not unobserved():
             return None

@@ -90,9 +90,9 @@ class Request:
         if type(self.solver).run is not Solver.run:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)
         watched = self.trace or graph or self.callback is not None
-        library = None if watched else self.route.steps_by_kernel(problem, initial)
+        kernel = None if watched else self.route.steps_by_kernel(problem, initial)
         told = self.callback
-        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, library=library)
+        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=told, kernel=kernel)
 
 
 @dataclasses.dataclass(frozen=True)

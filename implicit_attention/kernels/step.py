@@ -19,7 +19,7 @@ class StepMemory(NamedTuple):
     """All that is kept of rows (*lead) with n numbers each, in the order of step.h; m changes are mixed at most.
 
     r, residual, tolerance: f(z) - z (*lead, n), its length and the tolerance, at the last states.
-    active, better: which rows are unfinished, and of which the last states are the best.
+    active, better: which rows are unfinished, and, for the native library, of which the last states are the best.
     best_residual, best_tolerance, steps, evaluations, status: the record at the best states.
     accelerated: whether the steps to the last states were mixed.
     last_z, last_r, last_residual: the last accepted states; without a history they have no numbers.
@@ -82,6 +82,7 @@ class Step:
     def __init__(self, rule: FusedRule, history: int, ridge: float, growth: float, z: Tensor, active: Tensor) -> None:
         self.rule, self.history, self.ridge, self.growth = rule, history, ridge, growth
         self.go_on_with(StepMemory.of(z, active, history), z)
+        self.value = self.read(z)
 
     def go_on_with(self, memory: StepMemory, value: Tensor) -> None:
         """Keep this memory of rows, and their best states."""

@@ -111,7 +111,7 @@ class Stretches(Loop):
         return self.ahead.pop(0)
 
     def step(self, found: Images, index: int) -> Tensor:
-        # The library writes the next ones in the same place.
+        # A kernel writes the next ones in the same place.
         self.residual_before = self.point.residual.clone()
         return super().step(found, index)
 

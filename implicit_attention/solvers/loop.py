@@ -269,7 +269,7 @@ def iterate(
     trace: bool,
     graph: bool,
     callback: Callback | None = None,
-    library: Callable[[Tensor, Tensor], Any] | None = None,
+    kernel: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> Outcome:
     """Run `solver` on `problem` from `initial`, and call `callback` after every evaluation.
 
@@ -280,7 +280,7 @@ def iterate(
     problem with a `token_order` stops on its own. Problems that may read each other (`Problem.separates`) are `judged`
     together at the end.
 
-    library: as for a `Loop`, of the first working set; one that goes on makes the steps of the solver.
+    kernel: as for a `Loop`, in the first working set; problems that go on afterwards make the steps of the solver.
     """
     # The axes that number the tokens of a problem, each of which is one then.
     axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
@@ -316,7 +316,7 @@ def iterate(
         def loop(rows: Rows, given: Tensor | None) -> Loop:
             if rows.begun is not None:
                 return Loop(solver, rows, looks, seen, given=given)
-            return kind(solver, rows, looks, seen, library=library)
+            return kind(solver, rows, looks, seen, kernel=kernel)
 
         value, record = judged(rows, loop, solver.end_rule, every=every)
         if share_memory(value, initial):
@@ -406,8 +406,8 @@ class Loop:
         rows: the working set.
         every: evaluations between two looks of the host at whether all have finished; 0 for none.
         seen: called with this object after every evaluation.
-        library: makes of the first states (*lead, n) and the rows to be solved (*lead) what does all between two
-            evaluations, if it `reads` images; None for the solver's own steps.
+        kernel: makes of the first states (*lead, n) and the rows to be solved (*lead) a `Step`, which does all between
+            two evaluations, if it `reads` images; None for the solver's own steps.
         given: f at the first states, (*lead, n), where it is known.
     """
 
@@ -415,7 +415,7 @@ class Loop:
     rows: Rows
     every: int
     seen: Sequence[Callable[[Loop], None]]
-    library: Callable[[Tensor, Tensor], Any] | None = None
+    kernel: Callable[[Tensor, Tensor], Any] | None = None
     given: Tensor | None = None
 
     #: The attributes with an entry for each problem.
@@ -434,7 +434,7 @@ class Loop:
         self.state: Any = None
         self.steps: Any = None
         #: What the steps are made by, if not by the solver, and the states that it has found to follow.
-        self.native: Any = None
+        self.by_kernel: Any = None
         self.accepted: Any = None
         self.following: Any = None
         self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
@@ -450,12 +450,12 @@ class Loop:
         self._go_on_with(rows.active)
 
     def _begin(self, mapped: Tensor) -> None:
-        """Begin with the library's steps, if it reads the first images, else with the solver's own."""
+        """Begin with the steps of a kernel, if it reads the first images, else with the solver's own."""
         solver, rows, z = self.solver, self.rows, self.start
-        if self.library is not None:
-            native = self.library(z, rows.active)
-            if native.reads(mapped):
-                self.native = native
+        if self.kernel is not None:
+            by = self.kernel(z, rows.active)
+            if by.reads(mapped):
+                self.by_kernel = by
                 return
         self.state = solver.init(rows.problem, z)
         check_memory(f"{type(solver).__name__}.init", self.state, z)
@@ -500,7 +500,7 @@ class Loop:
         rows.untried = False
         if index == 0:
             self._begin(found[1])
-        judge = self._judge if self.native is None else self._judge_natively
+        judge = self._judge if self.by_kernel is None else self._judge_by_kernel
         judge(found, index)
         if index > 0 or rows.begun is None:
             for tell in self.seen:
@@ -511,14 +511,14 @@ class Loop:
             if not (self.whole or bool(self.active.any())):
                 return True
             if index == 0:
-                # The library writes the next ones in the same place.
+                # A kernel writes the next ones in the same place.
                 self.first = self.point.residual.clone()
             if (order := self.leaving(index)) is not None:
                 mine = rows.take(order, self.best, {name: getattr(self, name) for name in self.OF_ROWS})
                 vars(self).update(mine)
                 self._go_on_with(self.active)
-                if self.native is not None:
-                    self.native.go_on_with(self.state, self.best.value)
+                if self.by_kernel is not None:
+                    self.by_kernel.go_on_with(self.state, self.best.value)
         return False
 
     def looks(self, index: int) -> bool:
@@ -530,11 +530,11 @@ class Loop:
         measures = (index, self.first, self.point.residual, self.tolerance)
         return None if self.whole else self.rows.compaction(self.active, *measures)
 
-    def _judge_natively(self, found: Images, index: int) -> None:
+    def _judge_by_kernel(self, found: Images, index: int) -> None:
         z, mapped, _ = found
         if mapped.shape != z.shape or mapped.dtype != z.dtype:
             check_candidate(f"{type(self.solver).__name__}.step", mapped, z)
-        by = self.native
+        by = self.by_kernel
         self.following, self.state = by(z, mapped, index), by.memory
         r, residual, self.tolerance, self.active, *_ = by.memory
         self.point = Iteration(z, mapped, r, residual, None, index, self.rows.event)
@@ -613,7 +613,7 @@ class Loop:
     def step(self, found: Images, index: int) -> Tensor:
         """The states to evaluate next."""
         self.before = self.point
-        if self.native is not None:
+        if self.by_kernel is not None:
             following: Tensor = self.following
             return following
         problem = self.rows.problem

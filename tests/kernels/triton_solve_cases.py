@@ -679,6 +679,15 @@ def step_reads_states_and_images_of_any_strides():
 
 
 @case
+def step_reads_numbers_whose_sign_torch_keeps_aside():
+    x = drawn(2, 4)
+    f = FixedPointMap(lambda z, x: torch._neg_view(-(x + torch.tanh(z) / 2)), PerSample(x), event_ndim=1)
+    agree(f, torch._neg_view(x), Picard(rtol=1e-9))
+    agree(f, torch._neg_view(x), Picard(max_steps=0))
+    agree(f, x.new_ones(1, 1).expand(2, 4), Anderson(history=1, rtol=1e-9))
+
+
+@case
 def step_of_a_block_has_its_gradient():
     block = torch.nn.Linear(8, 8, dtype=DOUBLE, device=harness.DEVICE)
     torch.nn.init.orthogonal_(block.weight, 0.5)

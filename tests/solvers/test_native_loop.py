@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from implicit_attention import Equilibrium, FixedPointMap, PerSample, solve
 from implicit_attention.kernels import native_status
 from implicit_attention.problem import Problem
-from implicit_attention.solvers import Anderson, Broyden, Picard
+from implicit_attention.solvers import Anderson, Broyden, Picard, Update
 
 pytestmark = pytest.mark.skipif(native_status().isa is None, reason="there is no native library")
 
@@ -66,6 +66,25 @@ def test_samples_that_fail_end_alone_with_the_status_of_torch(solver):
     assert (found.status == 7).tolist() == [False, True, False, True, False]
     assert_close(found.value[[0, 4]], expected.value[[0, 4]], rtol=1e-11, atol=1e-12)
     assert found.value[[1, 3]].isnan().all()
+
+
+class Halved(Picard):
+    def step(self, problem, state, point, accepted):
+        return Update((), point.z + point.r / 2)
+
+
+class Choosy(Picard):
+    def accept(self, problem, state, point):
+        return point.residual < 0.5 if point.step == 3 else None
+
+
+@pytest.mark.parametrize("solver", [Halved(rtol=1e-6), Choosy(max_steps=5)], ids=lambda s: type(s).__name__)
+def test_a_subclass_makes_its_own_steps(solver):
+    x = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).reshape(2, 3)
+    f = FixedPointMap(lambda z, x: x - 1.5 * torch.tanh(z), PerSample(x), event_ndim=1)
+    found = agree(f, torch.zeros_like(x), solver)
+    assert found.route.step == "torch"
+    assert found.converged.all() == isinstance(solver, Halved)
 
 
 class Marked(torch.Tensor):

@@ -87,13 +87,14 @@ class StepVariant(NamedTuple):
 
     dtype: torch.dtype
     history: int
+    #: Of a row, up to a power of two.
     parts: int
 
 
 def step_variant(z: Tensor, event: int, history: int) -> StepVariant | None:
     """The kernels for states of so many numbers, and for so many changes that are mixed; None where there are none."""
     fits = _absent(z.device) is None and 0 < event <= LONGEST_ROW
-    return StepVariant(z.dtype, history, -(-event // PART)) if fits else None
+    return StepVariant(z.dtype, history, 1 << (-(-event // PART) - 1).bit_length()) if fits else None
 
 
 def step_errors(variant: StepVariant, device: torch.device) -> Errors:
