@@ -864,8 +864,6 @@ def solve_plainly(
     rule, impl, half = plan.rule, plan.impl, call.keys.dtype in HALF
     if rule is None or _sampled(report.site) is not None:
         return None
-    if not (isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)):
-        return None
     if half:
         given = _solved_in_half(call, initial, rule, impl)
         if given is None:
@@ -879,6 +877,8 @@ def solve_plainly(
         # Keys that are not finite must not reach queries that do not attend to them.
         is_masked = call.mask is not None or call.bias is not None or call.first is not None
         if call.query.ndim > native.AXES + 2 or (is_masked and not is_finite(call.keys)):
+            return None
+        if not (isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)):
             return None
         if library.found()[0] is None:
             library.warn_once()
@@ -919,7 +919,9 @@ def _solved_in_half(call: Attention, initial: Tensor, rule: FusedRule, impl: Imp
     # Other starts are refused where problems are checked.
     if initial.dtype not in (torch.float32, *HALF) or initial.device != call.keys.device or initial.numel() == 0:
         return None
-    if initial.shape != call.query.shape or (call.bias is not None and is_differentiated(call.bias)):
+    if initial.shape != call.query.shape or not carries(torch.float32, call.anchor):
+        return None
+    if call.bias is not None and is_differentiated(call.bias):
         return None
     check_kernel(impl, call)
     if _kernel(call, impl, rule) != "triton":
