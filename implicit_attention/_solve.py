@@ -476,10 +476,14 @@ class Route:
         answer, mean = found
         by_call = _by_tensors(live, answer, mean, by_bias)
         sources = {t: g.to(t.dtype) for t, g in by_call if isinstance(t, Tensor) and t.requires_grad and g is not None}
-        if sources and not all(t.is_leaf for t in sources):
+        if computed := [(t, g) for t, g in sources.items() if not t.is_leaf]:
             wanted = [t for t in problem.tensors() if t.requires_grad]
-            found_by = torch.autograd.grad([*sources], wanted, [*sources.values()], allow_unused=True)
-            sources = dict(zip(wanted, found_by, strict=True))
+            with torch.enable_grad():
+                # Not as cotangents, for which torch first imports sympy.
+                total = torch.stack([(t * g).sum() for t, g in computed]).sum()
+            for t, g in zip(wanted, torch.autograd.grad(total, wanted, allow_unused=True), strict=True):
+                if g is not None:
+                    sources[t] = sources[t] + g if t in sources else g
         gradients = tuple(map(sources.get, problem.tensors()))
         return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature)
 

@@ -341,6 +341,18 @@ print('implicit_attention.spins' in sys.modules, implicit_attention.errors.__nam
         implicit_attention.sovle  # noqa: B018
 
 
+def test_a_training_step_of_attention_imports_no_more():
+    code = """
+import sys, torch, implicit_attention
+layer, x = implicit_attention.ImplicitAttention(8, 2), torch.randn(2, 5, 8)
+before = set(sys.modules)
+with torch.autograd.set_multithreading_enabled(False):
+    layer(x).square().sum().backward()
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - {"implicit_attention"}))
+"""
+    assert "sympy" not in fresh(code)
+
+
 def test_the_root_lists_its_public_names_where_they_are():
     everything = {name for names in implicit_attention._NAMES.values() for name in names}
     assert everything == set(implicit_attention.__all__)
