@@ -31,11 +31,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from implicit_attention import Anderson, Equilibrium, Picard, equilibrium_attention
-from implicit_attention._fused_rule import FusedRule
 from implicit_attention._solve import solve_by_kernel
-from implicit_attention.errors import UnsupportedImplementation
+from implicit_attention.failure import UnsupportedImplementation
 from implicit_attention.kernels import hopfield_solve, trust
-from implicit_attention.kernels.problem import RTOL, THERE, AdjointRule, Attention
+from implicit_attention.kernels.problem import RTOL, THERE, AdjointRule, Attention, FusedRule
 from implicit_attention.kernels.triton import layout
 from implicit_attention.kernels.triton.layout import Tiles
 

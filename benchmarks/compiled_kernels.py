@@ -218,8 +218,7 @@ def compiled(arch: str, cases: Iterable[Case]) -> dict[str, Row]:
 
 def _call(case: Case) -> Any:
     """Call the operation of the case; the tiles of its kernel."""
-    from implicit_attention._fused_rule import FusedRule
-    from implicit_attention.kernels.problem import AdjointRule, Attention
+    from implicit_attention.kernels.problem import AdjointRule, Attention, FusedRule
     from implicit_attention.kernels.triton.adjoint import solve_adjoint
     from implicit_attention.kernels.triton.layout import step_tiles, tiles
     from implicit_attention.kernels.triton.solve import solve

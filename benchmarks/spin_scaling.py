@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from implicit_attention.potentials import AmosResponse
-from implicit_attention.solution import SolveReport
+from implicit_attention.solution import SolveReport, Status
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
@@ -29,7 +29,6 @@ from implicit_attention.spins import (
     thermodynamics,
 )
 from implicit_attention.spins.dynamics import DynamicalMethod
-from implicit_attention.status import Status
 
 from .spin_problems import Sized, one_system
 

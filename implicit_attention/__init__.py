@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if sys.orig_argv[1:3] != ["-m", __name__] and not "".join(sys.orig_argv[1:2]).endswith("/bin/implicit-attention"):
     # Exported programs call the package's operations, which torch knows once these are imported. The command line has
     # no such programs, and its help needs no torch.
-    from . import _operations as _operations
+    from .kernels import operations as _operations  # noqa: F401
 
 if TYPE_CHECKING:
     from ._solve import solve as solve
@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from .energies import EnergyFunction as EnergyFunction
     from .energies import RepeatedSelfAttention as RepeatedSelfAttention
     from .energies import SelfAttentionEnergy as SelfAttentionEnergy
-    from .errors import ConvergenceError as ConvergenceError
-    from .errors import ConvergenceWarning as ConvergenceWarning
-    from .errors import UnsupportedImplementation as UnsupportedImplementation
-    from .failure_policy import FailurePolicy as FailurePolicy
-    from .fixed_point_map import FixedPointMap as FixedPointMap
-    from .fixed_point_map import PerSample as PerSample
-    from .fixed_point_map import Shared as Shared
+    from .failure import ConvergenceError as ConvergenceError
+    from .failure import ConvergenceWarning as ConvergenceWarning
+    from .failure import FailurePolicy as FailurePolicy
+    from .failure import UnsupportedImplementation as UnsupportedImplementation
     from .layers import AttentionPooling as AttentionPooling
     from .layers import EnergyTransformer as EnergyTransformer
     from .layers import Equilibrium as Equilibrium
@@ -47,14 +44,17 @@ if TYPE_CHECKING:
     from .potentials import LogSumExp as LogSumExp
     from .potentials import Potential as Potential
     from .potentials import SquaredScores as SquaredScores
+    from .problem import FixedPointMap as FixedPointMap
+    from .problem import PerSample as PerSample
+    from .problem import Shared as Shared
     from .solution import Solution as Solution
     from .solution import SolveReport as SolveReport
+    from .solution import Status as Status
     from .solvers import Anderson as Anderson
     from .solvers import Broyden as Broyden
     from .solvers import GradientDescent as GradientDescent
     from .solvers import NewtonKrylov as NewtonKrylov
     from .solvers import Picard as Picard
-    from .status import Status as Status
     from .studies.comparison import compare_solvers as compare_solvers
 
 __version__ = "0.1.0"
@@ -66,9 +66,7 @@ _NAMES = {
     "attention": ("equilibrium_attention",),
     "diagnostics": (),
     "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
-    "errors": ("ConvergenceError", "ConvergenceWarning", "UnsupportedImplementation"),
-    "failure_policy": ("FailurePolicy",),
-    "fixed_point_map": ("FixedPointMap", "PerSample", "Shared"),
+    "failure": ("ConvergenceError", "ConvergenceWarning", "FailurePolicy", "UnsupportedImplementation"),
     "integrations": (),
     "layers": (
         "AttentionPooling",
@@ -87,11 +85,10 @@ _NAMES = {
     "options": ("SolveOptions",),
     "plotting": (),
     "potentials": ("LogSumExp", "Potential", "SquaredScores"),
-    "problem": (),
-    "solution": ("Solution", "SolveReport"),
+    "problem": ("FixedPointMap", "PerSample", "Shared"),
+    "solution": ("Solution", "SolveReport", "Status"),
     "solvers": ("Anderson", "Broyden", "GradientDescent", "NewtonKrylov", "Picard"),
     "spins": (),
-    "status": ("Status",),
     "studies.comparison": ("compare_solvers",),
     "testing": (),
     "training": (),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _validate
-from ._autograd import (
+from ._torch import (
     HALF,
     are_plain,
     backward_running,
@@ -34,20 +34,40 @@ from ._autograd import (
     uncompiled,
     unobserved,
 )
-from ._fused_rule import FusedRule
-from ._reporting import check_on_failure, report_failures, unread, without_gradient
-from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from .adjoints.implicit import attached
 from .adjoints.linear_system import Known, gradients_by_rows, jacobian_product
 from .energies import AnchoredEnergy
-from .errors import UnsupportedImplementation
-from .failure_policy import WORDS, FailurePolicy, FailureSite, located, policy_of
+from .failure import (
+    WORDS,
+    FailurePolicy,
+    FailureSite,
+    OnFailure,
+    UnsupportedImplementation,
+    check_on_failure,
+    located,
+    policy_of,
+    report_failures,
+    unread,
+    without_gradient,
+)
 from .kernels import trust
 from .kernels.native import library
 from .kernels.native import solve as native
 from .kernels.native.step import NativeStep
-from .kernels.problem import FLOOR, SOLVE_RTOL, THERE, AdjointAnswer, AdjointRule, Attention, Solved, carries
+from .kernels.problem import (
+    FLOOR,
+    SOLVE_RTOL,
+    THERE,
+    AdjointAnswer,
+    AdjointRule,
+    Attention,
+    FusedRule,
+    Impl,
+    Solved,
+    carries,
+    check_impl,
+)
 from .kernels.step import MOST_MIXED, Step
 from .kernels.triton import support as triton
 from .linear import CG, LinearSolution
@@ -58,10 +78,9 @@ from .potentials._attention import triangle
 from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp
 from .problem import Problem, check_start, isolated, widened
-from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, SolveReport
+from .solution import NO_GRADIENT, OF_ATTENTION, AdjointReport, Record, Remedies, Solution, SolveReport, Status, advice
 from .solvers import Anderson, Outcome, Picard, Solver
 from .solvers.loop import Callback, check_budget, check_no_evidence, stepped
-from .status import OF_ATTENTION, Status, advice
 
 _R = TypeVar("_R")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._autograd import host_may_look, is_fake
+from ._torch import host_may_look, is_fake
 
 _Number = TypeVar("_Number", bound=float | Tensor)
 #: The largest index of a query among the keys: 64 bits leave room for those after it.

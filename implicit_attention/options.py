@@ -9,10 +9,10 @@ from typing import Any
 from typing_extensions import TypedDict, Unpack
 
 from . import _validate
-from ._reporting import check_on_failure
 from ._solve import Plan, plan_of
-from ._types import Impl, OnFailure, check_impl
 from .adjoints import Adjoint, Unrolled
+from .failure import OnFailure, check_on_failure
+from .kernels.problem import Impl, check_impl
 from .solvers import Anderson, Solver
 
 

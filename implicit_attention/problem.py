@@ -1,23 +1,34 @@
-"""The base of problems z = f(z), one per leading index, with the properties of f that solvers use."""
+"""Problems z = f(z), one per leading index: the tensors that they declare, the base, and maps of users."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import (
+from ._torch import (
+    HALF,
+    LinearMap,
     at_least_single,
     check_graph,
     exact_precision,
     grad,
     has_tangent,
     host_may_look,
+    in_own_precision,
     is_batched,
     is_exporting,
     jvp_by_vjp,
@@ -25,10 +36,407 @@ from ._autograd import (
     transforms_active,
     vjp,
 )
-from ._declared import Declared, abstract, pick
-from ._types import LinearMap
 from .kernels.problem import Attention
-from .status import LEVERS, Status, advice
+from .solution import LEVERS, Status, advice
+
+_D = TypeVar("_D", bound="Declared")
+_F = TypeVar("_F", bound=Callable[..., Any])
+#: Changes the attributes of a copy of a module, and returns its class, if that is another.
+_Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
+
+
+def parts_of(module: nn.Module, prefix: str = "", found: dict[nn.Module, str] | None = None) -> dict[nn.Module, str]:
+    """The module and its parts, each once, with what precedes the names in them: torch's own walk is slow."""
+    found = {} if found is None else found
+    if module not in found:
+        found[module] = prefix
+        for name, part in module._modules.items():
+            if part is not None:
+                parts_of(part, f"{prefix}{name}.", found)
+    return found
+
+
+def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and then the buffers with their names, each once."""
+    parts, found = parts_of(module).items(), dict[int, tuple[str, Tensor]]()
+    for kind in ("_parameters", "_buffers"):
+        for part, prefix in parts:
+            for name, tensor in getattr(part, kind).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (f"{prefix}{name}", tensor))
+    return list(found.values())
+
+
+def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
+    """A copy of the module tree, shared parts shared, each of which `own` changes.
+
+    compiled: whether copies of what torch.compile made are compiled, too.
+    """
+    if not compiled and "dynamo_ctx" in vars(module):
+        module = cast(nn.Module, module._modules["_orig_mod"])
+    if id(module) not in copies:
+        state = dict(module.__dict__)
+        state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
+        kind = own(module, state) or type(module)
+        # As copy.copy, which parametrized modules refuse.
+        clone = copies[id(module)] = kind.__new__(kind)
+        clone.__dict__, inner = state, state["_modules"]
+        inner |= {name: _tree(part, own, copies, compiled=compiled) for name, part in inner.items() if part is not None}
+        if "dynamo_ctx" in state:
+            # A result of torch.compile(module): the same code with other tensors is not compiled again.
+            clone._initialize()  # type: ignore[operator]
+        elif (call := state.get("_compiled_call_impl")) is not None:
+            state["_compiled_call_impl"] = _compiled_like(call, clone._call_impl) if compiled else None
+    return copies[id(module)]
+
+
+def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`function` compiled as `compiled` was; None, for not compiled, where torch does not show how."""
+    cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=False)
+    context = {name: cell.cell_contents for name, cell in cells}.get("self")
+    return context(function) if callable(context) else None
+
+
+def _reading(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
+    """The same module tree, reading the tensors `new[id(old)]`."""
+
+    def own(module: nn.Module, state: dict[str, Any]) -> None:
+        if parametrize._cache_enabled and _is_parametrized(module):
+            raise ValueError(
+                "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
+            )
+        for kind in ("_parameters", "_buffers"):
+            state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
+
+    return _tree(module, own, {})
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
+
+
+def _own_buffers(module: nn.Module, state: dict[str, Any]) -> None:
+    """For `_tree`: with buffers of its own where it may write to them."""
+    if module.training:
+        state["_buffers"] = {n: b if b is None else b.clone() for n, b in state["_buffers"].items()}
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    # The result of torch.compile(module) has the attributes of the module inside.
+    return "parametrizations" in module._modules
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether the module computes a weight of its own at every call."""
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks) or _is_parametrized(module)
+
+
+def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module] | None:
+    """For `_tree`: the weights that the module computes are computed now, and are its parameters."""
+    parameters, hooks = state["_parameters"], module._forward_pre_hooks
+    state["_forward_pre_hooks"] = kept = copy.copy(hooks)
+    for key, hook in hooks.items():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            options = (module.training,) if isinstance(hook, SpectralNorm) else ()
+            parameters[hook.name] = hook.compute_weight(module, *options)
+            del kept[key], state[hook.name]
+    if not _is_parametrized(module):
+        return None
+    parameters |= {name: getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)}
+    del state["_modules"]["parametrizations"]
+    return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
+
+
+def walk(value: Any, name: str = "", found: list[tuple[str, Any]] | None = None) -> list[tuple[str, Any]]:
+    """The tensors, modules and `Declared` objects in a value, and the value if it is no container, with their names.
+
+    Args:
+        value: nested tuples, lists, dicts and `Declared` objects.
+        name: what the names begin with.
+        found: where they are added.
+    """
+    # Not a generator, which costs a frame for each level and leaf: every solve looks for tensors several times.
+    found = [] if found is None else found
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, tuple | list):
+        parts = [(f"{name}[{i}]", part) for i, part in enumerate(value)]
+    elif isinstance(value, dict):
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    else:
+        found.append((name, value))
+    if isinstance(value, Declared):
+        parts += [(f"{name}.{key}" if name else key, part) for key, part in vars(value).items()]
+    for inner, part in parts:
+        if isinstance(part, HOLDERS):
+            walk(part, inner, found)
+    return found
+
+
+def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in `value` with their names, which begin with `name`."""
+    for path, leaf in walk(value, name):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+        elif isinstance(leaf, nn.Module):
+            for inner, tensor in _module_tensors(leaf):
+                yield f"{path}.{inner}", tensor
+
+
+def modules_in(value: Any) -> Iterator[nn.Module]:
+    """The modules in `value` and their parts, in all places where `named` looks for tensors."""
+    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in parts_of(leaf))
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with each tensor and module in it replaced by leaf(it), in the order of `named`."""
+    if isinstance(value, Declared):
+        return value._mapped(leaf)
+    if isinstance(value, Tensor | nn.Module):
+        return leaf(value)
+    if isinstance(value, tuple | list):
+        items = [_mapped(item, leaf) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _mapped(item, leaf) for key, item in value.items()}
+    return value
+
+
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor t in it replaced by change(t)."""
+    return _mapped(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+#: How many entries of a tuple, list or dict are named where an object is shown.
+_SHOWN = 4
+
+
+def _text(name: str, value: Any) -> str:
+    """An attribute in a few words; empty for one that is None or False."""
+    if isinstance(value, Tensor):
+        return f"{name} {tuple(value.shape)}"
+    if isinstance(value, Declared):
+        return value._shown()
+    if isinstance(value, tuple | list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        texts = [text for part in parts if (text := _text("", part).strip())]
+        label = "" if any(isinstance(part, Declared) for part in parts) else f"{name} "
+        more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+        return label + ", ".join([*texts[:_SHOWN], *more]) if texts else ""
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return name
+    if isinstance(value, float):
+        return f"{name} {value:.6g}"
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    text = f"{name} {value!r}"
+    # An object that prints its address, or pages of text, is shown by its class.
+    return text if len(text) <= 60 and " at 0x" not in text else f"{name} {type(value).__name__}"
+
+
+def abstract(method: _F) -> _F:
+    """A method that a general class leaves to its subclasses."""
+    method._abstract = True  # type: ignore[attr-defined]
+    return method
+
+
+class Declared:
+    """Base of potentials, energies and maps: every tensor in an attribute is declared, in order of assignment.
+
+    Attributes may be tensors, other `Declared` objects, modules (their parameters and buffers) and tuples, lists or
+    dicts of these. Nothing needs to be registered: a subclass only assigns its attributes.
+
+    Methods without an underscore compute in the precision of their tensors, also inside torch.autocast.
+
+    A subclass that overrides a method inherits no closed form that was derived from the method of its base: what
+    `_follows` names for it are the formulas of the `general` base again, None where that has no such method. What is
+    `abstract` there the subclass has to define, or it is not made.
+    """
+
+    #: method -> the methods and claims that were derived from it, and do not hold where a subclass overrides it.
+    _follows: ClassVar[dict[str, tuple[str, ...]]] = {}
+    #: Whether the methods of this class hold for all of its subclasses.
+    _general: ClassVar[bool] = True
+    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
+    declares_all: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, general: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._general = general
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, in_own_precision(method))
+        # The class that defines each name, by its number in the order of inheritance, before any is replaced.
+        names = {name for source, followers in cls._follows.items() for name in (source, *followers)}
+        places = {name: [i for i, base in enumerate(cls.__mro__) if name in vars(base)] for name in names}
+        for source, followers in cls._follows.items():
+            for name in followers:
+                if places[source] and places[source][:1] < places[name][:1]:
+                    cls._take_general(name, source, cls.__mro__[places[name][0]])
+
+    @classmethod
+    def _take_general(cls, name: str, source: str, owner: type) -> None:
+        """Take the general formula where `owner` derived one from a `source` that is overridden now."""
+        if vars(owner).get("_general"):
+            return
+        formulas = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
+        if formulas and hasattr(formulas[0], "_abstract"):
+            kind, base = owner.__name__, next(base.__name__ for base in cls.__mro__ if "_follows" in vars(base))
+            raise TypeError(
+                f"`{cls.__name__}` overrides `{source}`, of which the `{name}` of {kind} knows nothing; define it, "
+                f"write `{name} = {kind}.{name}` in the class if that still holds, or subclass {base} in place of "
+                f"{kind}"
+            )
+        # Of what has no formula the class has none.
+        setattr(cls, name, formulas[0] if formulas else None)
+
+    def __repr__(self) -> str:
+        """One line of shapes and Python numbers: no tensor is read, so that it works inside transforms and graphs."""
+        kinds = {f"{t.dtype}".removeprefix("torch.") for t in self.tensors() if t.is_floating_point()}
+        places = {f"{t.device}" for t in self.tensors() if t.device.type != "cpu"}
+        return self._shown(*sorted(kinds), *sorted(places))
+
+    def _shown(self, *more: str) -> str:
+        """Its class and attributes as text, and `more` of them."""
+        texts = (_text(name, value) for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join([*filter(None, texts), *more])})"
+
+    def _name(self) -> str:
+        """Its name in messages."""
+        return type(self).__name__
+
+    def _within(self) -> Iterator[Declared]:
+        """The object itself, and all `Declared` objects in its attributes."""
+        return (leaf for _, leaf in walk(self) if isinstance(leaf, Declared))
+
+    @property
+    def all_declared(self) -> bool:
+        """Whether every tensor that is read is certainly declared, and a NaN in one reaches the problems that read it.
+
+        True for this library's classes (`declares_all`), not for their subclasses.
+        """
+        return all(vars(type(part)).get("declares_all") and part.declares_all for part in self._within())
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return named(self)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the object reads, in a fixed order."""
+        return tuple(tensor for _, tensor in self.named_tensors())
+
+    def replace(self, *tensors: Tensor) -> Self:
+        """The same object reading other tensors, given in the order of `tensors()`."""
+        new = iter(tensors)
+
+        def replaced(leaf: Tensor | nn.Module) -> Tensor | nn.Module:
+            if isinstance(leaf, Tensor):
+                return next(new)
+            return _reading(leaf, {id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
+
+        result = self._mapped(replaced)
+        if next(new, None) is not None:
+            raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
+        return result
+
+    def apart(self) -> Self:
+        """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
+
+        Buffers that they update while they train, such as a running mean, are copied. (A compiler that meets torch.func
+        in a module gives the module up for all later calls.)
+        """
+        return self._with_copies(lambda part: _is_compiled(part) or part.training, _own_buffers, compiled=False)
+
+    def unwritten(self) -> Self:
+        """The same object, whose modules write to copies of their buffers, and stay compiled where they are."""
+        return self._with_copies(lambda part: part.training, _own_buffers)
+
+    def settled(self) -> Self:
+        """The same object, whose modules hold as tensors the weights that they would compute at every call.
+
+        These weights (parametrizations) are computed once, with their graph: a whole solve reads the same weights, also
+        where their computation changes buffers.
+        """
+        return self._with_copies(_computes, _computed)
+
+    def _with_copies(self, changes: Callable[[nn.Module], bool], own: _Own, *, compiled: bool = True) -> Self:
+        """The same object with copies of its modules as `_tree` makes them, if any part of these `changes`."""
+        if not any(map(changes, modules_in(self))):
+            return self
+        copies: dict[int, nn.Module] = {}
+        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, own, copies, compiled=compiled))
+
+    def _has_only(self, *names: str) -> bool:
+        """Whether these are all attributes, in this order.
+
+        Formulas written for a class (gradients in the order of its tensors, restriction to rows) do not hold for a
+        subclass with further attributes.
+        """
+        return tuple(vars(self)) == names
+
+    def _mapped(self, leaf: Callable[[Any], Any]) -> Self:
+        clone = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, HOLDERS):
+                object.__setattr__(clone, name, _mapped(value, leaf))
+        return clone
+
+
+#: What may hold tensors.
+HOLDERS = (Tensor, nn.Module, tuple, list, dict, Declared)
+
+
+def restricted(declared: _D, index: Tensor, **own: int) -> _D:
+    """The problems `index` (*batch, K) of the last axis that numbers problems, as `select` returns them.
+
+    Args:
+        declared: an object with tensors (*#batch, #N, *own) of N problems each.
+        index: which problems, for each batch entry.
+        own: for each attribute that numbers problems, how many of its axes belong to one. Numbers are left alone.
+    """
+    clone: _D = changed(declared, lambda tensor: tensor)
+    for name, count in own.items():
+        tensor = getattr(clone, name)
+        if isinstance(tensor, Tensor):
+            setattr(clone, name, picked(tensor, index, tensor.ndim - count - 1))
+    return clone
+
+
+def picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
+    if axis < 0 or tensor.shape[axis] == 1:
+        return tensor
+    if all(stride == 0 or size == 1 for stride, size in zip(index.stride()[:-1], index.shape[:-1], strict=True)):
+        # The same problems in every batch entry: the tensor stays as small as it is.
+        same = index.reshape(-1, index.shape[-1])[0] if index.numel() else index.new_empty(0)
+        return tensor.index_select(axis, same)
+    return pick(tensor.expand(*index.shape[:-1], *tensor.shape[axis:]), index)
+
+
+def pick(tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
+    if index.ndim == 1:
+        return tensor.index_select(0, index)
+    return torch.take_along_dim(tensor, index.reshape(*index.shape, *(1,) * (tensor.ndim - index.ndim)), index.ndim - 1)
+
+
+def first_of(chosen: Tensor) -> Tensor | None:
+    """Indices (*lead[:-1], K) with all chosen problems (*lead) among them, as few as fit; None without an axis."""
+    if chosen.ndim == 0:
+        return None
+    order = torch.argsort(chosen.logical_not().to(torch.int8), dim=-1, stable=True)
+    return order[..., : int(chosen.sum(-1).max())]
+
+
+def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """A tensor (*batch, N, ...) with `rows` (*batch, K, ...) in the places `index` (*batch, K)."""
+    if index.ndim == 1:
+        return tensor.index_copy(0, index, rows)
+    places = index.reshape(*index.shape, *(1,) * (rows.ndim - index.ndim)).expand_as(rows)
+    return tensor.scatter(index.ndim - 1, places, rows)
+
+
+# The base, with the properties of f that solvers use.
 
 _P = TypeVar("_P", bound=Declared)
 
@@ -456,3 +864,271 @@ def pullback(
     by_tensors = grad(along, argnums=tuple(range(len(where))))(*(tensors[i] for i in where))
     gradients = dict(zip(where, by_tensors, strict=True))
     return tuple(map(gradients.get, range(len(tensors))))
+
+
+# Maps of users.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerSample:
+    """An input of a map of which every problem has its own part: its leading axes are those of the state.
+
+    With such an input the problem can be restricted: finished problems leave the work, and a NaN in the part of one
+    reaches no other.
+
+    Args:
+        value: a tensor (*lead, ...) for states (*lead, *event), or a tuple, list or dict of such tensors.
+
+    Not for weights and other tensors that all problems read: wrap those in `Shared`, or pass them as they are.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, PerSample, solve
+        >>> x, weight = torch.tensor([[0.1], [0.2], [0.3]]), torch.tensor([[0.5]], requires_grad=True)
+        >>> f = lambda z, x, weight: torch.tanh(z @ weight + x)
+        >>> solution = solve(FixedPointMap(f, PerSample(x), weight, event_ndim=1), torch.zeros(3, 1))
+        >>> solution.converged.tolist()
+        [True, True, True]
+    """
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """An input of a map that all problems read, whatever its shape.
+
+    A map of which every tensor is wrapped can be restricted to some of its problems; see `PerSample`.
+
+    Args:
+        value: a tensor, or a tuple, list or dict of tensors.
+
+    Not for tensors of which every problem has its own part: those are `PerSample`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Shared, solve
+        >>> problem = FixedPointMap(lambda z, b: z.cos() / 2 + b, Shared(torch.tensor([0.5])), event_ndim=1)
+        >>> solve(problem, torch.zeros(3, 1)).converged.tolist()
+        [True, True, True]
+    """
+
+    value: Any
+
+
+class UserProblem(Problem):
+    """A problem of a user's function(z, *inputs) or module; its tensors are those of `inputs` and of the module."""
+
+    separates, dtypes = False, "any"
+
+    def __init__(
+        self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int | None = None
+    ) -> None:
+        if event_ndim is None:
+            required = "say how many trailing axes of z form one problem"
+            remedy = "1: every row is its own problem; 2: the rows of a sample are coupled"
+            raise TypeError(_validate.message("event_ndim", required, f"nothing in {type(self).__name__}(...)", remedy))
+        if not callable(function):
+            raise TypeError(
+                _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
+            )
+        event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
+        for i, given in enumerate(inputs):
+            if isinstance(given, PerSample | Shared) and not isinstance(given.value, Tensor | tuple | list | dict):
+                kind, received = type(given).__name__, type(given.value).__name__
+                required = f"be a tensor, or a tuple, list or dict of tensors, inside {kind}"
+                raise TypeError(_validate.message(f"inputs[{i}]", required, received, "pass other objects as they are"))
+        self.function = function
+        self.inputs = tuple(given.value if isinstance(given, PerSample | Shared) else given for given in inputs)
+        self.event_ndim = event_ndim
+        self._own = tuple(isinstance(given, PerSample) for given in inputs)
+        wrapped = [isinstance(given, PerSample | Shared) for given in inputs]
+        # Modules have no tensors of single problems.
+        known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
+        self._restrictable = any(self._own) or (any(wrapped) and all(known))
+
+    @property
+    def mixes(self) -> bool:  # type: ignore[override]
+        """Whether a batch normalisation takes its statistics from the batch."""
+        return takes_statistics(modules_in(self))
+
+    def check_state(self, z: Tensor) -> None:
+        super().check_state(z)
+        lead = z.shape[: z.ndim - self.event_ndim]
+        for i, (value, own) in enumerate(zip(self.inputs, self._own, strict=True)):
+            for name, tensor in named(value, f"inputs[{i}]") if own else ():
+                _validate.require(
+                    tensor.shape[: len(lead)] == lead,
+                    name,
+                    f"have the leading axes {tuple(lead)} of the states, as it is PerSample",
+                    f"shape {tuple(tensor.shape)}",
+                    "expand it, or wrap what all problems read in Shared",
+                )
+
+    @property
+    def _undeclared(self) -> str:  # type: ignore[override]
+        return closed_over(self.function)
+
+    @property
+    def _to_declare(self) -> str:  # type: ignore[override]
+        return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
+
+    def _restricted(self, index: Tensor) -> Self | None:
+        return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
+
+    def without(self, left_out: Tensor) -> Self:
+        def filled(tensor: Tensor) -> Tensor:
+            rows = left_out.reshape((*left_out.shape, *(1,) * (tensor.ndim - left_out.ndim)))
+            return tensor.masked_fill(rows, 1.0) if tensor.is_floating_point() else tensor
+
+        return self._with_own(filled)
+
+    def _with_own(self, change: Callable[[Tensor], Tensor]) -> Self:
+        clone, pairs = copy.copy(self), zip(self.inputs, self._own, strict=True)
+        clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
+        return clone
+
+    def apart(self) -> Self:
+        clone = copy.copy(super().apart())
+        clone.function = _original(clone.function)
+        return clone
+
+    def _called(self, z: Tensor) -> Any:
+        # Transforms refuse modules that write to their buffers, and spoil compiled ones.
+        problem = self.apart() if transforms_active() else self
+        try:
+            return problem.function(z, *problem.inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                refuse_writes(self)
+            self.refuse_dtypes(error, z)
+            # Torch speaks of sizes that the caller never wrote.
+            if type(error) is not RuntimeError or _validate.OF_SHAPES.search(str(error)) is None:
+                raise
+            required = f"have a shape that `{self._name()}` takes"
+            received = f"states of shape {tuple(z.shape)}, for which it raised: {error}"
+            axes = f"of which the last {self.event_ndim} axes form one problem"
+            remedy = f"start from a tensor of the shape that it returns, {axes}"
+            raise ValueError(_validate.message("initial", required, received, remedy)) from error
+
+    def refuse_dtypes(self, error: Exception, z: Tensor) -> None:
+        """Raise for dtypes that do not fit each other, if torch's error is about those, with their names."""
+        if isinstance(error, RuntimeError) and _validate.OF_DTYPES.search(str(error)):
+            _validate.check_same_kind([*self.named_tensors(), ("initial", z)])
+            if z.dtype not in HALF:
+                told = f"take states of {z.dtype}", f"one that raised: {error}"
+                remedy = "convert what it reads with .to(z.dtype)"
+                raise ValueError(_validate.message(self._name(), *told, remedy)) from error
+
+    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
+        name = self._name()
+        if not isinstance(result, Tensor):
+            received, remedy = type(result).__name__, remedy or _validate.joined(result)
+            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", received, remedy))
+        if result.shape != shape:
+            required, received = f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}"
+            raise ValueError(_validate.message(name, required, received, remedy))
+        for what in ("dtype", "device"):
+            got, expected = getattr(result, what), getattr(z, what)
+            required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
+            _validate.require(got == expected, name, required, got, remedy)
+        return result
+
+    def _name(self) -> str:
+        function = getattr(self.function, "_orig_mod", self.function)
+        return getattr(function, "__name__", type(function).__name__)
+
+
+def takes_statistics(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of these is a batch normalisation that takes its statistics from the batch."""
+    norms = (part for part in modules if isinstance(part, _BatchNorm))
+    return any(norm.training or norm.running_mean is None for norm in norms)
+
+
+def closed_over(function: Any) -> str:
+    """Names of the tensors that need grad in a function's closure, globals or bound object."""
+    function, names = _original(function), []
+    for part in function.modules() if isinstance(function, nn.Module) else (function,):
+        for name, value in _scope(part):
+            for _, leaf in walk(value):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    names.append(f"`{name}`")
+                elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
+                    names.append(f"the parameters of `{name}`")
+    return " and ".join(dict.fromkeys(names)) or "a tensor"
+
+
+def _original(function: Any) -> Any:
+    """The function inside what torch.compile made of it; any other one as it is."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def _scope(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the objects that a function reads by name (closure, globals, bound object), or a module by other names."""
+    # Methods of potentials are wrapped by decorators.
+    code_of = inspect.unwrap(type(function).forward if isinstance(function, nn.Module) else function)
+    if (code := getattr(code_of, "__code__", None)) is not None:
+        cells, read = zip(code.co_freevars, code_of.__closure__ or (), strict=False), code_of.__globals__
+        yield from ((name, cell.cell_contents) for name, cell in cells)
+        yield from ((name, read[name]) for name in code.co_names if name in read)
+    bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    for name, value in getattr(bound, "__dict__", {}).items():
+        if bound is not function or name[:1] != "_":
+            yield f"self.{name}", value
+
+
+class FixedPointMap(UserProblem):
+    """The problem z = f(z, *tensors) for any map, gradient of an energy or not.
+
+    Args:
+        function: f(z, *tensors) -> tensor of z's shape and dtype, acting on each problem (the last `event_ndim` axes)
+            separately; or an nn.Module, whose parameters are then declared. It leaves z as it is and returns new memory
+            at every call: a map that works in place or reuses a buffer raises ValueError.
+        *inputs: every tensor that f reads and whose gradient may be wanted; f receives `PerSample(t)` and `Shared(t)`
+            as the plain tensor t, and converts what has another dtype than z (float32 for half precision).
+        event_ndim: number of trailing axes of z that form one problem.
+        symmetric: promise that df/dz is symmetric, so that the adjoint may use conjugate gradients.
+
+    With an input that is `PerSample`, or with all inputs wrapped, problems leave the work as they finish: f is then
+    called with fewer problems than the initial state has, and inputs that are not wrapped are shared. The last bits of
+    a value may depend on how many others are left, as those of torch's kernels do; nothing else does. After some have
+    left, one call on all, which `num_evals` leaves out, measures the residuals that are reported: problems above their
+    tolerance go on, all together where the map mixes them (sums over graphs). None leaves a batch normalisation in
+    training, or a map that raises for fewer problems. Where a map mixes problems they are one problem: make the axis
+    that numbers them a part of the event.
+
+    Gradients: with respect to every declared tensor, first and second order. A tensor that requires grad and is read
+    without being declared raises ValueError in `solve`.
+
+    Not for attention over keys, which has a closed form and fused operations: use `AnchoredEnergy`. Not for an energy
+    whose gradient autograd takes: use `EnergyFunction`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> shift = torch.tensor([0.1, 0.2], requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: 0.5 * z.cos() + shift, shift, event_ndim=1)
+        >>> solution = solve(problem, torch.zeros(3, 2))
+        >>> solution.converged.all().item(), solution.value.requires_grad
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor] | nn.Module,
+        *inputs: Any,
+        event_ndim: int | None = None,
+        symmetric: bool = False,
+    ) -> None:
+        super().__init__(function, *inputs, event_ndim=event_ndim)
+        self.symmetric = symmetric
+
+    # Whole samples: to add some would be as much work again.
+    row_block = 1
+
+    def select(self, index: Tensor) -> Self | None:
+        return self._restricted(index)
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        result = self._called(z)
+        return result if is_like(result, z) else self._check_output(result, z, z.shape, "of z")

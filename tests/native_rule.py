@@ -1,7 +1,7 @@
 """The rule of accelerated steps in C++: `python tests/native_rule.py` writes `kernels/native/rule.h`.
 
-Numbers and functions are those of `_rule.py`, the codes of statuses those of `status.py`. What is read here is what
-`_rule.py` may be written in; everything else is a SyntaxError.
+Numbers and functions are those of `kernels/rule.py`, the codes of statuses those of `Status`. What is read here is what
+`rule.py` may be written in; everything else is a SyntaxError.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NoReturn
 from implicit_attention import Status
 
 PACKAGE = Path(__file__).parents[1] / "implicit_attention"
-SOURCE, HEADER = PACKAGE / "_rule.py", PACKAGE / "kernels" / "native" / "rule.h"
+SOURCE, HEADER = PACKAGE / "kernels" / "rule.py", PACKAGE / "kernels" / "native" / "rule.h"
 TOP = """\
-// Written by `python tests/native_rule.py` from implicit_attention/_rule.py and status.py, which are what to change.
+// Written by `python tests/native_rule.py` from kernels/rule.py and `Status`, which are what to change.
 #pragma once
 
 #include "simd.h"

@@ -101,7 +101,7 @@ def test_a_failed_backward_solve_in_a_compiled_graph_is_left_out_and_counted(mon
     # The number of products is kept for every solver: this one asks for it here.
     solver = Picard(rtol=1e-10, atol=1e-12, max_steps=2000)
     monkeypatch.setattr(CG, "default_max_steps", lambda self, size: 3)
-    monkeypatch.setattr("implicit_attention._operations.MAX_STEPS", 3)
+    monkeypatch.setattr("implicit_attention.kernels.operations.MAX_STEPS", 3)
     output, solution = attention(leaves, "ignore", solver=solver, return_solution=True)
     torch.autograd.grad(output, leaves, cotangent)
     failed = partly(solution.adjoint.status > Status.UNSTABLE)

@@ -16,22 +16,22 @@ import implicit_attention
 PACKAGE = Path(implicit_attention.__file__).parent
 
 # Part of the package -> the parts that it may import. Leaves are free for all.
-LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_rule", "_types"}
-LEAVES |= {"_validate", "_declared", "_autograd", "_norm"}
+LEAVES = {"_validate", "_torch"}
 ALLOWED = {
     "linear": {"solution"},
     # The face of the kernels names the operations, which are above them.
-    "kernels": {"linear", "solution", "_reporting", "_operations"},
+    "kernels": {"linear", "solution", "failure"},
+    # What is above the kernels it imports when an operation runs.
+    "kernels.operations": {"_solve", "linear", "solution", "failure"},
     "solution": set(),
-    "problem": {"kernels"},
-    "fixed_point_map": {"problem"},
-    "_reporting": {"solution"},
-    "potentials": {"kernels", "linear"},
+    "problem": {"kernels", "solution"},
+    "failure": {"solution"},
+    "potentials": {"kernels", "linear", "failure", "problem"},
     # Its file stands in `potentials`, which knows its names alone.
-    "potentials.legendre": {"_solve", "energies", "potentials", "problem", "solvers"},
-    "solvers": {"fixed_point_map", "problem", "linear", "solution"},
-    "adjoints": {"potentials", "solvers", "problem", "linear", "solution", "_reporting"},
-    "energies": {"kernels", "potentials", "fixed_point_map", "problem"},
+    "potentials.legendre": {"_solve", "energies", "failure", "potentials", "problem", "solvers"},
+    "solvers": {"problem", "linear", "solution", "failure", "kernels"},
+    "adjoints": {"potentials", "solvers", "problem", "linear", "solution", "failure", "kernels"},
+    "energies": {"kernels", "potentials", "problem", "failure", "solution"},
     "_solve": {
         "kernels",
         "adjoints",
@@ -41,14 +41,11 @@ ALLOWED = {
         "solvers",
         "problem",
         "solution",
-        "_reporting",
+        "failure",
     },
-    # What is above the kernels it imports when an operation runs.
-    "_operations": {"_solve", "kernels", "linear", "solution", "_reporting"},
-    "options": {"_solve", "solvers", "adjoints", "_reporting"},
+    "options": {"_solve", "solvers", "adjoints", "failure", "kernels"},
     "attention": {
         "options",
-        "_operations",
         "_solve",
         "kernels",
         "energies",
@@ -56,7 +53,7 @@ ALLOWED = {
         "solvers",
         "adjoints",
         "solution",
-        "_reporting",
+        "failure",
     },
     "layers": {
         "options",
@@ -68,11 +65,10 @@ ALLOWED = {
         "solvers",
         "adjoints",
         "linear",
-        "fixed_point_map",
         "_solve",
         "solution",
         "spins",
-        "_reporting",
+        "failure",
     },
     "spins": {
         "diagnostics",
@@ -84,7 +80,7 @@ ALLOWED = {
         "linear",
         "problem",
         "solution",
-        "_reporting",
+        "failure",
     },
     "integrations": {
         "layers",
@@ -98,11 +94,11 @@ ALLOWED = {
         "solution",
         "energies",
         "training",
-        "_reporting",
+        "failure",
     },
-    "training": {"layers", "diagnostics", "problem", "solution", "_reporting"},
-    "distributed": {"attention", "adjoints", "energies", "potentials", "solvers"},
-    "models": {"layers", "fixed_point_map", "options"},
+    "training": {"layers", "diagnostics", "problem", "solution", "failure"},
+    "distributed": {"attention", "adjoints", "energies", "potentials", "solvers", "failure", "problem"},
+    "models": {"layers", "options", "problem"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "kernels", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
     # Only commands import studies, and studies no command.
@@ -200,10 +196,12 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_only_solve_knows_kernels():
-    # The record is everybody's, the trust also that of torch's attention; commands tell what there is.
-    free = {"kernels.problem"}
+    # The record and the rule are everybody's, the trust also that of torch's attention; commands tell what there is.
+    free = {"kernels.problem", "kernels.rule"}
     told = {"cli.compare_solvers": {"kernels"}, "cli.demo": {"kernels"}, "cli.report": {"kernels"}}
     told["potentials._attention"] = {"kernels", "kernels.trust"}
+    # A graph holds the operations by name, and they are there after a bare import.
+    told["attention.function"] = told[""] = {"kernels.operations"}
     for path in PACKAGE.rglob("*.py"):
         name = dotted_name(path)
         if name.split(".")[0] not in ("kernels", "testing") and name != "_solve":
@@ -244,7 +242,7 @@ def test_studies_know_nothing_of_the_terminal():
 
 #: Functions of autograd that are no fixed points' own, and what they are.
 OTHER_DERIVATIVES = {
-    "_autograd._Refusing": "an error",
+    "_torch._Refusing": "an error",
     "adjoints.reversible.ReversibleSteps": "steps that run backwards",
     "distributed.derivatives.Attend": "attention over keys of several processes",
     "distributed.sequence._AllToAll": "a message",
@@ -303,8 +301,7 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
     assert of_torch == []
     assert set(libraries) - {"numpy"} == {"implicit_attention", "jaxtyping"}  # jaxtyping loads numpy.typing
     # The operations, which exported programs call by name; all else loads when it is asked for.
-    operations = {"_operations", "kernels"}
-    assert operations <= set(parts) <= {*operations, "linear", "solution", "_reporting", *LEAVES}
+    assert {"kernels"} <= set(parts) <= {"kernels", "linear", "solution", "failure", *LEAVES}
 
 
 def test_the_help_of_the_command_line_needs_no_torch():
@@ -334,9 +331,9 @@ assert 'tie' in dir(implicit_attention) and 'layers' in dir(implicit_attention)
 first = implicit_attention.tie
 assert first is implicit_attention.tie is implicit_attention.layers.tie and callable(first)
 assert callable(implicit_attention.solve)
-print('implicit_attention.spins' in sys.modules, implicit_attention.errors.__name__)
+print('implicit_attention.spins' in sys.modules, implicit_attention.failure.__name__)
 """
-    assert fresh(code) == "False implicit_attention.errors"
+    assert fresh(code) == "False implicit_attention.failure"
     with pytest.raises(AttributeError, match="module 'implicit_attention' has no attribute 'sovle'"):
         implicit_attention.sovle  # noqa: B018
 

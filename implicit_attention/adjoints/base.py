@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._types import Impl
+from ..kernels.problem import Impl
 from ..linear import LinearSolver
 from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import _validate
-from .._autograd import (
+from .._torch import (
     at_least_single,
     exact_precision,
     host_may_look,
@@ -27,14 +27,12 @@ from .._autograd import (
     transforms_active,
     vjp,
 )
-from .._declared import changed
-from .._reporting import stays_out, unread
+from ..failure import stays_out, unread
 from ..linear import LinearSolver
 from ..linear._vectors import along
-from ..problem import Problem, isolated, pullback
-from ..solution import Record, Remedies, Trace
+from ..problem import Problem, changed, isolated, pullback
+from ..solution import Record, Remedies, Status, Trace
 from ..solvers.loop import Outcome
-from ..status import Status
 from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, alone, merged, rows_of, solve_system
 

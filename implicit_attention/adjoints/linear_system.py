@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look, is_batched, transforms_active
-from .._declared import first_of, pick, put
-from .._norm import length, norm
-from .._reporting import forgiven, left_out, lost, report_gradients
-from .._types import LinearMap
-from ..failure_policy import policy_of
+from .._torch import LinearMap, host_may_look, is_batched, length, norm, transforms_active
+from ..failure import forgiven, left_out, lost, policy_of, report_gradients
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._vectors import ORDINARY, along, normalised
 from ..linear.base import adjoint_rtol, has_no_digits
 from ..linear.base import forgiven as within_rounding
-from ..problem import Linearization, Problem, widened
-from ..solution import UNSURE, Record
-from ..status import Status
+from ..problem import Linearization, Problem, first_of, pick, put, widened
+from ..solution import UNSURE, Record, Status
 from .base import Request
 
 # Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each

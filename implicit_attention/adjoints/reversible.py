@@ -12,24 +12,22 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import (
+from .._torch import (
     check_graph,
     exact_precision,
     is_batched,
     is_differentiated,
     may_have_tangent,
+    norm,
     transforms_active,
     without_hooks,
 )
-from .._declared import changed
-from .._norm import norm
-from .._reporting import report_failures
+from ..failure import report_failures
 from ..linear._vectors import along
-from ..problem import Problem, evaluate_pure, isolated
-from ..solution import AdjointReport, Record
+from ..problem import Problem, changed, evaluate_pure, isolated
+from ..solution import AdjointReport, Record, Status
 from ..solvers import Picard
 from ..solvers.loop import Outcome
-from ..status import Status
 from .base import Adjoint, Request
 
 #: The largest denominator of a damping: with a larger one, products would be rounded to more units.

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_batched
+from .._torch import is_batched
 from ..problem import Problem, isolated
+from ..solution import Status
 from ..solvers.loop import Outcome
-from ..status import Status
 from .base import Adjoint, Request, attach
 from .implicit import fixed_point
 

@@ -18,7 +18,18 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from .. import _validate
-from .._autograd import (
+from .._solve import (
+    HALF_SOLVER,
+    energy_of,
+    fits_kernels,
+    for_graph,
+    in_half,
+    in_one_piece,
+    is_finite,
+    solve,
+    solve_plainly,
+)
+from .._torch import (
     HALF,
     at_least_single,
     exact_precision,
@@ -32,23 +43,19 @@ from .._autograd import (
     uncompiled,
     unobserved,
 )
-from .._operations import solved_in_graph
-from .._reporting import without_gradient
-from .._solve import (
-    HALF_SOLVER,
-    energy_of,
-    fits_kernels,
-    for_graph,
-    in_half,
-    in_one_piece,
-    is_finite,
-    solve,
-    solve_plainly,
-)
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
-from ..errors import UnsupportedImplementation
-from ..failure_policy import FailurePolicy, FailureSite, Located, Word, located, policy_of
+from ..failure import (
+    FailurePolicy,
+    FailureSite,
+    Located,
+    UnsupportedImplementation,
+    Word,
+    located,
+    policy_of,
+    without_gradient,
+)
+from ..kernels.operations import solved_in_graph
 from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, Potential, ReadsOut
@@ -57,10 +64,9 @@ from ..potentials._attention import attend as attend_folded
 from ..potentials._read import surely_finite
 from ..potentials.log_sum_exp import OverLogSumExp
 from ..potentials.scored_keys import ScoredKeys
-from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
+from ..solution import AdjointReport, Record, Solution, SolveReport, Status, Trace
 from ..solvers import Picard
 from ..solvers.loop import check_budget, check_no_evidence, is_budget, stepped
-from ..status import Status
 from .masks import check_causal, check_order, check_whole, mask_and_bias
 
 T = TypeVar("T", Tensor, Tensor | None, float | Tensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import HALF
+from .._torch import HALF
 from ..potentials._attention import triangle as triangle
 
 

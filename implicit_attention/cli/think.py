@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from rich.text import Text
 from typer import Argument, Option
 
-from ..status import Status
+from ..solution import Status
 from ..studies.errors import InputError
 from .command import Command, Console, Progress, seed_option
 from .errors import writable

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._autograd import exact_precision
+from .._torch import exact_precision
 from ..energies import AnchoredEnergy
 from ..potentials import LogSumExp
 from ..potentials._attention import common

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import _validate
-from .._autograd import check_graph, exact_precision, vjp
-from .._types import LinearMap
+from .._torch import LinearMap, check_graph, exact_precision, vjp
 from ..linear import extreme_eigenvalues
 from ..linear import spectral_radius as arnoldi_radius
 from ..problem import Problem, widened

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._torch import exact_precision
 from ..energies import AnchoredEnergy
 from ..energies.base import Energy
 from ..potentials.masked_keys import in_double

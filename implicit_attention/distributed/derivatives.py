@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import exact_precision, is_differentiated, refusing, sum_to_shape
-from ..errors import UnsupportedImplementation
+from .._torch import exact_precision, is_differentiated, refusing, sum_to_shape
+from ..failure import UnsupportedImplementation
 from ..potentials import LogSumExp
 from .local_keys import LocalWeights
 

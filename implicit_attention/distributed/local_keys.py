@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import sum_to_shape
+from .._torch import sum_to_shape
 from ..potentials import LogSumExp
 from ..potentials.log_sum_exp import CUTOFF
 from ..potentials.masked_keys import Read

@@ -14,20 +14,12 @@ from torch import Tensor, distributed
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import (
-    HALF,
-    at_least_single,
-    exact_precision,
-    is_differentiated,
-    is_plain,
-    transforms_active,
-    uncompiled,
-)
-from .._declared import pick
+from .._torch import HALF, at_least_single, exact_precision, is_differentiated, is_plain, transforms_active, uncompiled
 from ..adjoints import Adjoint, Reversible, Unrolled
-from ..errors import UnsupportedImplementation
+from ..failure import UnsupportedImplementation
 from ..potentials import CovarianceMap, LogSumExp, Potential
 from ..potentials._attention import row_block
+from ..problem import pick
 from ..solvers import Solver
 from .derivatives import Attend, by_beta, by_tensors, undifferentiated
 from .local_keys import LocalWeights, read_local

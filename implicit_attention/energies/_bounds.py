@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look
-from ..errors import ConvergenceWarning, outside
-from ..failure_policy import Word
+from .._torch import host_may_look
+from ..failure import ConvergenceWarning, Word, outside
 from ..potentials import Potential
 from ..potentials._rays import Ray
 

@@ -12,14 +12,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import check_graph, sum_to_shape
-from .._declared import restricted
-from ..failure_policy import Word
+from .._torch import check_graph, sum_to_shape
+from ..failure import Word
 from ..kernels.problem import Attention
 from ..potentials import Potential
 from ..potentials._shapes import PerBatch, States, per_state
 from ..potentials.log_sum_exp import as_log_sum_exp
-from ..problem import Evaluation, Linearization, Problem
+from ..problem import Evaluation, Linearization, Problem, restricted
 from ._bounds import check_bounded, falls
 from .base import Energy
 

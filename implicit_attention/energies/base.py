@@ -10,10 +10,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import check_graph, exact_precision, grad, transforms_active, vjp
-from ..fixed_point_map import UserProblem
-from ..problem import Evaluation, Problem
-from ..status import Status
+from .._torch import check_graph, exact_precision, grad, transforms_active, vjp
+from ..problem import Evaluation, Problem, UserProblem
+from ..solution import Status
 
 
 class Energy(Problem, general=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import is_batched
+from .._torch import is_batched
 from ..potentials import Potential
 from ..potentials._query_side import QuerySide
 from ..potentials._read import check_masks_fit

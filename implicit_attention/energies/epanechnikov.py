@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import host_may_look
+from .._torch import host_may_look
 from ..potentials._attention import common
 from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from ..potentials.masked_keys import MaskedKeys, Read
 from ..problem import Evaluation, Linearization, pullback
-from ..status import Status
+from ..solution import Status
 from .base import Energy
 
 #: The largest (beta/2) |k|^2 at which float32 tells 1 - (beta/2) |z - k|^2 to 1e-5.

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import vjp
+from .._torch import vjp
 from ..potentials import Potential
 from ..potentials._shapes import PerBatch, States, per_state
 from ..problem import Evaluation, Linearization, pullback

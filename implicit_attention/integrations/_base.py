@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import state_dtype
+from .._torch import state_dtype
 from ..attention.function import Attended, PotentialFactory, attend
 from ..attention.masks import split_mask
 from ..kernels.problem import Attention

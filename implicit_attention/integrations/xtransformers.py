@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._torch import at_least_single
 from ..layers.projections import Scalar
 from ..options import SolveKeywords
 from ._base import HostAttention, capped, check_shape, joined_masks, with_zero_key

@@ -8,8 +8,8 @@ from .problem import AdjointAnswer, Attention, Solved
 from .trust import KernelCheck, kernel_checks
 
 if TYPE_CHECKING:
-    from .._operations import hopfield_adjoint as hopfield_adjoint
-    from .._operations import hopfield_solve as hopfield_solve
+    from .operations import hopfield_adjoint as hopfield_adjoint
+    from .operations import hopfield_solve as hopfield_solve
 
 __all__ = [
     "AdjointAnswer",
@@ -28,4 +28,4 @@ def __getattr__(name: str) -> Any:
     # They call solvers where no kernel answers, and lie above this package.
     if name not in ("hopfield_adjoint", "hopfield_solve"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".._operations", __name__), name)
+    return getattr(import_module(".operations", __name__), name)

@@ -1,25 +1,60 @@
 """The problem of all operations, softmax attention at an equilibrium as plain tensors, and the results of a solve.
 
-The rule of a solve is `FusedRule`, the steps are those of `solvers.Anderson(history=1)`.
+The steps are those of `solvers.Anderson(history=1)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from .._fused_rule import FusedRule
+from .. import _validate
 from ..linear.base import FINEST_RTOL, HALF_RTOL
-from ..solution import Record
+from ..solution import Record, Status
 
 #: Relative tolerance of an adjoint solve that is within reach of the precision in which products are formed.
 RTOL = {**FINEST_RTOL, torch.float16: HALF_RTOL, torch.bfloat16: HALF_RTOL}
 #: Solves with products in half precision: the default rtol, the least, and to what part of |f(z)| residuals are known.
 SOLVE_RTOL, FINEST, FLOOR = 1e-3, 1e-5, 2e-6
 MAX_STEPS = 500
+Impl: TypeAlias = Literal["auto", "reference", "native", "triton"]
+
+
+def check_impl(impl: Any) -> None:
+    """Raise unless `impl` names an implementation."""
+    names = get_args(Impl)
+    remedy = "tiles of products were slower than the loop that answers where no kernel does: use impl='auto'"
+    required = f"be one of {', '.join(map(repr, names))}"
+    _validate.require(impl in names, "impl", required, repr(impl), remedy if impl == "tiled" else "")
+
+
+class FusedRule(NamedTuple):
+    """The rule of a fused solve: its tolerances |f(z) - z|_2 <= atol + rtol |f(z)|_2, budget, and first plain steps.
+
+    From step `plain_steps` on, steps are those of `Anderson(history=1)` on an energy that plain steps lower;
+    `plain_steps > max_steps` is Picard's iteration. With rtol = atol = 0 exactly `max_steps` steps are made.
+    """
+
+    rtol: float
+    atol: float
+    max_steps: int
+    plain_steps: int
+
+    @property
+    def fixed_budget(self) -> bool:
+        return self.rtol == 0 and self.atol == 0
+
+    @property
+    def exhausted(self) -> Status:
+        """Return the status of a problem that has used up its budget."""
+        if self.max_steps == 0:
+            return Status.EXPLICIT
+        return Status.BUDGET if self.fixed_budget else Status.MAX_STEPS
+
+
 #: One evaluation, where the state is.
 THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 

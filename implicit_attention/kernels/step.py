@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._fused_rule import FusedRule
-from ..solution import Record
-from ..status import Status
+from ..solution import Record, Status
+from .problem import FusedRule
 
 #: Changes that are mixed at most, as in step.h.
 MOST_MIXED = 8

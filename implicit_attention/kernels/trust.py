@@ -26,11 +26,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import HALF, state_dtype
-from .._fused_rule import FusedRule
-from ..errors import KernelWarning, UnsupportedImplementation, outside
-from ..status import Status
-from .problem import RTOL, THERE, AdjointAnswer, AdjointRule, Attention, Solved
+from .._torch import HALF, state_dtype
+from ..failure import KernelWarning, UnsupportedImplementation, outside
+from ..solution import Status
+from .problem import RTOL, THERE, AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
 
 _R = TypeVar("_R")
 Solve: TypeAlias = Callable[[Attention, Tensor, FusedRule], Solved]

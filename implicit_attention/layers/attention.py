@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from .. import _validate
 from ..attention.function import PotentialFactory, attend, eager, merge_heads
 from ..attention.masks import check_causal, check_order, mask_and_bias
-from ..failure_policy import Word
+from ..failure import Word
 from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut

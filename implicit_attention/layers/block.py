@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_batched, is_exporting, uncompiled
-from .._types import OnFailure
+from .._torch import is_batched, is_exporting, uncompiled
 from ..adjoints import Adjoint, Reversible
-from ..errors import ConvergenceError
+from ..failure import ConvergenceError, OnFailure
 from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver

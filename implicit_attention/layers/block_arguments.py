@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from .. import _validate
-from .._autograd import transforms_active
+from .._torch import transforms_active
 from .exits import checked_exit
 from .token_solve import TokenSolve
 from .token_window import Reads, takes_past

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import HALF, is_batched, is_exporting
-from .._norm import norm
 from .._solve import by_adjoint, solve
+from .._torch import HALF, is_batched, is_exporting, norm
 from ..adjoints import Adjoint, Implicit, Request, Reversible, Unrolled
 from ..adjoints.reversible import coupled_steps
-from ..fixed_point_map import PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
-from ..solution import AdjointReport, Record, Solution
+from ..problem import PerSample, Shared
+from ..solution import AdjointReport, Record, Solution, Status
 from ..solvers import Picard, Solver
 from ..solvers.loop import plain_steps
-from ..status import Status
 from .block_map import BlockMap, BlockProblem
 from .compiled_graphs import CompiledPicard, Graphs
 

@@ -12,12 +12,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import HALF, at_least_single, is_exporting, same, transforms_active
-from .._declared import parts_of
-from ..fixed_point_map import FixedPointMap, closed_over, takes_statistics
-from ..problem import counted, writes_to
+from .._torch import HALF, at_least_single, is_exporting, same, transforms_active
+from ..problem import FixedPointMap, closed_over, counted, parts_of, takes_statistics, writes_to
+from ..solution import Status
 from ..solvers._rows import stay_where
-from ..status import Status
 from .block_state import Frame, StateLayout
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single, state_dtype
-from ..fixed_point_map import PerSample, Shared
-from ..problem import counted, is_like
+from .._torch import at_least_single, state_dtype
+from ..problem import PerSample, Shared, counted, is_like
 
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 

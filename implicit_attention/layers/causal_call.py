@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, is_batched, is_exporting, refusing, transforms_active
-from .._reporting import report_failures
+from .._torch import host_may_look, is_batched, is_exporting, refusing, transforms_active
 from ..adjoints import Adjoint, Request, Reversible
+from ..failure import report_failures
 from ..linear._vectors import along
 from ..problem import counted
-from ..solution import Record, Solution
+from ..solution import Record, Solution, Status
 from ..solvers import Picard, Solver
 from ..solvers.loop import plain_steps
-from ..status import Status
 from .block_call import BlockCall, BlockSolution
 from .block_map import BlockProblem
 from .block_state import StateLayout

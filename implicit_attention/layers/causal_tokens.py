@@ -10,20 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import backward_running, host_may_look, in_own_precision, is_exporting, transforms_active
-from .._reporting import report_failures
 from .._solve import by_adjoint, solve
-from .._types import Impl, OnFailure
+from .._torch import backward_running, host_may_look, in_own_precision, is_exporting, transforms_active
 from ..adjoints import Adjoint, Implicit, Request, Unrolled
 from ..energies.causal_tokens import CausalTokens
-from ..errors import ConvergenceError
-from ..failure_policy import located
+from ..failure import ConvergenceError, OnFailure, located, report_failures
+from ..kernels.problem import Impl
 from ..options import SolveOptions
 from ..problem import Problem, TokenOrder, widened
-from ..solution import AdjointReport, Record, Solution, SolveReport
+from ..solution import AdjointReport, Record, Solution, SolveReport, Status
 from ..solvers import Outcome, Picard, Solver
 from ..solvers.in_order import Tokens, of_problems
-from ..status import Status
 from .cache import KeyValueCache, check_cache
 
 

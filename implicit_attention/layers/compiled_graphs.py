@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_fake, transforms_active
+from .._torch import is_fake, transforms_active
 from ..adjoints import Unrolled
-from ..errors import outside
-from ..fixed_point_map import FixedPointMap
+from ..failure import outside
 from ..options import SolveOptions
-from ..problem import Problem, writes_to
+from ..problem import FixedPointMap, Problem, writes_to
 from ..solvers import Iteration, Picard, Solver
 from ..solvers._rows import Best, flat, steps_left, unflat
 from ..solvers.loop import Images, Loop, plain_steps

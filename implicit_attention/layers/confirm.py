@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._norm import norm
-from ..failure_policy import Located
+from .._torch import norm
+from ..failure import Located
 from ..options import SolveOptions
 from ..solution import SolveReport
 from ..solvers import Picard, Solver

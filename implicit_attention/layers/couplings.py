@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, host_may_look_at_constant
+from .._torch import at_least_single, host_may_look_at_constant
 from ..spins import LowRank
 from ..spins.system import TILE
 from .calls import Place

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._torch import at_least_single
 from ..potentials.layer_norm import LayerNormPotential
 from .calls import Place
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, backward_running, host_may_look, is_batched, is_exporting, is_fake, uncompiled
 from .._solve import solve
+from .._torch import at_least_single, backward_running, host_may_look, is_batched, is_exporting, is_fake, uncompiled
 from ..adjoints import Unrolled
 from ..attention.function import PotentialFactory, made_by
 from ..attention.masks import check_key_mask
 from ..energies.causal_tokens import CausalTokens
 from ..energies.legendre import LegendreEnergy
-from ..failure_policy import policy_of
+from ..failure import policy_of
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, Potential, TokenAttention, TokenMemory
 from ..potentials.summed_scores import Polynomial

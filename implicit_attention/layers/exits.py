@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._declared import pick, put
-from .._norm import norm
+from .._torch import norm
+from ..problem import pick, put
 from ..solution import SolveReport
 from ..solvers import Iteration
 

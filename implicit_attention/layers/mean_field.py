@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, host_may_look, transforms_active, uncompiled
 from .._solve import solve
+from .._torch import at_least_single, host_may_look, transforms_active, uncompiled
 from ..adjoints import Unrolled
 from ..attention.masks import for_heads, pairs_that_read
-from ..fixed_point_map import FixedPointMap, PerSample, Shared
-from ..problem import TokenOrder
+from ..problem import FixedPointMap, PerSample, Shared, TokenOrder
 from ..solution import SolveReport
 from ..solvers import Anderson, Picard
 from .calls import plain

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, jvp_by_vjp
+from .._torch import at_least_single, jvp_by_vjp
 from ..linear import spectral_radius
 from ..potentials import SaddlePointResponse
 from ..problem import Problem

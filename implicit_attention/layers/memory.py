@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import HALF, at_least_single, in_own_precision
+from .._torch import HALF, at_least_single, in_own_precision
 from ..attention.function import PotentialFactory, attend, made_by
 from ..energies import AnchoredEnergy
 from ..kernels.problem import Attention

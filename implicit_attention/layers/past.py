@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..status import Status
+from ..solution import Status
 
 #: A cache that is full grows by this factor.
 GROWTH = 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import transforms_active
+from .._torch import transforms_active
 from .past import BlockCache, KeyValueMemory
 from .token_window import CausalProblem, Reads, TokenWindow
 

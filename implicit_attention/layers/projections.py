@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import HALF, at_least_single
+from .._torch import HALF, at_least_single
 
 Scalar: TypeAlias = float | Literal["learned"]
 

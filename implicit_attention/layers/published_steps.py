@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._autograd import transforms_active
-from .._reporting import tell
-from .._types import OnFailure
+from .._torch import transforms_active
 from ..energies.causal_tokens import CausalDynamics
 from ..energies.legendre import PublishedDynamics
-from ..failure_policy import policy_of
+from ..failure import OnFailure, policy_of, tell
 from ..problem import Evaluation, Problem
 from ..solvers import GradientDescent, Picard, Solver
 

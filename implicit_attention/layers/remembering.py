@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from .. import _validate
-from .._autograd import backward_running, is_exporting
-from .._reporting import report_failures
 from .._solve import Route
-from ..failure_policy import FailurePolicy, FailureSite, Located
+from .._torch import backward_running, is_exporting
+from ..failure import FailurePolicy, FailureSite, Located, report_failures
 from ..options import SolveOptions
-from ..solution import AdjointReport, Record, SolveReport
-from ..status import OF_ATTENTION, advice
+from ..solution import OF_ATTENTION, AdjointReport, Record, SolveReport, advice
 
 
 class Remembering(nn.Module):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, host_may_look, uncompiled
-from .._reporting import without_gradient
+from .._torch import at_least_single, host_may_look, uncompiled
 from ..adjoints import Unrolled
 from ..attention.masks import for_heads, pairs_that_read
+from ..failure import without_gradient
 from ..potentials import AmosResponse, SphericalLaw
 from ..problem import TokenOrder
 from ..solvers import Picard

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, uncompiled
-from .._reporting import tell
-from .._types import OnFailure
+from .._torch import at_least_single, uncompiled
 from ..attention.function import merge_heads, split_heads
+from ..failure import OnFailure, tell
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .calls import TokenMasks, plain

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._autograd import at_least_single
+from .._torch import at_least_single
 
 # The weight with beta="auto" of all other patterns together at a pattern that is closer to its neighbour than nine out
 # of ten are.

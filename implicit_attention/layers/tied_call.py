@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import is_fake, transforms_active, uncompiled
-from ..fixed_point_map import PerSample
+from .._torch import is_fake, transforms_active, uncompiled
+from ..problem import PerSample
 from ..solution import Record, SolveReport
 from .block import Equilibrium
 from .causal_tokens import Lost

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from .. import _validate
-from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..attention.function import merge_heads, split_heads
 from ..attention.masks import check_key_mask
+from ..failure import OnFailure
 from ..options import SolveOptions
 from ..solvers import Solver
 from .causal_tokens import Lost, without_nonfinite

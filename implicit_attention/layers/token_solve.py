@@ -9,14 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .._autograd import is_batched, transforms_active
+from .._torch import is_batched, transforms_active
 from ..attention.masks import triangle
 from ..linear._vectors import along
 from ..problem import Problem, TokenOrder
-from ..solution import Record, SolveReport
+from ..solution import Record, SolveReport, Status
 from ..solvers import Outcome, Solver
 from ..solvers.in_order import of_problems
-from ..status import Status
 from .exits import RULES, Exit, ExitReport, Exits
 from .past import BlockCache, KeyValueMemory
 from .past_check import check_past, check_update

@@ -14,11 +14,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import transforms_active
-from .._declared import picked
-from ..fixed_point_map import PerSample, Shared
+from .._torch import transforms_active
 from ..linear._vectors import along
-from ..problem import Problem, TokenOrder, counted, writes_to
+from ..problem import PerSample, Problem, Shared, TokenOrder, counted, picked, writes_to
 from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
 from .block_map import BlockProblem

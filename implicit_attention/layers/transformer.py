@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from .. import _validate
 from ..attention.function import merge_heads, split_heads
 from ..attention.masks import mask_and_bias, triangle
-from ..fixed_point_map import PerSample, Shared
+from ..problem import PerSample, Shared
 from .attention import ImplicitAttention
 from .block import Equilibrium
 from .calls import PlainCall, StepKeywords

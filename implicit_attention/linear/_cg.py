@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._norm import length
-from .._types import LinearMap
+from .._torch import LinearMap, length
 from ._vectors import ROUNDOFF, divide, dot
 from .base import LinearSolver, SweepState, fresh, taken
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._norm import length
-from .._types import LinearMap
+from .._torch import LinearMap, length
 from .._validate import check_integer
-from ..status import Status
+from ..solution import Status
 from ._vectors import ROUNDOFF, choose, coordinates, orthogonalise
 from .base import LinearSolver, SweepState, fresh
 

@@ -8,10 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._norm import length
-from .._types import LinearMap
-from ..solution import Remedies
-from ..status import Status
+from .._torch import LinearMap, length
+from ..solution import Remedies, Status
 from ._vectors import choose, freeze
 from .base import LinearSolver, SweepState, fresh
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look
-from .._norm import length
+from .._torch import host_may_look, length
 
 State = TypeVar("State")
 

@@ -9,12 +9,9 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import HALF, looks_every
-from .._norm import norm
-from .._types import LinearMap
+from .._torch import HALF, LinearMap, looks_every, norm
 from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
-from ..solution import Record, Recorded, Remedies
-from ..status import Status
+from ..solution import Record, Recorded, Remedies, Status
 from ._vectors import ROUNDOFF, choose, freeze, normalised
 
 #: The verdict of a problem that may go on.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._norm import length
-from .._types import LinearMap
+from .._torch import LinearMap, length
 from .._validate import check_integer, require
 from ._vectors import ROUNDOFF, choose, divide, dot, normalised, orthogonalise
 from .base import check_arguments, checked

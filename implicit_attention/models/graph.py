@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import host_may_look_at_constant
+from .._torch import host_may_look_at_constant
 from ..layers import EnergyTransformer
 from ..layers.calls import plain
 from ..options import SolveKeywords

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, host_may_look
+from .._torch import at_least_single, host_may_look
 from ..layers import EnergyTransformer
 from ..layers.calls import Place, plain
 from ..layers.reference_weights import IMAGE_ARRAYS, Layout, read_reference

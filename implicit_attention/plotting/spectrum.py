@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._torch import exact_precision
 from ..problem import Problem, widened
 from .style import BAD, GOOD, Figure, finish, new_figure
 

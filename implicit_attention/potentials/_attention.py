@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .._autograd import exact_precision, is_exporting, is_plain, transforms_active, vjp
+from .._torch import exact_precision, is_exporting, is_plain, transforms_active, vjp
 from ..kernels.problem import Attention
 from ..kernels.trust import Errors, KernelComparison, Use, Written, answer, normal, poisoned, third_masked
 

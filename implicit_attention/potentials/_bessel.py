@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._autograd import is_plain, tangent_rule
+from .._torch import is_plain, tangent_rule
 from . import _debye
 
 #: Bytes of t that are read at a time, of G alone and of functions that keep all dimensions on the way in memory.

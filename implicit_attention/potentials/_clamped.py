@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .._autograd import at_least_single, exact_precision, sum_to_shape
+from .._torch import at_least_single, exact_precision, sum_to_shape
 from ._shapes import PerRow, ReadOut, States, Values, Weights
 from .base import Composite, CovarianceMap, Potential
 from .log_sum_exp import LogSumExp

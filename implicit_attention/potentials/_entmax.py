@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._autograd import host_may_look, is_plain, sum_to_shape, tangent_rule, uncompiled
+from .._torch import host_may_look, is_plain, sum_to_shape, tangent_rule, uncompiled
 
 # Numbers in one block of work.
 BLOCK = 2**18

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .._autograd import sum_to_shape, transforms_active
+from .._torch import sum_to_shape, transforms_active
 from ._read import restricted_to
 from .self_attention import softmax_tangent
 

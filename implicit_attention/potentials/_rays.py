@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import at_least_single, host_may_look
+from .._torch import at_least_single, host_may_look
 
 # The largest rectified growth has no closed form.
 ASCENT_STEPS = 30

@@ -9,7 +9,7 @@ from einops import einsum
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look, transforms_active
+from .._torch import host_may_look, transforms_active
 
 
 def check_masks(mask: Tensor | None, bias: Tensor | None, keys: Tensor | None = None) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import check_graph, grad, sum_to_shape, vjp
-from .._declared import Declared, abstract, restricted
-from .._types import LinearMap
+from .._torch import LinearMap, check_graph, grad, sum_to_shape, vjp
+from ..problem import Declared, abstract, restricted
 from ._rays import Ray, first_to_fall, spectral_norm, steeper
 
 

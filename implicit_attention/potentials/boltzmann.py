@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import HALF, host_may_look, in_own_precision, is_differentiated, transforms_active
+from .._torch import HALF, host_may_look, in_own_precision, is_differentiated, transforms_active
 from ._shapes import PerRow, States
 from .hidden_units import HiddenUnits
 from .laws import BernoulliUnits, ConstantUnits, DiscreteUnits, GaussianUnits

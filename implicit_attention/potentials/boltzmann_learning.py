@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import in_own_precision
+from .._torch import in_own_precision
 from .boltzmann import RestrictedBoltzmannMachine, Visible
 from .unit import check_generator
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import HALF, at_least_single, host_may_look, sum_to_shape
+from .._torch import HALF, at_least_single, host_may_look, sum_to_shape
 from ._read import joined
 from ._shapes import Keys, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp

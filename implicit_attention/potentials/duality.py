@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look, in_own_precision, transforms_active
+from .._torch import host_may_look, in_own_precision, transforms_active
 from ..linear import _matrices
 from ._shapes import PerRow, States
 from .base import Potential

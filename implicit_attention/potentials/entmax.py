@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import at_least_single, exact_precision, sum_to_shape
+from .._torch import at_least_single, exact_precision, sum_to_shape
 from ._entmax import by_order, entmax, maximum, slopes
 from ._shapes import Keys, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .base import CovarianceMap

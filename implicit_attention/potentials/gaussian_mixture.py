@@ -10,8 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import host_may_look, sum_to_shape, transforms_active
-from .._types import LinearMap
+from .._torch import LinearMap, host_may_look, sum_to_shape, transforms_active
 from ._attention import common
 from ._rays import Ray
 from ._shapes import Keys, PerRow, States, Weights

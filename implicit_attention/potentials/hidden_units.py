@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from .._torch import sum_to_shape
 from ._rays import Ray, finite, spectral_norm
 from ._shapes import PerRow, States
 from .base import CovarianceMap, Potential, check_fits

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import HALF, at_least_single, check_graph, host_may_look, vjp
-from .._declared import restricted
+from .._torch import HALF, at_least_single, check_graph, host_may_look, vjp
+from ..problem import restricted
 from ._attention import SMALL_PRODUCT
 from ._read import check_masks, check_per_key, joined
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights

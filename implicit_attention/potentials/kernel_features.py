@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._declared import Declared
+from ..problem import Declared
 
 
 class Features(Declared, general=True):

@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import sum_to_shape
-from .._types import LinearMap
+from .._torch import LinearMap, sum_to_shape
 from ._shapes import PerBatch, PerRow, States, per_state
 from .base import CovarianceMap, Potential
 

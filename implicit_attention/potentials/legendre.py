@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import in_own_precision, transforms_active
 from .._solve import solve
+from .._torch import in_own_precision, transforms_active
 from ..energies import Energy
-from ..errors import ConvergenceError
+from ..failure import ConvergenceError
 from ..problem import widened
 from ..solvers import NewtonKrylov, Solver
 from ._read import joined

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import Self, TypedDict
 
 from .. import _validate
-from .._autograd import host_may_look, is_plain, sum_to_shape
-from .._declared import restricted
+from .._torch import host_may_look, is_plain, sum_to_shape
+from ..problem import restricted
 from ._attention import Fold, common, row_block, triangle
 from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan, without_nan_before
 from ._shapes import Bias, Keys, Mask, PerBatch, per_state

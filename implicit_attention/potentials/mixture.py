@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, MixtureSameFamily, MultivariateNormal, Normal
 
 from .. import _validate
-from .._autograd import host_may_look, transforms_active
+from .._torch import host_may_look, transforms_active
 from ._read import joined
 from ._shapes import States
 from .base import Potential

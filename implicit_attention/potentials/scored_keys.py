@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from .._autograd import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
+from .._torch import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
 from ._attention import (
     FLASH_KEYS,
     attend,

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from .._torch import sum_to_shape
 from ._read import check_masks, check_masks_fit, joined, restricted_to
 from ._shapes import Bias, Mask, PerBatch, States, per_state
 from .base import CovarianceMap, Potential

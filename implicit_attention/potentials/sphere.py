@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._torch import at_least_single
 from . import _bessel
 from ._cosine import one_minus_cosine
 from .spherical import Site, SphericalLaw, covariance_times

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import at_least_single, vjp
+from .._torch import at_least_single, vjp
 from ._shapes import PerBatch
 from .unit import Sites, Vectors
 

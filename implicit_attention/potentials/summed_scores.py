@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from .._torch import sum_to_shape
 from ._rays import Ray, faster_ray, quadratic_ray
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import CovarianceMap

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from .._torch import sum_to_shape
 from ._rays import Ray
 from ._shapes import States
 from .base import Composite, CovarianceMap, Potential

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import is_plain, sum_to_shape, transforms_active
+from .._torch import is_plain, sum_to_shape, transforms_active
 from ._query_side import QuerySide, concatenated
 from ._read import check_masks, check_masks_fit, restricted_to
 from ._shapes import Mask, States, per_state

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import at_least_single, exact_precision, grad, vjp
+from .._torch import at_least_single, exact_precision, grad, vjp
 
 Hidden: TypeAlias = Float[Tensor, "*batch N H"]
 Vectors: TypeAlias = Float[Tensor, "*batch N D"]

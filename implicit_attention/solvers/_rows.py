@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import host_may_look
-from .._declared import pick, put
-from .._norm import length
-from ..problem import Problem
-from ..solution import Record
-from ..status import Status
+from .._torch import host_may_look, length
+from ..problem import Problem, pick, put
+from ..solution import Record, Status
 
 # The working set is restricted anew when the unfinished problems are less than this part of it.
 COMPACT_BELOW = 2 / 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._fused_rule import FusedRule
+from ..kernels.problem import FusedRule
 from ..problem import Problem
 from ._rows import rows_where
 from .loop import Iteration

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from ..solution import Remedies
-from ..status import Status
+from ..solution import Remedies, Status
 from .loop import Iteration, Solver, Update
 
 

@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .._norm import norm
+from .._torch import norm
 from ..problem import Problem, TokenOrder
-from ..solution import Record, Trace
-from ..status import Status
+from ..solution import Record, Status, Trace
 
 
 class Tokens(Problem):

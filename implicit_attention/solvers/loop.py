@@ -18,13 +18,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import host_may_look, into_onnx, looks_every, transforms_active
-from .._fused_rule import FusedRule
-from .._norm import length, norm
-from ..errors import UnsupportedImplementation
+from .._torch import host_may_look, into_onnx, length, looks_every, norm, transforms_active
+from ..failure import UnsupportedImplementation
+from ..kernels.problem import FusedRule
 from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
-from ..solution import Record, Remedies, Trace
-from ..status import CONTRACT, Status
+from ..solution import CONTRACT, Record, Remedies, Status, Trace
 from ._rows import Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens, of_problems
 

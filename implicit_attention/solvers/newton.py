@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _rule, _validate
+from .. import _validate
+from ..kernels import rule
 from ..linear import CG, GMRES
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
@@ -71,5 +72,5 @@ class NewtonKrylov(Safeguarded):
         inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)
         solution = inner.solve(matvec, rhs)
         moves = (solution.value != 0).any(-1)
-        s = rows_where(moves, solution.value, _rule.STRETCH * point.r)
+        s = rows_where(moves, solution.value, rule.STRETCH * point.r)
         return Proposal(s, accepted, solution.num_steps)

@@ -20,12 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_batched, transforms_active
-from .._norm import norm
-from ..fixed_point_map import FixedPointMap
-from ..problem import Problem, evaluate_pure
-from ..solution import Record, Remedies, Trace
-from ..status import Status
+from .._torch import is_batched, norm, transforms_active
+from ..problem import FixedPointMap, Problem, evaluate_pure
+from ..solution import Record, Remedies, Status, Trace
 from ._rows import flat, rows_where
 from .anderson import Anderson
 from .broyden import Broyden

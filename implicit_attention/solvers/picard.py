@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import _validate
-from .._fused_rule import FusedRule
+from ..kernels.problem import FusedRule
 from ..problem import Problem
-from ..solution import Remedies
-from ..status import CONTRACT, Status
+from ..solution import CONTRACT, Remedies, Status
 from .loop import Iteration, Solver, Update
 
 

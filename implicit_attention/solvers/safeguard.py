@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import _rule, _validate
-from .._autograd import host_may_look
-from .._norm import norm, resolves
+from .. import _validate
+from .._torch import host_may_look, norm, resolves
+from ..kernels import rule
 from ..problem import Problem
 from ._rows import rows_where, unflat
 from .loop import Iteration, Solver, Update
@@ -125,8 +125,8 @@ class Safeguarded(Solver):
     #: Whether a rejected accelerated step is shortened rather than replaced by the plain one.
     backtracks: ClassVar[bool] = False
     #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|.
-    slope: ClassVar[float] = _rule.SLOPE
-    longest: ClassVar[float] = _rule.LONGEST
+    slope: ClassVar[float] = rule.SLOPE
+    longest: ClassVar[float] = rule.LONGEST
     #: For maps that are no gradient: how much |r| may grow in one step.
     growth: ClassVar[float] = 20.0
 
@@ -169,16 +169,16 @@ class Safeguarded(Solver):
             # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
             plain = torch.minimum(promise, slope)
         accelerated = state.accelerated & (not self.backtracks)
-        required = _rule.DESCENT * state.length * torch.where(accelerated, promise, plain)
+        required = rule.DESCENT * state.length * torch.where(accelerated, promise, plain)
         # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
         trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
         eps = torch.finfo(point.z.dtype).eps
         if problem.steps_rescaled:
             # The promise of r is in other units than E, so that only the sign of the change of E counts.
             measured = state.energy - point.energy
-            resolved = measured.abs() > _rule.ENERGY_SLACK * _rule.rounding_of(point.energy, state.energy, eps)
+            resolved = measured.abs() > rule.ENERGY_SLACK * rule.rounding_of(point.energy, state.energy, eps)
             return rows_where(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
-        return _rule.descends(point.energy, state.energy, required, trapezoid, eps)
+        return rule.descends(point.energy, state.energy, required, trapezoid, eps)
 
     def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
@@ -186,15 +186,15 @@ class Safeguarded(Solver):
         reach = norm(s)
         usable = usable & (reach < torch.inf)
         if force is not None or (self._guard(problem) != "none" and problem.symmetric):
-            s = s * _rule.shortened(point.residual, reach, self.longest)[..., None]
+            s = s * rule.shortened(point.residual, reach, self.longest)[..., None]
             plain = point.residual.square() if force is None else (force * point.r).sum(-1)
             slope = ((point.r if force is None else force) * s).sum(-1)
-            usable = usable & _rule.promises(plain, slope, reach, self.slope)
+            usable = usable & rule.promises(plain, slope, reach, self.slope)
         if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
             # The last evaluation is not staked on a step that may be rejected.
             usable = torch.zeros_like(usable)
         elif self._stretches(problem):
-            s = rows_where(downward, _rule.STRETCH * point.r, s)
+            s = rows_where(downward, rule.STRETCH * point.r, s)
             usable = (usable | downward) if point.step > 1 else usable
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
 

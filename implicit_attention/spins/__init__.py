@@ -11,8 +11,7 @@ from ..potentials import (
     SphereUnits,
     SphericalLaw,
 )
-from ..solution import SolveReport
-from ..status import Status
+from ..solution import SolveReport, Status
 from .adaptive_tap import AdaTAP
 from .approximation import Answer, Approximation, FixedPointApproximation, LogPartition
 from .bethe import Bethe

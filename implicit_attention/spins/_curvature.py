@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._autograd import is_batched
-from .._types import LinearMap
+from .._torch import LinearMap, is_batched
 from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials import SphericalLaw
 from .system import SpinSystem

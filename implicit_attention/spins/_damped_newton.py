@@ -13,8 +13,8 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from typing_extensions import Self
 
-from .._autograd import looks_every
-from ..status import Status
+from .._torch import looks_every
+from ..solution import Status
 
 # Finished samples leave the working set when no more than this part of it is running.
 COMPACT_BELOW = 2 / 3

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import uncompiled
-from .._types import LinearMap
+from .._torch import LinearMap, uncompiled
 from ..potentials import SiteLaw
 from ..problem import Linearization, pullback
-from ..status import Status
+from ..solution import Status
 from ._damped_newton import RUNNING, Descent, SampleFunction, descend, of_samples
 from ._matrix_inverse import inverse_and_logdet
 from ._multipliers import Multipliers, minimise

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._autograd import host_may_look, transforms_active
+from .._torch import host_may_look, transforms_active
 from ..linear import _matrices
 
 

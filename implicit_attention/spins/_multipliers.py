@@ -8,14 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._autograd import exact_precision, host_may_look, is_differentiated, transforms_active, uncompiled
 from .._solve import solve
+from .._torch import exact_precision, host_may_look, is_differentiated, transforms_active, uncompiled
 from ..adjoints import Implicit
 from ..linear import Neumann, _matrices
 from ..problem import Linearization, Problem
-from ..solution import Record, SolveReport
+from ..solution import Record, SolveReport, Status
 from ..solvers import Outcome, Solver
-from ..status import Status
 from ._damped_newton import RUNNING, Descent, SampleFunction, descend, of_samples
 from ._matrix_inverse import inverse_and_logdet
 from .approximation import SampleProblem

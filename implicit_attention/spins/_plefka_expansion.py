@@ -24,7 +24,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from .._autograd import vjp
+from .._torch import vjp
 from ..linear import extreme_eigenvalues
 from ..potentials import SphericalLaw
 from ..problem import Linearization, pullback

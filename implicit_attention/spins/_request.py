@@ -7,13 +7,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import backward_running, host_may_look, readable
-from .._reporting import check_on_failure, report_failures, warn_of_unstable
-from .._types import OnFailure
-from ..failure_policy import located
+from .._torch import backward_running, host_may_look, readable
+from ..failure import OnFailure, check_on_failure, located, report_failures, warn_of_unstable
 from ..problem import widened
-from ..solution import Record, SolveReport
-from ..status import Status
+from ..solution import Record, SolveReport, Status
 from .approximation import Approximation, Check
 from .methods import listed
 from .system import SpinSystem

@@ -13,9 +13,8 @@ from .._solve import solve
 from ..linear import _matrices
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
-from ..solution import Remedies, Solution, SolveReport
+from ..solution import Remedies, Solution, SolveReport, Status
 from ..solvers import NewtonKrylov
-from ..status import Status
 from ._expectation_consistency import SiteEquations, descended, guarded_inverse
 from ._request import closed_form
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, InUnits, LogPartition, field_unit

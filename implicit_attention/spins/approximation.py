@@ -12,15 +12,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import grad, vjp
-from .._declared import restricted
 from .._solve import solve
+from .._torch import grad, vjp
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
-from ..problem import Linearization, Problem, pullback
-from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
+from ..problem import Linearization, Problem, pullback, restricted
+from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport, Status
 from ..solvers import Anderson, Picard, Solver
-from ..status import Status
 from ._curvature import everywhere
 from .methods import listed
 from .system import SpinSystem

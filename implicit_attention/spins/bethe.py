@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look_at_constant, readable
+from .._torch import host_may_look_at_constant, readable
 from ..potentials import SignUnits
 from ..problem import Problem
-from ..solution import Remedies
-from ..status import Status
+from ..solution import Remedies, Status
 from .approximation import FixedPointApproximation, SampleProblem, power_of_two, require_ising
 from .system import SpinSystem
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import in_own_precision
-from .._types import OnFailure
+from .._torch import in_own_precision
+from ..failure import OnFailure
 from ..problem import widened
 from ._curvature import local_field
 from .approximation import Approximation

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look, in_own_precision
-from .._types import OnFailure
+from .._torch import host_may_look, in_own_precision
+from ..failure import OnFailure
 from ..linear import spectral_radius
 from ..solution import SolveReport
 from ._curvature import flattened, local_field

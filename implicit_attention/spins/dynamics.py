@@ -10,11 +10,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import in_own_precision
-from .._types import LinearMap, OnFailure
+from .._torch import LinearMap, in_own_precision
+from ..failure import OnFailure
 from ..potentials import SphericalLaw
-from ..solution import Remedies, SolveReport
-from ..status import Status
+from ..solution import Remedies, SolveReport, Status
 from ._curvature import local_field, radius_exceeds_one
 from ._request import fill, reported, validated, without_nonfinite
 from ._site import Spread, antisymmetric_sum

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import in_own_precision
+from .._torch import in_own_precision
 from ..linear import _matrices
 from .enumeration import states
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import at_least_single, host_may_look, in_own_precision
+from .._torch import at_least_single, host_may_look, in_own_precision
 from ._matrix_inverse import inverse_and_logdet
 from .system import SpinSystem
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import jvp_by_vjp, vjp
-from .._types import LinearMap
+from .._torch import LinearMap, jvp_by_vjp, vjp
 from ..linear import _matrices
 from ..problem import Problem
-from ..solution import Remedies
-from ..status import Status
+from ..solution import Remedies, Status
 from ._site import SpinSite, Spread, linear_response
 from .approximation import field_unit, require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem

@@ -12,8 +12,7 @@ from torch import Tensor
 from .. import _validate
 from ..potentials import SaddlePointResponse, SphericalLaw
 from ..potentials.legendre import stationary
-from ..solution import Remedies, SolveReport
-from ..status import Status
+from ..solution import Remedies, SolveReport, Status
 from ._matrix_inverse import inverse_and_logdet
 from ._multipliers import Multipliers, minimise
 from .approximation import Answer, Approximation, Check, LogPartition

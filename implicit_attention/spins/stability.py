@@ -11,14 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import grad, in_own_precision
-from .._reporting import check_on_failure, report_failures, table
-from .._types import LinearMap, OnFailure
+from .._torch import LinearMap, grad, in_own_precision
 from ..diagnostics import first_fixed_points
+from ..failure import OnFailure, check_on_failure, report_failures, table
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
 from ..problem import widened
-from ..solution import SolveReport
-from ..status import Status
+from ..solution import SolveReport, Status
 from ._curvature import flattened, local_field
 from ._request import fill
 from ._site import SpinSite

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..linear import Eigenvalue, extreme_eigenvalues
-from ..solution import SolveReport
-from ..status import Status
+from ..solution import SolveReport, Status
 from .approximation import Approximation
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
 from .system import SpinSystem

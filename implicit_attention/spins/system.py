@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import in_own_precision, is_batched, readable
-from .._declared import Declared, restricted
-from ..problem import TokenOrder
+from .._torch import in_own_precision, is_batched, readable
+from ..problem import Declared, TokenOrder, restricted
 from . import low_rank
 from .low_rank import LowRank
 from .methods import listed

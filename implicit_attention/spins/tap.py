@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials import SphereUnits
-from ..solution import Remedies
-from ..status import Status
+from ..solution import Remedies, Status
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka_expansion import Expansion, IsingExpansion, VectorExpansion
 from .approximation import FixedPointApproximation, ResponseApproximation, field_unit

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import grad, in_own_precision, vjp
-from .._types import OnFailure
+from .._torch import grad, in_own_precision, vjp
+from ..failure import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._request import fill, reported, validated, without_nonfinite
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import host_may_look, is_plain
+from .._torch import host_may_look, is_plain
 from ..potentials import SphereUnits
-from ..solution import Remedies
-from ..status import Status
+from ..solution import Remedies, Status
 from ._request import closed_form
 from .approximation import Approximation, LogPartition, require_numbers
 from .enumeration import log_mean_exp

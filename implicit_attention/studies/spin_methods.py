@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import spins
-from ..solution import SolveReport, status_counts
+from ..solution import SolveReport, Status, status_counts
 from ..spins import (
     Approximation,
     DrivenPath,
@@ -26,7 +26,6 @@ from ..spins.sampling import Samples, heat_bath, synchronous
 from ..spins.sweep import SCALARS as SCALARS
 from ..spins.sweep import at_all as at_all
 from ..spins.sweep import failed_of, mean_length, solved
-from ..status import Status
 from .measure import error_row, median_times
 
 #: Names of methods that are no approximations: Monte Carlo, and the exact law of a small chain.

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .._solve import solve
-from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..energies import AnchoredEnergy, EnergyFunction
-from ..fixed_point_map import FixedPointMap
+from ..failure import OnFailure
 from ..potentials import LogSumExp
-from ..problem import Problem
+from ..problem import FixedPointMap, Problem
 from ..solvers import Anderson, Picard, Solver
 from .numerics import check_close, check_derivatives, dense_gradients, random, relative_error
 

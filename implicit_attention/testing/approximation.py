@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..solution import Status
 from ..spins import SpinSystem, free_energy, magnetization, thermodynamics
 from ..spins.approximation import Approximation
 from ..spins.thermodynamics import Thermodynamics
-from ..status import Status
 from .numerics import check_autocast, check_close, check_derivatives, random
 
 SCALARS = ("free_energy", "log_partition", "internal_energy", "entropy", "heat_capacity")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..linear import LinearSolution, LinearSolver
-from ..status import Status
+from ..solution import Status
 from .numerics import check_close, random
 
 Matvec = Callable[[Tensor], Tensor]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..energies import AnchoredEnergy
-from ..fixed_point_map import FixedPointMap
 from ..potentials import LogSumExp
-from ..problem import Problem
+from ..problem import FixedPointMap, Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from .._solve import solve
 from ..energies import AnchoredEnergy
-from ..errors import ConvergenceError
-from ..fixed_point_map import FixedPointMap, PerSample
+from ..failure import ConvergenceError
 from ..potentials import LogSumExp, SquaredScores
-from ..problem import Problem
-from ..solution import Solution
+from ..problem import FixedPointMap, PerSample, Problem
+from ..solution import Solution, Status
 from ..solvers import Solver
-from ..status import Status
 from .numerics import check_close, random
 from .problems import Case, fixed_point_cases, hopfield_energy
 

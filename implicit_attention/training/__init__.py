@@ -4,7 +4,7 @@ block that repeats, and `calibrate` says how often its settled answers are right
 `FailurePolicy`, which says how many failures a run tolerates, is an option of every layer: `on_failure`.
 """
 
-from ..failure_policy import FailurePolicy
+from ..failure import FailurePolicy
 from .calibration import Calibration, calibrate, calibration_table
 from .observed import Observation, Observed
 from .settling import SettlingLoss

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._reporting import table
-from ..status import Status
+from ..failure import table
+from ..solution import Status
 from .tally import BACKWARD, BINS, CALLS, EVALUATIONS, FORWARD, LOST, STATUSES
 
 FAILURES = tuple(status for status in Status if status.failed)

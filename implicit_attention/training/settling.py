@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._torch import at_least_single
 from ..layers.block import Equilibrium
 from ..layers.block_map import SameNumbers
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import backward_running, is_batched, is_exporting, is_fake, transforms_active
+from .._torch import backward_running, is_batched, is_exporting, is_fake, transforms_active
 from ..problem import Problem
-from ..solution import Record, SolveReport
-from ..status import Status
+from ..solution import Record, SolveReport, Status
 
 #: Evaluations are counted one by one up to this number.
 BINS = 1024

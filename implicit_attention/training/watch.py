@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._torch import exact_precision
 from ..diagnostics import spectral_radius
-from ..failure_policy import FailureSite
+from ..failure import FailureSite
 from ..layers.remembering import Remembering
 from ..problem import Problem
 from .observed import Observation, Observed, mean

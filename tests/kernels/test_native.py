@@ -37,11 +37,11 @@ from implicit_attention import (
     Status,
     Unrolled,
     UnsupportedImplementation,
-    _rule,
     equilibrium_attention,
     solve,
 )
 from implicit_attention.kernels import Attention, hopfield_adjoint, hopfield_solve, kernel_checks
+from implicit_attention.kernels import rule as rule_in_torch
 from implicit_attention.kernels.native import library
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.problem import Problem
@@ -735,7 +735,7 @@ def test_the_rule_of_steps_is_that_of_torch(instruction_set, tmp_path):
         square, trapezoid, *sums = ((one * other).sum(-1) for one, other in pairs)
         length, (energy, fall) = before.norm(dim=-1), torch.randn(2, count, dtype=dtype, generator=draw)
         # A third of the energies fall by nearly what is required, which their rounding nearly hides.
-        near = _rule.DESCENT * length.square() * (1 + 0.1 * fall)
+        near = rule_in_torch.DESCENT * length.square() * (1 + 0.1 * fall)
         third = ordinal % 3 == 0
         energy, fall = torch.where(third, near / (8 * info.eps), energy), torch.where(third, near, fall)
         likely = (square, square.sqrt(), energy, trapezoid, *sums, energy + fall, length)
@@ -745,7 +745,7 @@ def test_the_rule_of_steps_is_that_of_torch(instruction_set, tmp_path):
         lengths = [0, 1, 5, 10]
         numbers[lengths] = numbers[lengths].abs()
         truths = torch.rand(3, count, generator=draw) < 0.8
-        expected = _rule.decide(*numbers, *truths, eps=info.eps, tiny=info.tiny, least=LEAST)
+        expected = rule_in_torch.decide(*numbers, *truths, eps=info.eps, tiny=info.tiny, least=LEAST)
         found, asked = torch.empty(4, count, dtype=dtype), truths.to(dtype)
         function = getattr(compiled, f"decide_{str(dtype).removeprefix('torch.')}")
         function(*(ctypes.c_void_p(t.data_ptr()) for t in (numbers, asked, found)), ctypes.c_int64(count))
@@ -753,7 +753,7 @@ def test_the_rule_of_steps_is_that_of_torch(instruction_set, tmp_path):
             # Roots of torch may differ in the last bit. None is NaN.
             torch.testing.assert_close(one, other.to(dtype), rtol=4 * info.eps if other.dtype == dtype else 0, atol=0)
         accepted, tries, by_r, by_df = expected
-        for each in (accepted, tries, by_r == 1, by_r == _rule.STRETCH, by_r < 1, by_df == 0):
+        for each in (accepted, tries, by_r == 1, by_r == rule_in_torch.STRETCH, by_r < 1, by_df == 0):
             assert 100 < each.sum() < count - 100
 
 

@@ -12,8 +12,12 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.compiled_kernels import Card  # noqa: E402
-from implicit_attention._fused_rule import FusedRule  # noqa: E402
-from implicit_attention.kernels.problem import THERE, AdjointRule, Attention  # noqa: E402
+from implicit_attention.kernels.problem import (  # noqa: E402
+    THERE,
+    AdjointRule,
+    Attention,
+    FusedRule,
+)
 from implicit_attention.kernels.triton import layout, support  # noqa: E402
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

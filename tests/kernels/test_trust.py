@@ -23,7 +23,7 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
-from implicit_attention.errors import KernelWarning
+from implicit_attention.failure import KernelWarning
 from implicit_attention.kernels import hopfield_solve, kernel_checks, native_status, trust
 from implicit_attention.kernels.native import solve as native
 from implicit_attention.potentials import _attention as attention

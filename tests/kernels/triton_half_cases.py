@@ -26,7 +26,7 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.kernels import hopfield_solve
-from implicit_attention.status import Status
+from implicit_attention.solution import Status
 
 HALF = {"fp16": dict(dtype=FP16), "bf16": dict(dtype=BF16)}
 # A number of keys that divides no other size.

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from triton_harness import BF16, FP16, FP32, case, cases
 
 from implicit_attention import Anderson, UnsupportedImplementation, _solve, equilibrium_attention
-from implicit_attention.errors import KernelWarning
+from implicit_attention.failure import KernelWarning
 from implicit_attention.kernels import Attention, hopfield_adjoint, hopfield_solve, kernel_checks, trust
 
 SOLVE, ADJOINT = "hopfield_solve (triton)", "hopfield_adjoint (triton)"

@@ -17,9 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
 from ... import _validate
-from ..._autograd import host_may_look
-from ..._types import Impl, OnFailure
+from ..._torch import host_may_look
 from ...adjoints import Adjoint
+from ...failure import OnFailure
+from ...kernels.problem import Impl
 from ...options import SolveKeywords
 from ...solvers import Solver
 from .anchors import check_none_learned, check_read, learned_per, with_learned

@@ -15,12 +15,11 @@ from transformers.loss import loss_utils
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ..._autograd import at_least_single, host_may_look_at_constant, is_exporting
+from ..._torch import at_least_single, host_may_look_at_constant, is_exporting
 from ...attention.function import PotentialFactory, attend, made_by
 from ...attention.masks import mask_and_bias
 from ...energies import AnchoredEnergy
-from ...errors import outside
-from ...failure_policy import FailureSite
+from ...failure import FailureSite, outside
 from ...kernels.problem import Attention
 from ...layers.remembering import is_repetition
 from ...solution import Record, SolveReport

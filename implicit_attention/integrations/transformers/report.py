@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._reporting import table
 from ...diagnostics import distinct_fixed_points, effective_keys
+from ...failure import table
 from ...layers.block import Equilibrium
 from ...layers.remembering import report_from_graph
-from ...solution import Record, SolveReport
-from ...status import Status
+from ...solution import Record, SolveReport, Status
 from ...training.observed import or_dash
 from .anchors import PART
 from .attach import attention_of, is_ours

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from transformers import PreTrainedModel
 
 from ... import _validate
-from ..._types import OnFailure
 from ...adjoints import Adjoint
+from ...failure import OnFailure
 from ...layers.tied_call import TokenEquilibrium
 from ...solvers import Solver
 from .attach import check_model

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 
 from ... import _validate
-from ...failure_policy import FailureSite
+from ...failure import FailureSite
 from ...training.watch import Watch, watch
 from ...training.writers import Writer
 from .attach import attention_of, is_ours

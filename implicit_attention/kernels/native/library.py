@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...errors import KernelWarning, outside
+from ...failure import KernelWarning, outside
 
 #: The version of the interface; the same number stands in kernels.cpp.
 ABI = 7

@@ -1,4 +1,4 @@
-// Written by `python tests/native_rule.py` from implicit_attention/_rule.py and status.py, which are what to change.
+// Written by `python tests/native_rule.py` from kernels/rule.py and `Status`, which are what to change.
 #pragma once
 
 #include "simd.h"

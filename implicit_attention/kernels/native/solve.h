@@ -1,4 +1,4 @@
-// The equilibrium of every query, by the tolerances of `_fused_rule.py` and the steps of `_rule.py`. Every lane of a tile
+// The equilibrium of every query, by the tolerances of `FusedRule` and the steps of `rule.py`. Every lane of a tile
 // has a query of its own at a step of its own; a lane that is done takes the next query.
 #pragma once
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..._fused_rule import FusedRule
-from ..problem import AdjointAnswer, AdjointRule, Attention, Solved
+from ..problem import AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
 from ..trust import Errors, adjoint_errors, empty_like, several, small_problem, solve_errors
 from . import library
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._autograd import are_plain
+from ..._torch import are_plain
 from ..step import Step, StepMemory
 from .library import Library
 

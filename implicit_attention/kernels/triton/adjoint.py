@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...status import Status
+from ...solution import Status
 from .. import trust
 from ..problem import AdjointAnswer, AdjointRule, Attention
 from .attend import OverKeys

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._autograd import HALF
+from ..._torch import HALF
 from .layout import InMemory, Left, tiles
 from .mask_tiles import MaskTiles
 from .tile import (

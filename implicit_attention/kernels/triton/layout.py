@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._autograd import HALF
+from ..._torch import HALF
 from ..problem import Attention
 
 #: Bytes that a thread reads at once, where they begin at a multiple of them.

@@ -12,11 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import _rule
-from ..._fused_rule import FusedRule
-from ...status import Status
-from .. import trust
-from ..problem import FLOOR, Attention, Solved
+from ...solution import Status
+from .. import rule, trust
+from ..problem import FLOOR, Attention, FusedRule, Solved
 from .attend import OverKeys
 from .layout import InMemory, Left, counted, in_order, step_tiles
 from .tile import SMALLEST_NORMAL, UNFINISHED, any_of, kernel, power_of_two, query_tile
@@ -37,8 +35,8 @@ KNOWN_TO = tl.constexpr(FLOOR)
 
 
 def _compiled(*functions: Any) -> Any:
-    """The last of these functions of `_rule` for Triton, in whose names it finds those before."""
-    names = {name: tl.constexpr(number) for name, number in vars(_rule).items() if name.isupper()}
+    """The last of these functions of `rule` for Triton, in whose names it finds those before."""
+    names = {name: tl.constexpr(number) for name, number in vars(rule).items() if name.isupper()}
     names |= {"__name__": __name__, "lang": tl, "Tensor": tl.tensor, "Truth": tl.tensor}
     for function in functions:
         # The same code, which looks its names up elsewhere.
@@ -47,7 +45,7 @@ def _compiled(*functions: Any) -> Any:
     return names[functions[-1].__name__]
 
 
-decide = _compiled(_rule.rounding_of, _rule.descends, _rule.shortened, _rule.promises, _rule.decide)
+decide = _compiled(rule.rounding_of, rule.descends, rule.shortened, rule.promises, rule.decide)
 
 
 class Points(NamedTuple):

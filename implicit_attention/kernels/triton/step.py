@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...status import Status
+from ...solution import Status
 from ..step import Step, StepMemory
 from .layout import PART, on_device
 from .tile import kernel

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._autograd import HALF
-from ..._fused_rule import FusedRule
-from ...status import Status
-from ..problem import FINEST, FLOOR, RTOL, AdjointAnswer, AdjointRule, Attention, Solved
+from ..._torch import HALF
+from ...solution import Status
+from ..problem import FINEST, FLOOR, RTOL, AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
 from ..trust import (
     CHECK_STEPS,
     Errors,

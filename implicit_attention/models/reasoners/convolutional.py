@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ... import _validate
-from ..._autograd import at_least_single
-from ...fixed_point_map import PerSample
+from ..._torch import at_least_single
 from ...layers.block import Equilibrium
 from ...layers.calls import PlainCall, StepKeywords
+from ...problem import PerSample
 from .existing import check_exists
 
 

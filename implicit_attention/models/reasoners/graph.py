@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ... import _validate
-from ..._autograd import host_may_look_at_constant
-from ...fixed_point_map import PerSample, Shared
+from ..._torch import host_may_look_at_constant
 from ...layers.block import Equilibrium
 from ...layers.calls import PlainCall, StepKeywords
 from ...layers.token_window import only_existing
+from ...problem import PerSample, Shared
 from .existing import check_exists
 
 _REDUCTIONS = {"max": "amax", "sum": "sum", "mean": "mean"}

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ... import _validate
-from ...fixed_point_map import PerSample
 from ...layers.block import Equilibrium
 from ...layers.calls import StepKeywords
 from ...layers.token_window import only_existing
+from ...problem import PerSample
 from .existing import check_exists
 
 

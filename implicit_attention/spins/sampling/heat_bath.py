@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ... import _validate
-from ..._autograd import exact_precision
+from ..._torch import exact_precision
 from ..system import SpinSystem, check_sites
 from .ensemble import Ensemble, Schedule, ScheduleKeywords, check_arguments
 from .estimates import Estimates, Samples

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..._autograd import exact_precision
+from ..._torch import exact_precision
 from ..system import SpinSystem
 from .ensemble import Ensemble, Schedule, ScheduleKeywords, check_arguments
 from .estimates import Estimates, Samples

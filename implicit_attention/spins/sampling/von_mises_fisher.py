@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import _validate
-from ..._autograd import at_least_single, exact_precision
+from ..._torch import at_least_single, exact_precision
 from ...potentials._cosine import one_minus_cosine
 
 

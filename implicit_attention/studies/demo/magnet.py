@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ...solution import Status
 from ...spins import TAP, AdaTAP, Bethe, Enumeration, MeanField, SpinSystem, Sweep, sweep
 from ...spins.approximation import Approximation
-from ...status import Status
 from ..progress import Listener
 from .experiment import Experiment
 

@@ -13,17 +13,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import _validate
-from ._autograd import is_fake, may_have_tangent, state_dtype
-from ._fused_rule import FusedRule
-from ._reporting import forgiven, left_out, lost, report_failures, unread
-from ._types import Impl, OnFailure
-from .errors import UnsupportedImplementation
-from .failure_policy import FailureSite, of_text, text_of
-from .kernels.problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, Solved, carries
-from .linear import CG
-from .linear.base import adjoint_rtol
-from .solution import Record
+from .. import _validate
+from .._torch import is_fake, may_have_tangent, state_dtype
+from ..failure import (
+    FailureSite,
+    OnFailure,
+    UnsupportedImplementation,
+    forgiven,
+    left_out,
+    lost,
+    of_text,
+    report_failures,
+    text_of,
+    unread,
+)
+from ..linear import CG
+from ..linear.base import adjoint_rtol
+from ..solution import Record
+from .problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, FusedRule, Impl, Solved, carries
 
 _PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
 _EIGHT = f"({', '.join(['Tensor'] * 8)})"
@@ -57,13 +64,13 @@ def _arguments(call: Attention) -> tuple[Any, ...]:
 
 
 def _run_solve(*args: Any) -> tuple[Tensor, ...]:
-    from ._solve import solved
+    from .._solve import solved
 
     return _unshared(solved(_record(args[:6]), args[6], FusedRule(*args[7:11]), args[11]))
 
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
-    from ._solve import adjoint_solved, may_look
+    from .._solve import adjoint_solved, may_look
 
     call, given, text = _record(args[:6]), args[6:11], args[11]
     # Torch leaves out arguments that have their default.
@@ -97,7 +104,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    from ._solve import in_half
+    from .._solve import in_half
 
     field, keys, beta, anchor, mask, state, mean, logsumexp, site = ctx.saved_tensors
     if cotangent is None:
@@ -255,7 +262,7 @@ def hopfield_solve(
 
     Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
     """
-    from ._solve import check_kernel, in_half
+    from .._solve import check_kernel, in_half
 
     call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
     start = _state_of(call, "initial", query if initial is None else initial)
@@ -330,7 +337,7 @@ def hopfield_adjoint(
 
     Reference: Hestenes and Stiefel (1952).
     """
-    from ._solve import check_kernel
+    from .._solve import check_kernel
 
     call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
     state, cotangent = _state_of(call, "state", state), _state_of(call, "cotangent", cotangent)

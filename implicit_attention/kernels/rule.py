@@ -1,4 +1,4 @@
-"""The rule of accelerated steps, once: Triton compiles it, `kernels/native/rule.h` is made of it, torch runs it.
+"""The rule of accelerated steps, once: Triton compiles it, `native/rule.h` is made of it, torch runs it.
 
 The loop of solvers, which has other histories, metrics and gradients through its steps, calls the parts of `decide`.
 
