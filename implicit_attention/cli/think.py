@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from rich.text import Text
 from typer import Argument, Option
 
-from ..solution import Status
 from ..studies.errors import InputError
 from .command import Command, Console, Progress, seed_option
 from .errors import writable
@@ -215,6 +214,7 @@ def picture(view: View, *, halved: bool) -> Text:
 
 def verdict(puzzle: Puzzle, asked: Asked, thought: Thought) -> str:
     """Return the outcome: settled or not, right or not."""
+    from ..solution import Status
     from ..studies.thinking.puzzle import RTOL
 
     course = thought.course
