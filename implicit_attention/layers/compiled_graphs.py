@@ -117,13 +117,13 @@ class Stretches(Loop):
     def looks(self, index: int) -> bool:
         return not self.ahead
 
-    def leaving(self, index: int) -> Tensor | None:
+    def leaving(self, left: int, index: int) -> Tensor | None:
         if self.residual_before is None:
             self.needed = self.solver.graphs.evaluations - 1
         else:
             last = self.residual_before, self.point.residual, self.tolerance
             self.needed = math.ceil(min(steps_left(self.active, 1, *last), self.last))
-        return None if self.whole or self.needed < WORTH else self.rows.compaction(self.active)
+        return None if self.needed < WORTH else self.rows.compaction(left, self.active)
 
 
 def may_compile(graphs: Graphs, problem: Problem, z: Tensor) -> bool:

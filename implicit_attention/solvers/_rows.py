@@ -27,6 +27,11 @@ def unflat(z: Tensor, event: torch.Size) -> Tensor:
     return z.reshape((*z.shape[:-1], *event))
 
 
+def unfinished(active: Tensor) -> int:
+    """The largest number of active problems in a batch entry, by one look of the host."""
+    return int(active.sum(-1).amax()) if active.numel() else 0
+
+
 def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
     """torch.where with one condition per problem, (*lead), on states (*lead, n), numbers or truth values (*lead)."""
     if host_may_look(condition):
@@ -126,14 +131,15 @@ class Rows:
             return min(1 << max(count - 1, 0).bit_length(), self.count)
         return -(-count // self.base.row_block) * self.base.row_block
 
-    def compaction(self, active: Tensor, *measured: Any) -> Tensor | None:
+    def compaction(self, left: int, active: Tensor, *measured: Any) -> Tensor | None:
         """The working rows to keep, unfinished ones first, or None if too few have finished.
 
+        left: the largest number of unfinished ones in a batch entry.
         measured: as of `steps_left`, to let none leave where it is not worth while.
         """
         if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
-        needed = self._rounded_up(int(active.sum(-1).max()))
+        needed = self._rounded_up(left)
         if needed > COMPACT_BELOW * active.shape[-1]:
             return None
         begins = self.rows is None

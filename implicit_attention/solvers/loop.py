@@ -23,7 +23,7 @@ from ..failure import UnsupportedImplementation
 from ..kernels.problem import FusedRule
 from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
 from ..solution import CONTRACT, Record, Remedies, Status, Trace
-from ._rows import Best, Rows, flat, rows_where, unflat
+from ._rows import Best, Rows, flat, rows_where, unfinished, unflat
 from .in_order import Tokens, of_problems
 
 
@@ -355,14 +355,21 @@ def judged(
         if problem.separates or not (every or not rule.fixed_budget):
             return value, record
         states, raised = value.nan_to_num(0.0, 0.0, 0.0), point is None
-        beside = point is None or not every or not torch.equal(point.z, states)
-        if beside:
-            with torch.no_grad():
-                point, tolerance = measured(problem, imaged(problem, states, False, 2, event, None), 2, event, rule)
-        small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
         solved, known = record.status == Status.CONVERGED, record.status != Status.NONFINITE
         if isinstance(problem, Tokens) and problem.exits is not None:
             known = known & ~problem.exits.ended_at(None)
+        beside, found = raised or not every or point.z.shape != states.shape, False
+        while not found:
+            if found := beside:
+                with torch.no_grad():
+                    images = imaged(problem, states, False, 2, event, None)
+                    point, tolerance = measured(problem, images, 2, event, rule)
+            small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
+            done: Any = (solved & (small | ~known)).all()
+            if not beside:
+                # One look at both: whether the last evaluation was there, and what it says.
+                found, done = torch.stack([(point.z == states).all(), done]).tolist()
+                beside = not found
         change = (point.residual - record.residual).abs()
         residual = torch.where(known, point.residual.detach(), record.residual)
         tolerance = torch.where(known, tolerance.detach(), record.tolerance)
@@ -372,7 +379,7 @@ def judged(
             early = early & ~problem.behind(~small)
         status = record.status.masked_fill(late, int(Status.MAX_STEPS)).masked_fill(early, int(Status.CONVERGED))
         record = record._replace(status=status, residual=residual, tolerance=tolerance)
-        if rule.fixed_budget or not every or bool((solved & (small | ~known)).all()):
+        if rule.fixed_budget or not every or bool(done):
             return value, record
         rounding = torch.finfo(value.dtype).eps ** (2 / 3) * norm(point.mapped)
         mixes = rows.together or bool((known & (change < torch.inf) & (change > rounding)).any())
@@ -506,12 +513,13 @@ class Loop:
         if index == self.last:
             return True
         if self.looks(index):
-            if not (self.whole or bool(self.active.any())):
+            left = self.active.numel() if self.whole else unfinished(self.active)
+            if left == 0:
                 return True
             if index == 0:
                 # A kernel writes the next ones in the same place.
                 self.first = self.point.residual.clone()
-            if (order := self.leaving(index)) is not None:
+            if (order := self.leaving(left, index)) is not None:
                 mine = rows.take(order, self.best, {name: getattr(self, name) for name in self.OF_ROWS})
                 vars(self).update(mine)
                 self._go_on_with(self.active)
@@ -523,10 +531,9 @@ class Loop:
         """Whether the host looks after this evaluation."""
         return bool(self.every) and index % self.every == 0
 
-    def leaving(self, index: int) -> Tensor | None:
-        """The rows that stay in the working set; None where none leaves it."""
-        measures = (index, self.first, self.point.residual, self.tolerance)
-        return None if self.whole else self.rows.compaction(self.active, *measures)
+    def leaving(self, left: int, index: int) -> Tensor | None:
+        """The rows that stay in the working set, of which so many are unfinished; None where none leaves it."""
+        return self.rows.compaction(left, self.active, index, self.first, self.point.residual, self.tolerance)
 
     def _judge_by_kernel(self, found: Images, index: int) -> None:
         z, mapped, _ = found
