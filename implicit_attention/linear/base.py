@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .._torch import HALF, LinearMap, looks_every, norm
+from .._torch import HALF, LinearMap, host_may_look, looks_every, norm
 from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
 from ..solution import Record, Recorded, Remedies, Status
 from ._vectors import ROUNDOFF, choose, freeze, normalised
@@ -243,13 +243,13 @@ class LinearSolver(abc.ABC, Generic[S]):
         num_steps = torch.zeros_like(status, dtype=torch.int64)
         curved = torch.zeros_like(status, dtype=torch.bool)
         direction = torch.zeros_like(b) if self.keeps_direction else None
-        undone: Tensor | None = None
+        live, last = status == Status.MAX_STEPS, False
+        goes_on = b.numel() > 0 and not (host_may_look(live) and not bool(live.any()))
         for sweep in range(self.max_sweeps or max_steps):
+            if not goes_on:
+                break
             # A restart begins with the residual, which cost a product.
             cost = min(sweep, 1)
-            live = (status == Status.MAX_STEPS) & (num_steps + cost < max_steps)
-            if b.numel() == 0 or not bool(live.any()):
-                break
             unit, stretch = normalised(residual)
             aim = tolerance / stretch
             state, num_steps = self.begin(choose(live, unit, 0.0)), num_steps + cost * live
@@ -263,7 +263,7 @@ class LinearSolver(abc.ABC, Generic[S]):
             left = b - measure(tried)
             after = norm(left)
             kept = live & (after.isfinite() if sweep == 0 and not self.monotone else after < size)
-            met, undone = live & state.negative_curvature, live & ~kept
+            met = live & state.negative_curvature
             curved = curved | met
             if direction is not None:
                 direction = choose(met, self.direction(state), direction)
@@ -280,11 +280,15 @@ class LinearSolver(abc.ABC, Generic[S]):
             found = found.masked_fill(size <= tolerance, int(Status.CONVERGED))
             found = found.masked_fill(~after.isfinite() & (sweep == 0), int(Status.NONFINITE))
             status = torch.where(live, found, status)
+            # One look: whether a sweep follows, and whether the value is the last vector that was measured.
+            other = (live & ~kept).any() | (status == Status.NONFINITE).any()
+            live = (status == Status.MAX_STEPS) & (num_steps + 1 < max_steps)
+            goes_on, differs = torch.stack([live.any(), other]).tolist()
+            last = check is not None and not differs
         # A problem that met a NaN or an infinity gets NaN, not a number, which no product saw.
         broken = status == Status.NONFINITE
         record = Record(status, (size * scale).masked_fill(broken, torch.nan), tolerance * scale, num_steps, num_steps)
         value = choose(~broken, value * scale.unsqueeze(-1), torch.nan)
-        last = check is not None and undone is not None and not bool((undone | broken).any())
         return LinearSolution(record, value, curved, direction, last)
 
 
