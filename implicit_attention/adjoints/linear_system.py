@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import LinearMap, host_may_look, is_batched, length, norm, transforms_active
+from .._torch import LinearMap, norm, transforms_active
 from ..failure import forgiven, left_out, lost, policy_of, report_gradients
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
-from ..linear._vectors import ORDINARY, along, normalised
+from ..linear._vectors import along
 from ..linear.base import adjoint_rtol, has_no_digits
 from ..linear.base import forgiven as within_rounding
 from ..problem import Linearization, Problem, first_of, pick, put, widened
@@ -214,16 +214,19 @@ def _solve(
         # Problems that read each other take steps that know nothing of the residual.
         check = matvec
     answer = method.solve(matvec, b, check=check)
-    failed = answer.status > Status.UNSTABLE
-    if mixed and not is_batched(failed) and bool(failed.any()):
+    given, saddle = norm(b), answer.negative_curvature
+    # One look at all that is rare.
+    rare = answer.status > Status.UNSTABLE, _without_digits(answer, norm(answer.value), given), saddle
+    fails, empties, curves = torch.stack([which.any() for which in rare]).tolist()
+    if mixed and fails:
         answer = _together(method, matvec, b, answer)
-    answer = _with_rounding(answer, norm(answer.value), norm(b))
+    if fails or empties:
+        answer = _with_rounding(answer, norm(answer.value), given)
     value = answer.value.reshape(shape)
     if symmetrised:
         value = rhs + (root(value) if transpose else outer(root(value)))
     answer = replace(answer, value=value)
-    saddle = answer.negative_curvature
-    if not isinstance(method, CG) or not bool(saddle.any()):
+    if not (isinstance(method, CG) and curves):
         return answer
     # MINRES solves the few problems again in which CG met negative curvature.
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
@@ -252,13 +255,17 @@ def _together(method: LinearSolver[Any], matvec: LinearMap, rhs: Tensor, apart: 
     return replace(apart.amended(status=status, residual=residual, num_steps=steps), value=value, checked=False)
 
 
+def _without_digits(answer: LinearSolution, size: Tensor, given: Tensor) -> Tensor:
+    """Which problems (*lead) are solved, but singular, and rounding happens to leave them a curvature.
+
+    A length that overflows tells nothing.
+    """
+    return (answer.status <= Status.UNSTABLE) & has_no_digits(size, given) & (size < torch.inf)
+
+
 def _with_rounding(answer: LinearSolution, size: Tensor, given: Tensor) -> LinearSolution:
     """The answer, of lengths `size` for right-hand sides of lengths `given`, judged by what rounding explains."""
-    # Of a singular system whose rounding happens to leave a curvature; a length that overflows tells nothing.
-    empty = (answer.status <= Status.UNSTABLE) & has_no_digits(size, given) & (size < torch.inf)
-    doubtful = empty | (answer.status == Status.STALLED)
-    if host_may_look(doubtful) and not bool(doubtful.any()):
-        return answer
+    empty = _without_digits(answer, size, given)
     status, tolerance = within_rounding(*answer.record[:3], answer.negative_curvature, size, given)
     status, residual = status.masked_fill(empty, int(Status.STALLED)), answer.residual.where(~empty, given)
     value = answer.value.masked_fill(empty[..., None], 0.0)
@@ -282,25 +289,21 @@ def _gradient_error(
     residual, solver = request.report.state_residual, request.solver
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None, True
-    u, g, state, curved = answer.value, rhs, z, answer.negative_curvature
+    u, g, state = answer.value, rhs, z
     if z.ndim != residual.ndim + 1:
         flat = (*residual.shape, z.shape[residual.ndim :].numel())
         u, g, state = (t.reshape(flat) for t in (u, g, state))
-    size, root = length(u), math.sqrt(max(state.shape[-1], 1))
-    if size.numel() and not 1 / ORDINARY < float(size.min()) <= float(size.max()) < ORDINARY:
-        g, unit = normalised(g)
-        u = u / unit[..., None]
-        size = length(u)
+    size, given, root = norm(u), norm(g), math.sqrt(max(state.shape[-1], 1))
     # |u|/|g|, for the size of A^-1 where A u = g; of a symmetric A Rayleigh's quotient <u, u>/<u, A u>, which is nearer
     # to the smallest eigenvalue, unless there are two signs.
-    inverse = size.square() / (u * g).sum(-1) if problem.symmetric else size / length(g)
-    if problem.symmetric and bool(curved.any()):
-        inverse = torch.where(curved, size / length(g), inverse)
+    inverse = size / given
+    if problem.symmetric:
+        cosine = (u / size[..., None] * (g / given[..., None])).sum(-1)
+        inverse = torch.where(answer.negative_curvature, inverse, inverse / cosine)
     # A state below this size is no scale: atol takes it for zero, where rtol takes over.
     scale = norm(state).clamp(min=root * solver.atol / (solver.rtol or SCALE))
     error = torch.nan_to_num(inverse.square() * residual * root / scale, nan=0.0)
-    doubtful = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
-    if not doubtful:
+    if not bool(((error > UNSURE) | (answer.status > Status.UNSTABLE)).any()):
         return error, False
     # Only the part of the residual along u moves the state far. It costs an evaluation, which is rarely needed.
     moved = (widened(problem)[0].apart().fixed_point_map(z) - z).reshape(u.shape)

@@ -17,8 +17,6 @@ State = TypeVar("State")
 WIDE = 1024
 #: Where a remainder is smaller than its vector by more than this, its parts along a basis are removed a second time.
 LOST = 0.1
-#: Squares of vectors from 1/ORDINARY to ORDINARY long are far from the limits of any precision.
-ORDINARY = 2.0**40
 #: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
 ROUNDOFF = 10.0
 
