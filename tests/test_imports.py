@@ -1,4 +1,7 @@
-"""Who may import whom, and what importing the package must not load."""
+"""Who may import whom, and what importing the package must not load.
+
+`python tests/test_imports.py` draws the rooms of the package as CONTRIBUTING.md has them.
+"""
 
 import ast
 import functools
@@ -6,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -195,6 +199,33 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+#: Modules that stand in a room for their subject, and import from rooms above it when they are used.
+UPWARDS = {"kernels.operations": "_solve", "potentials.legendre": "_solve", "spins.sweep": "plotting"}
+
+
+def drawing() -> str:
+    """The rooms in rows: each imports from rows below its own only."""
+    below: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        names = set() if dotted_name(path) in UPWARDS else imported_parts(path) - {room}
+        below.setdefault(room, set()).update(name for name in names if name in ALLOWED.keys() | LEAVES)
+    for root in ("__init__", "__main__"):
+        del below[root]
+    rows: list[list[str]] = []
+    while below:
+        ready = sorted(room for room, names in below.items() if not names & below.keys())
+        assert ready, f"rooms that import each other: {sorted(below)}"
+        rows.append(ready)
+        for room in ready:
+            del below[room]
+    return "\n".join(textwrap.indent("   ".join(row), "    ") for row in reversed(rows))
+
+
+def test_rooms_import_downwards_as_they_are_drawn():
+    assert drawing() in (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+
+
 def test_only_solve_knows_kernels():
     # The record and the rule are everybody's, the trust also that of torch's attention; commands tell what there is.
     free = {"kernels.problem", "kernels.rule"}
@@ -367,3 +398,7 @@ def test_an_exported_program_finds_its_operation_after_a_bare_import(tmp_path):
 def test_public_names_are_there_and_documented():
     for name in implicit_attention.__all__:
         assert getattr(implicit_attention, name).__doc__, name
+
+
+if __name__ == "__main__":
+    print(drawing())
