@@ -425,7 +425,7 @@ class Loop:
 
     #: The attributes with an entry for each problem.
     OF_ROWS: ClassVar[tuple[str, ...]] = (
-        *("state", "point", "accepted", "following", "active", "best", "steps", "falls", "floor", "overflows"),
+        *("state", "point", "accepted", "following", "active", "best", "steps", "bottomless", "floor", "overflows"),
     )
 
     def __post_init__(self) -> None:
@@ -444,8 +444,8 @@ class Loop:
         self.following: Any = None
         self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
         #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
-        falls = rows.problem.bottomless() if rows.problem.has_energy else None
-        self.falls = None if falls is None else falls.to(rows.active.device)[..., None].expand(rows.active.shape)
+        known = rows.problem.bottomless() if rows.problem.has_energy else None
+        self.bottomless = None if known is None else known.to(rows.active.device)[..., None].expand(rows.active.shape)
         self.floor: Tensor | None = None
         self.overflows: Tensor | None = None
         # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual
@@ -481,19 +481,19 @@ class Loop:
         Returns the best states, and the last evaluation with its tolerances.
         """
         advance(self.evaluate, self.step, self.start, decide=self.decide)
-        if self.falls is not None and self.solver.exhausted == Status.MAX_STEPS and self.before is not None:
+        if self.bottomless is not None and self.solver.exhausted == Status.MAX_STEPS and self.before is not None:
             # More steps would not help where the energy curves downwards; near a minimum they would.
             downward = ((self.point.z - self.before.z) * (self.point.r - self.before.r)).sum(-1) > 0
             here = self.rows.problem.bottomless(unflat(self.point.z, self.rows.event))
             downward = downward if here is None else downward | here
-            self.end(self.falls & downward, Status.DIVERGED)
+            self.end(self.bottomless & downward, Status.DIVERGED)
         self.end(self.active, self.solver.exhausted)
         return self.best, self.point, self.tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
         """The states that stand for z, with f and, where it is wanted, E there."""
         problem, event = self.rows.problem, self.rows.event
-        energy = self.solver.needs_energy(problem, index) or self.falls is not None
+        energy = self.solver.needs_energy(problem, index) or self.bottomless is not None
         if index == 0 and self.given is not None and not energy:
             return z, self.given, None
         z = flat(problem.retract(unflat(z, event)), event)
@@ -565,9 +565,9 @@ class Loop:
         converged = None if self.rule.fixed_budget else candidates & finite & (point.residual <= tolerance)
         if rows.together and converged is not None:
             converged = converged & ~(self.active & ~converged).any()
-        if self.falls is not None:
-            fallen = self._fallen(self.falls, point)
-            broken = broken | (fallen if converged is None else fallen & ~converged)
+        if self.bottomless is not None:
+            below = self._below_floor(self.bottomless, point)
+            broken = broken | (below if converged is None else below & ~converged)
         if isinstance(rows.problem, Tokens):
             numbered = point._replace(step=rows.made + index)
             converged, broken = rows.problem.settled_of(self.active, converged, broken, numbered)
@@ -576,8 +576,8 @@ class Loop:
             self.end(converged, Status.CONVERGED)
         self.end(broken, Status.NONFINITE if rows.made + index == 0 else Status.DIVERGED)
 
-    def _fallen(self, falls: Tensor, point: Iteration) -> Tensor:
-        """Which unfinished problems that `falls` without end are given up, (*lead): their energy is below its floor.
+    def _below_floor(self, bottomless: Tensor, point: Iteration) -> Tensor:
+        """Which unfinished problems, of those whose energy is `bottomless`, are below its floor, (*lead), and given up.
 
         Where it starts sets the scale of the floor: a minimum 1/eps^2 times as deep shares no digit with it. Of
         problems that are not certain to fall this would not be true: the start may be near a saddle, and tell nothing
@@ -587,7 +587,7 @@ class Loop:
         if floor is None:
             scale = energy.abs() + point.z.square().sum(-1) + point.residual.square()
             level = energy - scale / torch.finfo(point.z.dtype).eps ** 2
-            floor = self.floor = torch.where(falls, level, torch.nan).detach()
+            floor = self.floor = torch.where(bottomless, level, torch.nan).detach()
         below: Tensor = self.accepted & (energy < floor)
         return self.active & (below | (floor.isfinite() & (energy == -torch.inf)))
 
