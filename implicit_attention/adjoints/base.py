@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +14,6 @@ from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies
 from ..solvers import Outcome, Solver
 from ..solvers.loop import Callback, iterate
-
-#: Layers that were pickled with a memory of their last backward solve name it.
-AdjointMemory = SimpleNamespace
 
 
 class SolveOfTokens(Protocol):

@@ -446,14 +446,6 @@ def test_a_sample_without_an_answer_is_told_with_the_remedy():
 # A module among modules.
 
 
-def test_layers_of_before_are_unpickled():
-    """Each was pickled with an empty memory of its last backward solve."""
-    layer = Equilibrium(Block())
-    old = b"cimplicit_attention.adjoints.base\nAdjointMemory\n)\x81}\x8c\x05valueNsb."
-    layer.__dict__ |= {"warm_adjoint": True, "_memory": pickle.loads(old)}
-    assert repr(pickle.loads(pickle.dumps(layer))) == repr(Equilibrium(Block()))
-
-
 def test_copies_pickles_and_state_dicts_keep_the_weights_and_not_the_report():
     layer, x = made(TwoStreams(), start=(torch.zeros(1, 6), torch.zeros(6)))
     want = layer(x)
