@@ -349,7 +349,7 @@ class SolveReport(Recorded):
     @property
     def _parts(self) -> dict[str, Any]:
         """The fields that all kinds of reports have."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(SolveReport)}
+        return {name: getattr(self, name) for name in _OF_REPORTS}
 
     @property
     def _size(self) -> Tensor:
@@ -409,6 +409,10 @@ class SolveReport(Recorded):
             return text
         loose = int(((self.status == Status.CONVERGED) & (self.relative_residual > LOOSE)).sum())
         return f"{text}; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else text
+
+
+# Torch's compiler does not follow `dataclasses.fields` of a class.
+_OF_REPORTS = tuple(field.name for field in dataclasses.fields(SolveReport))
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
