@@ -18,6 +18,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, maybe_get_level
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -30,7 +31,7 @@ _R = TypeVar("_R")
 
 def transforms_active() -> bool:
     """Whether a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is open."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_exporting() -> bool:
@@ -60,10 +61,6 @@ def unobserved() -> bool:
 _eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-#: Types of tensors that hide nothing.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
 def are_plain(dtype: torch.dtype, *tensors: Any) -> bool:
     """Whether all are strided tensors of numbers in this machine's memory and nothing more, while `unobserved`.
 
@@ -71,7 +68,9 @@ def are_plain(dtype: torch.dtype, *tensors: Any) -> bool:
     """
     keys = _plain_keys()
     for tensor in tensors:
-        if type(tensor) not in PLAIN_TYPES or tensor.dtype != dtype or _dispatch_keys(tensor).raw_repr() not in keys:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype != dtype:
+            return False
+        if _dispatch_keys(tensor).raw_repr() not in keys:
             return False
     return True
 
@@ -98,9 +97,9 @@ def has_tangent(tensor: Tensor) -> bool:
     """Whether forward-mode differentiation tracks `tensor`."""
     if forward_ad._current_level < 0:
         return False
-    while torch._C._functorch.is_batchedtensor(tensor):
+    while is_batchedtensor(tensor):
         # Torch cannot ask this of a tensor inside torch.vmap.
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = get_unwrapped(tensor)
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
@@ -108,9 +107,7 @@ def may_have_tangent(tensor: Tensor) -> bool:
     """Whether `tensor` may have a tangent at any level; true inside torch.func, which shows one, and torch.compile."""
     if forward_ad._current_level < 0:
         return False
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return True
-    return has_tangent(tensor)
+    return torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensor) or has_tangent(tensor)
 
 
 def is_differentiated(*tensors: Tensor) -> bool:
@@ -243,8 +240,8 @@ into_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def unwrapped(tensor: Tensor) -> list[Tensor]:
     """The tensor and those inside of it, one for each wrapper of torch.func, the plain one last."""
     found = [tensor]
-    while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
-        found.append(torch._C._functorch.get_unwrapped(found[-1]))
+    while is_functorch_wrapped_tensor(found[-1]):
+        found.append(get_unwrapped(found[-1]))
     return found
 
 
@@ -255,7 +252,7 @@ def is_batched(*tensors: Tensor) -> bool:
     """
     if is_exporting():
         return False
-    return any(torch._C._functorch.is_batchedtensor(inner) for tensor in tensors for inner in unwrapped(tensor))
+    return any(is_batchedtensor(inner) for tensor in tensors for inner in unwrapped(tensor))
 
 
 def host_may_look(*tensors: Tensor) -> bool:
@@ -271,14 +268,14 @@ def host_may_look(*tensors: Tensor) -> bool:
     - A tensor has a shape but no numbers: on the device meta, or under FakeTensorMode.
     - A tensor is on another device than the CPU: the host would wait until the device has done all that was queued.
     """
-    return not torch._C._are_functorch_transforms_active() and host_may_look_at_constant(*tensors)
+    return not _are_functorch_transforms_active() and host_may_look_at_constant(*tensors)
 
 
 def host_may_look_at_constant(*tensors: Tensor) -> bool:
     """`host_may_look` for tensors such as masks, which torch.func does not vary."""
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack():
         return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    wrapped = is_functorch_wrapped_tensor
     return not any(wrapped(tensor) or not tensor.is_cpu or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
@@ -300,23 +297,18 @@ def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inp
     """
     if torch.compiler.is_compiling():
         return
-    level = max((_level(t) for t in inputs if t.requires_grad), default=None)
+    level = max((maybe_get_level(t) for t in inputs if t.requires_grad), default=None)
     if level is None or not torch.is_grad_enabled():
         return
-    known = any(_level(inner) == level and inner.requires_grad for inner in unwrapped(result))
+    known = any(maybe_get_level(inner) == level and inner.requires_grad for inner in unwrapped(result))
     if known or is_batched(result, *inputs):
         return
-    moved = [1.25 * t.detach() + 0.1 if t.requires_grad and _level(t) == level else t for t in inputs]
+    moved = [1.25 * t.detach() + 0.1 if t.requires_grad and maybe_get_level(t) == level else t for t in inputs]
     if not same(function(*moved).detach(), result.detach()):
         raise ValueError(
             f"`{name}` must record the derivatives of the tensors that it reads, got numbers that change with them and "
             "have no graph; compute it by torch operations, without detach(), no_grad or numpy"
         )
-
-
-def _level(tensor: Tensor) -> int:
-    level: int = torch._C._functorch.maybe_get_level(tensor)
-    return level
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -387,13 +379,17 @@ def tangent_rule(rule: Callable[..., Any]) -> Any:
 
 def _primal(tensor: Tensor) -> Tensor:
     """`tensor` without its tangent of this level."""
-    functorch = torch._C._functorch
-    if functorch.is_batchedtensor(tensor):
+    if is_batchedtensor(tensor):
         # Torch cannot ask this of a tensor inside torch.vmap.
-        place = functorch.maybe_get_bdim(tensor), functorch.maybe_get_level(tensor)
-        return functorch._add_batch_dim(_primal(functorch.get_unwrapped(tensor)), *place)
+        place = torch._C._functorch.maybe_get_bdim(tensor), maybe_get_level(tensor)
+        return torch._C._functorch._add_batch_dim(_primal(get_unwrapped(tensor)), *place)
     primal: Tensor = forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
     return primal
+
+
+def along(per_problem: Tensor, target: Tensor) -> Tensor:
+    """Append axes to a (*batch) tensor until it broadcasts along `target`."""
+    return per_problem.reshape(per_problem.shape + (1,) * (target.ndim - per_problem.ndim))
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:

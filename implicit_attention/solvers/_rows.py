@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._torch import host_may_look, length
+from .._torch import along, host_may_look, length
 from ..problem import Problem, pick, put
 from ..solution import Record, Status
 
@@ -35,7 +35,7 @@ def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
             return yes
         if isinstance(no, Tensor) and not bool(condition.any()):
             return no
-    condition = condition.reshape((*condition.shape, *(1,) * (yes.ndim - condition.ndim)))
+    condition = along(condition, yes)
     if yes.dtype == torch.bool:
         # onnxruntime cannot choose between truth values.
         return (condition & yes) | (~condition & no)
