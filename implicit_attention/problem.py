@@ -795,13 +795,6 @@ def counted(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.clone() if copy else tensor
 
 
-def is_like(result: Any, z: Tensor) -> bool:
-    """Whether the result of a map is a plain tensor of the kind of its state."""
-    if type(result) is not Tensor:
-        return False
-    return result.shape == z.shape and result.dtype == z.dtype and result.device == z.device
-
-
 def writes_to(tensor: Tensor) -> int:
     """Return the number of torch's writes to the memory of `tensor`."""
     tensor = unwrapped(tensor)[-1]
@@ -1002,8 +995,9 @@ class UserProblem(Problem):
             raise ValueError(_validate.message(name, required, received, remedy))
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
-            required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
-            _validate.require(got == expected, name, required, got, remedy)
+            if got != expected:
+                required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
+                raise ValueError(_validate.message(name, required, got, remedy))
         return result
 
     def _name(self) -> str:
@@ -1102,5 +1096,4 @@ class FixedPointMap(UserProblem):
         return self._restricted(index)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        result = self._called(z)
-        return result if is_like(result, z) else self._check_output(result, z, z.shape, "of z")
+        return self._check_output(self._called(z), z, z.shape, "of z")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -12,10 +13,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._torch import HALF, at_least_single, is_exporting, same, transforms_active
-from ..problem import FixedPointMap, closed_over, counted, takes_statistics, writes_to
+from .._torch import HALF, at_least_single, is_exporting, length, same, transforms_active
+from ..problem import FixedPointMap, Problem, closed_over, counted, takes_statistics, writes_to
 from ..solution import Status
-from ..solvers._rows import stay_where
+from ..solvers._rows import flat, unflat
 from .block_state import Frame, StateLayout
 
 
@@ -131,6 +132,26 @@ LEVERS = {
     Status.STALLED: "use a larger rtol or a wider dtype, ",
     Status.DIVERGED: "",
 }
+
+
+@torch.no_grad()
+def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
+    """Whether f of the problems `wanted` (*lead) stays as it is when the states of those `moved` are others.
+
+    But for rounding, which may be another for another number of rows in torch's kernels.
+
+    z, mapped: (*lead, *event), a state of all problems and f of it.
+    """
+    event = z.shape[wanted.ndim :]
+    rows, mapped = flat(z.detach(), event), flat(mapped.detach(), event)
+    rows = rows.where(torch.isfinite(rows), 0.0)
+    size = length(rows)[..., None] / math.sqrt(max(rows.shape[-1], 1))
+    # A constant change would be all taken away by a normalisation.
+    wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
+    other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
+    again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
+    off, size = length(again - mapped), length(mapped)
+    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~(wanted & (size < torch.inf))).all())
 
 
 class BlockProblem(FixedPointMap):
