@@ -42,15 +42,9 @@ def message(argument: str, requirement: str, received: object, remedy: str = "")
 def check_instance(
     argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
 ) -> None:
-    """Raise TypeError unless `value` is an instance of `kind`."""
-    if not isinstance(value, kind):
-        raise not_an_instance(argument, value, kind, requirement, remedy)
-
-
-def not_an_instance(
-    argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
-) -> TypeError:
-    """The TypeError of `check_instance`; the remedy for a class in the place of an instance is to call it."""
+    """Raise TypeError unless `value` is an instance of `kind`; a class in its place is to be called."""
+    if isinstance(value, kind):
+        return
     kinds = kind if isinstance(kind, tuple) else (kind,)
     received = repr(value) if isinstance(value, str) else type(value).__name__
     if isinstance(value, str) and (meant := _called(value, kinds)) is not None:
@@ -61,7 +55,7 @@ def not_an_instance(
         received = f"the class {value.__name__}"
         if issubclass(value, kind):
             remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"
-    return TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
+    raise TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
 
 
 def _called(name: str, kinds: Iterable[type]) -> type | None:

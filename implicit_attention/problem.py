@@ -774,10 +774,8 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
 
 def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
     """Raise where a later call of a map overwrote an earlier result."""
-    if not same(now, before):
-        remedy = "return buffer.clone()"
-        received = "a map that writes into what it returned before"
-        raise ValueError(_validate.message(problem._name(), "return new memory at every call", received, remedy))
+    received, remedy = "a map that writes into what it returned before", "return buffer.clone()"
+    _validate.require(same(now, before), problem._name(), "return new memory at every call", received, remedy)
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -900,10 +898,10 @@ class UserProblem(Problem):
             )
         event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
         for i, given in enumerate(inputs):
-            if isinstance(given, PerSample | Shared) and not isinstance(given.value, Tensor | tuple | list | dict):
-                kind, received = type(given).__name__, type(given.value).__name__
-                required = f"be a tensor, or a tuple, list or dict of tensors, inside {kind}"
-                raise TypeError(_validate.message(f"inputs[{i}]", required, received, "pass other objects as they are"))
+            if isinstance(given, PerSample | Shared):
+                required = f"be a tensor, or a tuple, list or dict of tensors, inside {type(given).__name__}"
+                kinds, remedy = (Tensor, tuple, list, dict), "pass other objects as they are"
+                _validate.check_instance(f"inputs[{i}]", given.value, kinds, required, remedy)
         self.function = function
         self.inputs = tuple(given.value if isinstance(given, PerSample | Shared) else given for given in inputs)
         self.event_ndim = event_ndim
