@@ -423,10 +423,7 @@ def along(per_problem: Tensor, target: Tensor) -> Tensor:
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Undo a broadcast: the gradient of an expanded tensor."""
-    if tensor.shape == shape:
-        return tensor
-    # A sum over axes of size 1 is a copy.
-    return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor.sum_to_size(shape)
+    return tensor.sum_to_size(shape)
 
 
 class _Refusing(torch.autograd.Function):

@@ -90,29 +90,22 @@ class _Recorder:
         last: whether z is the foreign solver's answer, or where it starts.
         """
         solver, record = self.solver, self.record
-        z = z.reshape(len(rows), self.initial.shape[1])
-        state = self.initial.index_copy(0, rows, z)
-        self.in_map = True
-        image, energy = evaluate_pure(
-            self.problem, state.reshape(self.shape), energy=self.energy is not None, call=step
-        )
-        self.in_map = False
-        mapped = image.reshape(state.shape)[rows].to(state.dtype)
+        state = self.initial.index_copy(0, rows, z.reshape(len(rows), self.initial.shape[1]))
+        mapped, energy, residual, tolerance = self._at(self.problem, state, step)
         if transforms_active():
-            return mapped
-        z, fz = z.detach(), mapped.detach()
-        residual, tolerance = norm(fz - z), solver.atol + solver.rtol * norm(fz)
+            return mapped[rows]
+        residual, tolerance = residual[rows], tolerance[rows]
         going, first = record.status[rows] == solver.exhausted, record.num_evals[rows] == 0
         finite = torch.isfinite(residual) & torch.isfinite(tolerance)
         met = finite & (residual <= (0.5 if self.rounds else 1.0) * tolerance) & (not solver.fixed_budget)
         lower = finite & ((residual < record.residual[rows]) | (last and solver.fixed_budget))
         better = going & (first | met | lower)
         # As in the library's own loop: a map that is not finite at the initial state makes the value NaN.
-        found: list[tuple[Tensor, Any]] = [(self.value, rows_where(finite | ~first, z, torch.nan))]
+        found: list[tuple[Tensor, Any]] = [(self.value, rows_where(finite | ~first, state[rows], torch.nan))]
         found += [(record.residual, residual), (record.tolerance, tolerance)]
         found += [(record.num_steps, min(step, solver.max_steps))]
         if self.energy is not None and energy is not None:
-            found += [(self.energy, energy.reshape(-1)[rows])]
+            found += [(self.energy, energy[rows])]
         for kept, new in found:
             kept[rows] = torch.where(along(better, kept), new, kept[rows])
         record.num_evals[rows] += 1
@@ -122,7 +115,16 @@ class _Recorder:
             self.events.append((record.num_evals[rows] - 1, rows, [t[rows] for t in self._shown()]))
         if not last and len(self.unsettled(rows)) == 0:
             raise _Finished
-        return mapped
+        return mapped[rows]
+
+    def _at(self, problem: Problem, states: Tensor, step: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """f at the states (P, n) of all problems, E where it is traced, residuals and their tolerances."""
+        self.in_map = True
+        image, energy = evaluate_pure(problem, states.reshape(self.shape), energy=self.energy is not None, call=step)
+        self.in_map = False
+        mapped = image.reshape(states.shape).to(states.dtype)
+        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+        return mapped, None if energy is None else energy.reshape(-1), norm(mapped - states), tolerance
 
     def outcome(self) -> Outcome:
         """All of it, in the precision and with the leading axes of the initial state."""
@@ -137,13 +139,10 @@ class _Recorder:
     def _measure(self) -> None:
         """Measure the residuals at the values as they are returned."""
         self.value = self.value.to(self.dtype)
-        states = self.value.nan_to_num(0.0, 0.0, 0.0).reshape(self.shape)
-        mapped, energy = self.asked.evaluate(states, energy=self.energy is not None)
-        mapped = mapped.reshape(self.value.shape)
-        status, residual = self.record.status, norm(mapped - self.value)
-        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+        states = self.value.nan_to_num(0.0, 0.0, 0.0)
+        _, self.energy, residual, tolerance = self._at(self.asked, states, 2)
+        status = self.record.status
         lost = status == Status.NONFINITE
-        self.energy = None if energy is None else energy.reshape(-1)
         if not self.solver.fixed_budget:
             small = torch.isfinite(residual) & (residual <= tolerance) & ~lost
             status = status.masked_fill(status == Status.CONVERGED, int(Status.STALLED))
