@@ -1,4 +1,22 @@
-"""The state of tensors in autograd, their precision and readability, and small helpers around torch's autograd."""
+"""The state of tensors in autograd, their precision and readability, and small helpers around torch's autograd.
+
+The predicates of torch's modes, when they hold, and what they decide on:
+
+| predicate | holds | decides on |
+|---|---|---|
+| `transforms_active` | inside grad, vjp, jvp, vmap or forward mode | steps that these would record or refuse |
+| `is_exporting`, `into_onnx` | while torch.export, or ONNX, records | graphs without breaks, of known operations |
+| `unobserved` | no transform, mode, compiler or autocast sees operations | calls of kernels by address |
+| `backward_running` | in a backward pass, in which checkpointing computes again | one report of a failure, not two |
+| `is_batched` | a tensor is inside vmap | looks that are impossible there |
+| `is_fake` | a tensor has a shape and no numbers | answers of shapes alone |
+| `are_plain` | tensors are strided numbers in this machine's memory | calls of kernels by address |
+| `has_tangent`, `may_have_tangent` | forward mode tracks a tensor, or may | derivatives that a kernel has not |
+| `is_differentiated` | a derivative by a tensor can be asked for | graphs and what backward passes read |
+| `is_plain` | none can, at any level | kernels without derivatives |
+| `host_may_look` | a look at numbers costs no wait and has no consequence | shortcuts by numbers |
+| `host_may_look_at_constant` | the same of what torch.func does not vary | the same by masks |
+"""
 
 from __future__ import annotations
 
@@ -18,6 +36,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, maybe_get_level
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -28,9 +47,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+# Modes of torch.
+
+
 def transforms_active() -> bool:
     """Whether a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is open."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_exporting() -> bool:
@@ -39,6 +61,16 @@ def is_exporting() -> bool:
     Inside torch.compile `torch.compiler.is_exporting` is true as well before torch 2.13.
     """
     return torch.compiler._is_exporting_flag
+
+
+def into_onnx() -> bool:
+    """Whether a model is being exported to ONNX, which knows no operations but its own."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# The strict tracer, which ONNX tries where the other failed, would take the answer for a constant "no". This mark
+# makes it call the function.
+into_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unobserved() -> bool:
@@ -60,8 +92,35 @@ def unobserved() -> bool:
 _eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-#: Types of tensors that hide nothing.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+def backward_running() -> bool:
+    """Whether autograd runs a backward pass in this thread, in which checkpointing computes a forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# The state of tensors.
+
+
+def unwrapped(tensor: Tensor) -> list[Tensor]:
+    """The tensor and those inside of it, one for each wrapper of torch.func, the plain one last."""
+    found = [tensor]
+    while is_functorch_wrapped_tensor(found[-1]):
+        found.append(get_unwrapped(found[-1]))
+    return found
+
+
+def is_batched(*tensors: Tensor) -> bool:
+    """Whether one of `tensors` is inside torch.vmap at any level, where the host cannot read numbers.
+
+    Elsewhere it can, though it may have to wait for another device; see `host_may_look`.
+    """
+    if is_exporting():
+        return False
+    return any(is_batchedtensor(inner) for tensor in tensors for inner in unwrapped(tensor))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape but no numbers: on the device meta, or under torch's FakeTensorMode."""
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 
 def are_plain(dtype: torch.dtype, *tensors: Any) -> bool:
@@ -71,7 +130,9 @@ def are_plain(dtype: torch.dtype, *tensors: Any) -> bool:
     """
     keys = _plain_keys()
     for tensor in tensors:
-        if type(tensor) not in PLAIN_TYPES or tensor.dtype != dtype or _dispatch_keys(tensor).raw_repr() not in keys:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype != dtype:
+            return False
+        if _dispatch_keys(tensor).raw_repr() not in keys:
             return False
     return True
 
@@ -84,23 +145,13 @@ def _plain_keys() -> tuple[int, ...]:
         return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has a shape but no numbers: on the device meta, or under torch's FakeTensorMode."""
-    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether no derivative with respect to `tensors` can be asked for, so that kernels without one may be used."""
-    return not (transforms_active() or is_differentiated(*tensors))
-
-
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward-mode differentiation tracks `tensor`."""
     if forward_ad._current_level < 0:
         return False
-    while torch._C._functorch.is_batchedtensor(tensor):
+    while is_batchedtensor(tensor):
         # Torch cannot ask this of a tensor inside torch.vmap.
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = get_unwrapped(tensor)
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
@@ -108,9 +159,7 @@ def may_have_tangent(tensor: Tensor) -> bool:
     """Whether `tensor` may have a tangent at any level; true inside torch.func, which shows one, and torch.compile."""
     if forward_ad._current_level < 0:
         return False
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return True
-    return has_tangent(tensor)
+    return torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensor) or has_tangent(tensor)
 
 
 def is_differentiated(*tensors: Tensor) -> bool:
@@ -118,10 +167,36 @@ def is_differentiated(*tensors: Tensor) -> bool:
     return any((torch.is_grad_enabled() and t.requires_grad) or has_tangent(t) for t in tensors)
 
 
-def backward_running() -> bool:
-    """Whether autograd runs a backward pass in this thread, in which checkpointing computes a forward pass again."""
-    return torch._C._current_graph_task_id() != -1
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether no derivative with respect to `tensors` can be asked for, so that kernels without one may be used."""
+    return not (transforms_active() or is_differentiated(*tensors))
 
+
+def host_may_look(*tensors: Tensor) -> bool:
+    """Whether the host may read the numbers of `tensors` in passing, at no cost and without consequences.
+
+    False where one of these holds:
+
+    - Inside torch.func: in vmap a number stands for a whole batch, and what grad and jvp compute should hold for all
+      inputs.
+    - While torch.compile or torch.jit records a graph: it would break there, or keep an answer that is true of these
+      numbers only.
+    - Under a TorchDispatchMode (make_fx, FakeTensorMode): it records or replaces each operation in the same way.
+    - A tensor has a shape but no numbers: on the device meta, or under FakeTensorMode.
+    - A tensor is on another device than the CPU: the host would wait until the device has done all that was queued.
+    """
+    return not _are_functorch_transforms_active() and host_may_look_at_constant(*tensors)
+
+
+def host_may_look_at_constant(*tensors: Tensor) -> bool:
+    """`host_may_look` for tensors such as masks, which torch.func does not vary."""
+    if torch.compiler.is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack():
+        return False
+    wrapped = is_functorch_wrapped_tensor
+    return not any(wrapped(tensor) or not tensor.is_cpu or isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+# Precision.
 
 #: Half precision, in which a state would sit up to a percent away from its solution: states are float32.
 HALF = (torch.float16, torch.bfloat16)
@@ -212,6 +287,9 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
             yield from _tensors_in([part for part in parts if isinstance(part, Tensor | tuple | list)])
 
 
+# Loops and derivatives.
+
+
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, which torch.compile does not compile: one clean graph break.
 
@@ -228,58 +306,6 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return call
-
-
-def into_onnx() -> bool:
-    """Whether a model is being exported to ONNX, which knows no operations but its own."""
-    return torch.onnx.is_in_onnx_export()
-
-
-# The strict tracer, which ONNX tries where the other failed, would take the answer for a constant "no". This mark
-# makes it call the function.
-into_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def unwrapped(tensor: Tensor) -> list[Tensor]:
-    """The tensor and those inside of it, one for each wrapper of torch.func, the plain one last."""
-    found = [tensor]
-    while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
-        found.append(torch._C._functorch.get_unwrapped(found[-1]))
-    return found
-
-
-def is_batched(*tensors: Tensor) -> bool:
-    """Whether one of `tensors` is inside torch.vmap at any level, where the host cannot read numbers.
-
-    Elsewhere it can, though it may have to wait for another device; see `host_may_look`.
-    """
-    if is_exporting():
-        return False
-    return any(torch._C._functorch.is_batchedtensor(inner) for tensor in tensors for inner in unwrapped(tensor))
-
-
-def host_may_look(*tensors: Tensor) -> bool:
-    """Whether the host may read the numbers of `tensors` in passing, at no cost and without consequences.
-
-    False where one of these holds:
-
-    - Inside torch.func: in vmap a number stands for a whole batch, and what grad and jvp compute should hold for all
-      inputs.
-    - While torch.compile or torch.jit records a graph: it would break there, or keep an answer that is true of these
-      numbers only.
-    - Under a TorchDispatchMode (make_fx, FakeTensorMode): it records or replaces each operation in the same way.
-    - A tensor has a shape but no numbers: on the device meta, or under FakeTensorMode.
-    - A tensor is on another device than the CPU: the host would wait until the device has done all that was queued.
-    """
-    return not torch._C._are_functorch_transforms_active() and host_may_look_at_constant(*tensors)
-
-
-def host_may_look_at_constant(*tensors: Tensor) -> bool:
-    """`host_may_look` for tensors such as masks, which torch.func does not vary."""
-    if torch.compiler.is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack():
-        return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return not any(wrapped(tensor) or not tensor.is_cpu or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def looks_every(wanted: int | None, *tensors: Tensor) -> int:
@@ -300,23 +326,18 @@ def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inp
     """
     if torch.compiler.is_compiling():
         return
-    level = max((_level(t) for t in inputs if t.requires_grad), default=None)
+    level = max((maybe_get_level(t) for t in inputs if t.requires_grad), default=None)
     if level is None or not torch.is_grad_enabled():
         return
-    known = any(_level(inner) == level and inner.requires_grad for inner in unwrapped(result))
+    known = any(maybe_get_level(inner) == level and inner.requires_grad for inner in unwrapped(result))
     if known or is_batched(result, *inputs):
         return
-    moved = [1.25 * t.detach() + 0.1 if t.requires_grad and _level(t) == level else t for t in inputs]
+    moved = [1.25 * t.detach() + 0.1 if t.requires_grad and maybe_get_level(t) == level else t for t in inputs]
     if not same(function(*moved).detach(), result.detach()):
         raise ValueError(
             f"`{name}` must record the derivatives of the tensors that it reads, got numbers that change with them and "
             "have no graph; compute it by torch operations, without detach(), no_grad or numpy"
         )
-
-
-def _level(tensor: Tensor) -> int:
-    level: int = torch._C._functorch.maybe_get_level(tensor)
-    return level
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -387,21 +408,22 @@ def tangent_rule(rule: Callable[..., Any]) -> Any:
 
 def _primal(tensor: Tensor) -> Tensor:
     """`tensor` without its tangent of this level."""
-    functorch = torch._C._functorch
-    if functorch.is_batchedtensor(tensor):
+    if is_batchedtensor(tensor):
         # Torch cannot ask this of a tensor inside torch.vmap.
-        place = functorch.maybe_get_bdim(tensor), functorch.maybe_get_level(tensor)
-        return functorch._add_batch_dim(_primal(functorch.get_unwrapped(tensor)), *place)
+        place = torch._C._functorch.maybe_get_bdim(tensor), maybe_get_level(tensor)
+        return torch._C._functorch._add_batch_dim(_primal(get_unwrapped(tensor)), *place)
     primal: Tensor = forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
     return primal
 
 
+def along(per_problem: Tensor, target: Tensor) -> Tensor:
+    """Append axes to a (*batch) tensor until it broadcasts along `target`."""
+    return per_problem.reshape(per_problem.shape + (1,) * (target.ndim - per_problem.ndim))
+
+
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Undo a broadcast: the gradient of an expanded tensor."""
-    if tensor.shape == shape:
-        return tensor
-    # A sum over axes of size 1 is a copy.
-    return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor.sum_to_size(shape)
+    return tensor.sum_to_size(shape)
 
 
 class _Refusing(torch.autograd.Function):

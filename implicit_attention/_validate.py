@@ -42,15 +42,9 @@ def message(argument: str, requirement: str, received: object, remedy: str = "")
 def check_instance(
     argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
 ) -> None:
-    """Raise TypeError unless `value` is an instance of `kind`."""
-    if not isinstance(value, kind):
-        raise not_an_instance(argument, value, kind, requirement, remedy)
-
-
-def not_an_instance(
-    argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
-) -> TypeError:
-    """The TypeError of `check_instance`; the remedy for a class in the place of an instance is to call it."""
+    """Raise TypeError unless `value` is an instance of `kind`; a class in its place is to be called."""
+    if isinstance(value, kind):
+        return
     kinds = kind if isinstance(kind, tuple) else (kind,)
     received = repr(value) if isinstance(value, str) else type(value).__name__
     if isinstance(value, str) and (meant := _called(value, kinds)) is not None:
@@ -61,7 +55,7 @@ def not_an_instance(
         received = f"the class {value.__name__}"
         if issubclass(value, kind):
             remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"
-    return TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
+    raise TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
 
 
 def _called(name: str, kinds: Iterable[type]) -> type | None:
@@ -117,15 +111,12 @@ def is_distributed(value: Any) -> bool:
 def check_local(argument: str, value: Tensor) -> None:
     """A tensor of this process alone: a solve does not communicate."""
     if is_distributed(value):
-        raise TypeError(
-            message(
-                argument,
-                "be a tensor of this process",
-                f"a DTensor of shape {tuple(value.shape)}",
-                "pass .to_local() where it is sharded over samples or heads, .full_tensor() where it is over tokens; "
-                "heads of ImplicitAttention are sharded by parallelize_module(layer, mesh, layer.parallel_plan())",
-            )
+        remedy = (
+            "pass .to_local() where it is sharded over samples or heads, .full_tensor() where it is over tokens; "
+            "heads of ImplicitAttention are sharded by parallelize_module(layer, mesh, layer.parallel_plan())"
         )
+        received = f"a DTensor of shape {tuple(value.shape)}"
+        raise TypeError(message(argument, "be a tensor of this process", received, remedy))
 
 
 def check_dense(argument: str, value: Tensor) -> None:
@@ -256,26 +247,19 @@ def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
         raise ValueError(message(argument, "hold numbers", received, remedy))
 
 
-def check_range(
-    argument: str, value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
-) -> None:
-    """All entries in [low, high], where the host can look without waiting; NaN is bad data, not a bad argument."""
-    if not host_may_look(value):
-        return
-    fits = _within(value, low, high, open_low) | value.isnan()
-    if not bool(fits.all()):
-        worst = value.detach()[~fits].flatten()[0].item()
-        raise ValueError(message(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy))
-
-
 def check_per_batch(
     argument: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
 ) -> Any:
-    """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own."""
+    """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own.
+
+    Tensors are looked at where the host need not wait; NaN is bad data, not a bad argument.
+    """
     if not isinstance(value, Tensor):
         return check_number(argument, value, low=low, high=high, open_low=open_low)
     check_float_tensor(argument, value)
-    check_range(argument, value, low=low, high=high, open_low=open_low, remedy=remedy)
+    if host_may_look(value) and not bool((fits := _within(value, low, high, open_low) | value.isnan()).all()):
+        worst = value.detach()[~fits].flatten()[0].item()
+        raise ValueError(message(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy))
     return value
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import _validate
-from ._torch import backward_running, host_may_look, is_batched, transforms_active
+from ._torch import along, backward_running, host_may_look, is_batched, transforms_active
 from .solution import NO_REMEDIES, UNSURE, Record, Remedies, Status, shown_index
 
 
@@ -446,7 +446,7 @@ def without_gradient(on_failure: Any, failed: Tensor, value: Tensor) -> Tensor:
     # Inside transforms a value that is differentiated at an outer level, or in forward mode, does not say so.
     if policy_of(on_failure).backward == "keep" or not (value.requires_grad or transforms_active()):
         return value
-    return torch.where(_along(failed, value), value.detach(), value)
+    return torch.where(along(failed, value), value.detach(), value)
 
 
 def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | None:
@@ -459,7 +459,7 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
     failed = forgiven(status, cotangent) > Status.UNSTABLE
     if host_may_look(status) and not bool(failed.any()):
         return None
-    return cotangent.masked_fill(_along(failed, cotangent), 0.0)
+    return cotangent.masked_fill(along(failed, cotangent), 0.0)
 
 
 def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> Tensor:
@@ -471,7 +471,7 @@ def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> 
         return answer
     lead = answer.ndim - event_ndim
     left = _everywhere(answer == 0, lead) & ~_everywhere(rhs == 0, lead)
-    return torch.where(_along(left, answer), answer.detach(), answer)
+    return torch.where(along(left, answer), answer.detach(), answer)
 
 
 def lost(status: Tensor, cotangent: Tensor) -> Tensor:
@@ -491,10 +491,6 @@ def unread(z: Tensor, cotangent: Tensor, event_ndim: int) -> Tensor:
 def forgiven(status: Tensor, cotangent: Tensor) -> Tensor:
     """The status of backward solves, of which those whose `cotangent` is `lost` have not failed."""
     return status.masked_fill(lost(status, cotangent), int(Status.CONVERGED))
-
-
-def _along(failed: Tensor, value: Tensor) -> Tensor:
-    return failed.reshape((*failed.shape, *(1,) * (value.ndim - failed.ndim)))
 
 
 def _everywhere(holds: Tensor, lead: int) -> Tensor:

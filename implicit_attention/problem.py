@@ -22,6 +22,7 @@ from . import _validate
 from ._torch import (
     HALF,
     LinearMap,
+    along,
     at_least_single,
     check_graph,
     exact_precision,
@@ -34,6 +35,7 @@ from ._torch import (
     jvp_by_vjp,
     same,
     transforms_active,
+    unwrapped,
     vjp,
 )
 from .kernels.problem import Attention
@@ -43,28 +45,6 @@ _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Changes the attributes of a copy of a module, and returns its class, if that is another.
 _Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
-
-
-def parts_of(module: nn.Module, prefix: str = "", found: dict[nn.Module, str] | None = None) -> dict[nn.Module, str]:
-    """The module and its parts, each once, with what precedes the names in them: torch's own walk is slow."""
-    found = {} if found is None else found
-    if module not in found:
-        found[module] = prefix
-        for name, part in module._modules.items():
-            if part is not None:
-                parts_of(part, f"{prefix}{name}.", found)
-    return found
-
-
-def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and then the buffers with their names, each once."""
-    parts, found = parts_of(module).items(), dict[int, tuple[str, Tensor]]()
-    for kind in ("_parameters", "_buffers"):
-        for part, prefix in parts:
-            for name, tensor in getattr(part, kind).items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (f"{prefix}{name}", tensor))
-    return list(found.values())
 
 
 def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
@@ -95,20 +75,6 @@ def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[...,
     cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=False)
     context = {name: cell.cell_contents for name, cell in cells}.get("self")
     return context(function) if callable(context) else None
-
-
-def _reading(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
-    """The same module tree, reading the tensors `new[id(old)]`."""
-
-    def own(module: nn.Module, state: dict[str, Any]) -> None:
-        if parametrize._cache_enabled and _is_parametrized(module):
-            raise ValueError(
-                "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
-            )
-        for kind in ("_parameters", "_buffers"):
-            state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
-
-    return _tree(module, own, {})
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -179,13 +145,13 @@ def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         if isinstance(leaf, Tensor):
             yield path, leaf
         elif isinstance(leaf, nn.Module):
-            for inner, tensor in _module_tensors(leaf):
+            for inner, tensor in (*leaf.named_parameters(), *leaf.named_buffers()):
                 yield f"{path}.{inner}", tensor
 
 
 def modules_in(value: Any) -> Iterator[nn.Module]:
     """The modules in `value` and their parts, in all places where `named` looks for tensors."""
-    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in parts_of(leaf))
+    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in leaf.modules())
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -328,12 +294,21 @@ class Declared:
 
     def replace(self, *tensors: Tensor) -> Self:
         """The same object reading other tensors, given in the order of `tensors()`."""
-        new = iter(tensors)
+        new, news = iter(tensors), dict[int, Tensor]()
+
+        def own(module: nn.Module, state: dict[str, Any]) -> None:
+            if parametrize._cache_enabled and _is_parametrized(module):
+                raise ValueError(
+                    "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
+                )
+            for kind in ("_parameters", "_buffers"):
+                state[kind] = {n: None if t is None else news[id(t)] for n, t in state[kind].items()}
 
         def replaced(leaf: Tensor | nn.Module) -> Tensor | nn.Module:
             if isinstance(leaf, Tensor):
                 return next(new)
-            return _reading(leaf, {id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
+            news.update({id(tensor): next(new) for _, tensor in named(leaf)})
+            return _tree(leaf, own, {})
 
         result = self._mapped(replaced)
         if next(new, None) is not None:
@@ -417,7 +392,7 @@ def pick(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
     if index.ndim == 1:
         return tensor.index_select(0, index)
-    return torch.take_along_dim(tensor, index.reshape(*index.shape, *(1,) * (tensor.ndim - index.ndim)), index.ndim - 1)
+    return torch.take_along_dim(tensor, along(index, tensor), index.ndim - 1)
 
 
 def first_of(chosen: Tensor) -> Tensor | None:
@@ -432,8 +407,7 @@ def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """A tensor (*batch, N, ...) with `rows` (*batch, K, ...) in the places `index` (*batch, K)."""
     if index.ndim == 1:
         return tensor.index_copy(0, index, rows)
-    places = index.reshape(*index.shape, *(1,) * (rows.ndim - index.ndim)).expand_as(rows)
-    return tensor.scatter(index.ndim - 1, places, rows)
+    return tensor.scatter(index.ndim - 1, along(index, rows).expand_as(rows), rows)
 
 
 # The base, with the properties of f that solvers use.
@@ -777,7 +751,7 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
     batched = is_batched(left_out, z, *problem.tensors())
     if not batched and z.device.type == "cpu" and not bool(left_out.any()):
         return problem, z
-    rows = left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim))
+    rows = along(left_out, z)
     z, apart = z.masked_fill(rows, 0.0), problem.without(left_out)
     if problem.all_declared or batched or not bool(left_out.any()):
         return apart, z
@@ -800,10 +774,8 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
 
 def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
     """Raise where a later call of a map overwrote an earlier result."""
-    if not same(now, before):
-        remedy = "return buffer.clone()"
-        received = "a map that writes into what it returned before"
-        raise ValueError(_validate.message(problem._name(), "return new memory at every call", received, remedy))
+    received, remedy = "a map that writes into what it returned before", "return buffer.clone()"
+    _validate.require(same(now, before), problem._name(), "return new memory at every call", received, remedy)
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -821,17 +793,9 @@ def counted(tensor: Tensor, *, copy: bool = False) -> Tensor:
     return tensor.clone() if copy else tensor
 
 
-def is_like(result: Any, z: Tensor) -> bool:
-    """Whether the result of a map is a plain tensor of the kind of its state."""
-    if type(result) is not Tensor:
-        return False
-    return result.shape == z.shape and result.dtype == z.dtype and result.device == z.device
-
-
 def writes_to(tensor: Tensor) -> int:
     """Return the number of torch's writes to the memory of `tensor`."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    tensor = unwrapped(tensor)[-1]
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -853,7 +817,7 @@ def pullback(
         new = {i: t.view_as(t) for i, t in zip(where, floating, strict=True)}
         return problem.replace(*(new.get(i, t) for i, t in enumerate(tensors))).fixed_point_map(z.view_as(z))
 
-    def along(*floating: Tensor) -> Tensor:
+    def product(*floating: Tensor) -> Tensor:
         result = unchecked(*floating)
         check_graph(problem._name(), result, unchecked, *floating)
         return (result * cotangent).sum()
@@ -861,7 +825,7 @@ def pullback(
     if not where:
         return (None,) * len(tensors)
     # Not a vjp, of which torch loses the level where a tensor has no part in f.
-    by_tensors = grad(along, argnums=tuple(range(len(where))))(*(tensors[i] for i in where))
+    by_tensors = grad(product, argnums=tuple(range(len(where))))(*(tensors[i] for i in where))
     gradients = dict(zip(where, by_tensors, strict=True))
     return tuple(map(gradients.get, range(len(tensors))))
 
@@ -934,10 +898,10 @@ class UserProblem(Problem):
             )
         event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
         for i, given in enumerate(inputs):
-            if isinstance(given, PerSample | Shared) and not isinstance(given.value, Tensor | tuple | list | dict):
-                kind, received = type(given).__name__, type(given.value).__name__
-                required = f"be a tensor, or a tuple, list or dict of tensors, inside {kind}"
-                raise TypeError(_validate.message(f"inputs[{i}]", required, received, "pass other objects as they are"))
+            if isinstance(given, PerSample | Shared):
+                required = f"be a tensor, or a tuple, list or dict of tensors, inside {type(given).__name__}"
+                kinds, remedy = (Tensor, tuple, list, dict), "pass other objects as they are"
+                _validate.check_instance(f"inputs[{i}]", given.value, kinds, required, remedy)
         self.function = function
         self.inputs = tuple(given.value if isinstance(given, PerSample | Shared) else given for given in inputs)
         self.event_ndim = event_ndim
@@ -978,8 +942,7 @@ class UserProblem(Problem):
 
     def without(self, left_out: Tensor) -> Self:
         def filled(tensor: Tensor) -> Tensor:
-            rows = left_out.reshape((*left_out.shape, *(1,) * (tensor.ndim - left_out.ndim)))
-            return tensor.masked_fill(rows, 1.0) if tensor.is_floating_point() else tensor
+            return tensor.masked_fill(along(left_out, tensor), 1.0) if tensor.is_floating_point() else tensor
 
         return self._with_own(filled)
 
@@ -1030,8 +993,9 @@ class UserProblem(Problem):
             raise ValueError(_validate.message(name, required, received, remedy))
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
-            required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
-            _validate.require(got == expected, name, required, got, remedy)
+            if got != expected:
+                required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
+                raise ValueError(_validate.message(name, required, got, remedy))
         return result
 
     def _name(self) -> str:
@@ -1130,5 +1094,4 @@ class FixedPointMap(UserProblem):
         return self._restricted(index)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        result = self._called(z)
-        return result if is_like(result, z) else self._check_output(result, z, z.shape, "of z")
+        return self._check_output(self._called(z), z, z.shape, "of z")

@@ -372,8 +372,8 @@ class SolveReport(Recorded):
                 the worst of all problems that are meant, and says which that is; without any, of all problems.
         """
         status = self.status
-        if is_batched(status):
-            raise ValueError(_validate.message("message", "be asked outside of torch.vmap", "a status inside of it"))
+        seen = not is_batched(status)
+        _validate.require(seen, "message", "be asked outside of torch.vmap", "a status inside of it")
         few, required = len(index) <= status.ndim, f"have at most {status.ndim} numbers, one for each axis of `status`"
         _validate.require(few, "index", required, index)
         for axis, (given, size) in enumerate(zip(index, status.shape, strict=False)):

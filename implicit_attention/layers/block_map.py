@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -12,10 +13,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._torch import HALF, at_least_single, is_exporting, same, transforms_active
-from ..problem import FixedPointMap, closed_over, counted, parts_of, takes_statistics, writes_to
+from .._torch import HALF, at_least_single, is_exporting, length, same, transforms_active
+from ..problem import FixedPointMap, Problem, closed_over, counted, takes_statistics, writes_to
 from ..solution import Status
-from ..solvers._rows import stay_where
+from ..solvers._rows import flat, unflat
 from .block_state import Frame, StateLayout
 
 
@@ -133,6 +134,26 @@ LEVERS = {
 }
 
 
+@torch.no_grad()
+def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
+    """Whether f of the problems `wanted` (*lead) stays as it is when the states of those `moved` are others.
+
+    But for rounding, which may be another for another number of rows in torch's kernels.
+
+    z, mapped: (*lead, *event), a state of all problems and f of it.
+    """
+    event = z.shape[wanted.ndim :]
+    rows, mapped = flat(z.detach(), event), flat(mapped.detach(), event)
+    rows = rows.where(torch.isfinite(rows), 0.0)
+    size = length(rows)[..., None] / math.sqrt(max(rows.shape[-1], 1))
+    # A constant change would be all taken away by a normalisation.
+    wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
+    other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
+    again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
+    off, size = length(again - mapped), length(mapped)
+    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~(wanted & (size < torch.inf))).all())
+
+
 class BlockProblem(FixedPointMap):
     """The fixed points of a `BlockMap`. Whether it reads undeclared tensors is checked once per layer and its modes."""
 
@@ -149,7 +170,7 @@ class BlockProblem(FixedPointMap):
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[Any, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.draws = checked, function.draws
-        parts = parts_of(function.block)
+        parts = list(function.block.modules())
         self.mode, self.mixes = tuple(part.training for part in parts), takes_statistics(parts)
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _validate
 from .._torch import at_least_single, state_dtype
-from ..problem import PerSample, Shared, counted, is_like
+from ..problem import PerSample, Shared, counted
 
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 
@@ -288,3 +288,10 @@ def _kind(tensor: Tensor, layout: StateLayout, is_x: bool) -> type[PerSample] | 
     # of the work, which is tried before.
     unclear = event[:1] == lead[-1:] and tensor.is_floating_point() and not is_x
     return Shared if unclear else PerSample
+
+
+def is_like(result: Any, z: Tensor) -> bool:
+    """Whether the result of a map is a plain tensor of the kind of its state."""
+    if type(result) is not Tensor:
+        return False
+    return result.shape == z.shape and result.dtype == z.dtype and result.device == z.device

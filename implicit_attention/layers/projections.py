@@ -226,5 +226,5 @@ def per_head(beta: Tensor, heads: int) -> Tensor:
     """Inverse temperatures (heads,) > 0 that are given."""
     _validate.check_float_tensor("beta", beta)
     _validate.require(beta.shape == (heads,), "beta", f"have shape ({heads},)", f"shape {tuple(beta.shape)}")
-    _validate.check_range("beta", beta, low=0.0, open_low=True)
+    _validate.check_per_batch("beta", beta, low=0.0, open_low=True)
     return beta.detach().clone()

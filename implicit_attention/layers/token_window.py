@@ -17,9 +17,8 @@ from .. import _validate
 from .._torch import transforms_active
 from ..linear._vectors import along
 from ..problem import PerSample, Problem, Shared, TokenOrder, counted, picked, writes_to
-from ..solvers._rows import stay_where
 from ..solvers.in_order import Tokens
-from .block_map import BlockProblem
+from .block_map import BlockProblem, stay_where
 from .exits import Exits
 from .past import KeyValueMemory, Past, rows_at
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._torch import along as along
 from .._torch import host_may_look, length
 
 State = TypeVar("State")
@@ -44,11 +45,6 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, and 0 where the denominator is 0; a (*batch) denominator divides vectors too."""
     divisor = along(denominator, numerator)
     return torch.where(divisor == 0, 0.0, numerator / divisor)
-
-
-def along(per_problem: Tensor, target: Tensor) -> Tensor:
-    """Append axes to a (*batch) tensor until it broadcasts along `target`."""
-    return per_problem.reshape(per_problem.shape + (1,) * (target.ndim - per_problem.ndim))
 
 
 def choose(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:

@@ -206,9 +206,9 @@ def jensen_bound(potential: Potential, eta: States) -> PerRow:
         >>> jensen_bound(mixture, eta), mixture.value(eta)
         (tensor([1.]), tensor([1.4338]))
     """
-    if not isinstance(potential, GaussianMixture):
-        remedy = "write points as components of covariance 0"
-        raise _validate.not_an_instance("potential", potential, GaussianMixture, remedy=remedy)
+    remedy = "write points as components of covariance 0"
+    _validate.check_instance("potential", potential, GaussianMixture, remedy=remedy)
+    assert isinstance(potential, GaussianMixture)
     potential.check_state("eta", eta)
     exponents = potential._scores(eta, potential._pushed(eta)) - potential.log_weights[..., None, :]
     weights = potential.log_weights.softmax(-1)[..., None, :]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._torch import host_may_look, length
+from .._torch import along, host_may_look
 from ..problem import Problem, pick, put
 from ..solution import Record, Status
 
@@ -40,31 +40,11 @@ def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
             return yes
         if isinstance(no, Tensor) and not bool(condition.any()):
             return no
-    condition = condition.reshape((*condition.shape, *(1,) * (yes.ndim - condition.ndim)))
+    condition = along(condition, yes)
     if yes.dtype == torch.bool:
         # onnxruntime cannot choose between truth values.
         return (condition & yes) | (~condition & no)
     return torch.where(condition, yes, no)
-
-
-@torch.no_grad()
-def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
-    """Whether f of the problems `wanted` (*lead) stays as it is when the states of those `moved` are others.
-
-    But for rounding, which may be another for another number of rows in torch's kernels.
-
-    z, mapped: (*lead, *event), a state of all problems and f of it.
-    """
-    event = z.shape[wanted.ndim :]
-    rows, mapped = flat(z.detach(), event), flat(mapped.detach(), event)
-    rows = rows.where(torch.isfinite(rows), 0.0)
-    size = length(rows)[..., None] / math.sqrt(max(rows.shape[-1], 1))
-    # A constant change would be all taken away by a normalisation.
-    wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
-    other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
-    again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
-    off, size = length(again - mapped), length(mapped)
-    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~(wanted & (size < torch.inf))).all())
 
 
 class Best(NamedTuple):

@@ -70,8 +70,6 @@ def of_problems(record: Record, axes: int) -> Record:
     start = record.status.ndim - axes
     if record.status.shape[start:].numel() == 0:
         return record.map(lambda field: field.new_zeros(field.shape[:start]))
-    if record.status.shape[start:].numel() == 1:
-        return record.map(lambda field: field.reshape(field.shape[:start]))
     first = (record.status != Status.CONVERGED).flatten(start).to(torch.int8).argmax(-1, keepdim=True)
     return Record(
         status=record.status.flatten(start).gather(-1, first)[..., 0],

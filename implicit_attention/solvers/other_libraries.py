@@ -13,14 +13,14 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import _validate
-from .._torch import is_batched, norm, transforms_active
+from .._torch import along, is_batched, norm, transforms_active
 from ..problem import FixedPointMap, Problem, evaluate_pure
 from ..solution import Record, Remedies, Status, Trace
 from ._rows import flat, rows_where
@@ -48,25 +48,13 @@ class _Finished(Exception):
     """Raised out of a foreign solver when nothing is left for it to do."""
 
 
-class _Part(NamedTuple):
-    """Some of the problems, and where they sit in an object that evaluates them.
-
-    base (Q, n) are states of all problems of `problem`, of the shape `shape`; `position` are the places of `rows`.
-    """
-
-    rows: Tensor
-    problem: Problem
-    base: Tensor
-    shape: torch.Size
-    position: Tensor
-
-
 class _Recorder:
     """Evaluates f for a foreign solver and records the same as the library's own loop.
 
-    All leading axes are one, P problems of n numbers each, in the precision of the solver. The record of a problem is
-    closed at the first state that meets the tolerance (half of it for states that are rounded in the end), or at the
-    first non-finite one, so it does not depend on how long its neighbours take.
+    All leading axes are one, P problems of n numbers each, in the precision of the solver. Problems that a solver does
+    not ask about stand at their initial states. The record of a problem is closed at the first state that meets the
+    tolerance (half of it for states that are rounded in the end), or at the first non-finite one, so it does not depend
+    on how long its neighbours take.
     """
 
     def __init__(self, solver: _Foreign, problem: Problem, initial: Tensor, trace: bool) -> None:
@@ -78,82 +66,71 @@ class _Recorder:
             self.problem, initial = problem.replace(*numbers), initial.to(solver.works_in)
         self.rounds = initial.dtype != self.dtype
         self.initial = flat(initial, event).reshape(self.lead.numel(), event.numel())
-        self.rows = torch.arange(len(self.initial), device=initial.device)
+        rows = torch.arange(len(self.initial), device=initial.device)
         self.value = self.initial.clone()
         self.record = Record.unmeasured(self.initial, solver.exhausted, event_ndim=1).map(torch.clone)
         self.energy = self.record.residual.clone() if trace and problem.has_energy else None
         self.events: list[tuple[Tensor, Tensor, list[Tensor]]] | None = [] if trace else None
         self.in_map = False
-        self.first_mapped = self.evaluate(self.part(self.rows), self.initial, 0)
+        self.first_mapped = self.evaluate(rows, self.initial, 0, last=True)
         self.record.status[self.record.status == Status.DIVERGED] = int(Status.NONFINITE)
-
-    def part(self, rows: Tensor, *, alone: bool = False) -> _Part:
-        """`rows` as problems of the whole; one that is `alone` is evaluated with as few others as the whole allows."""
-        if alone and self.lead:
-            place = rows % self.lead[-1]
-            selected = self.problem.select(place.expand(*self.lead[:-1], 1))
-            if selected is not None:
-                base = self.initial.reshape(self.shape).index_select(len(self.lead) - 1, place)
-                states = base.reshape(self.lead[:-1].numel(), self.initial.shape[1])
-                return _Part(rows, selected, states, base.shape, rows // self.lead[-1])
-        return _Part(rows, self.problem, self.initial, self.shape, rows)
+        #: Those that the solver is to solve.
+        self.rows = self.unsettled(rows)
 
     def unsettled(self, rows: Tensor) -> Tensor:
         """Those of `rows` in which something is left to do."""
         going = (self.record.status == self.solver.exhausted) & (self.record.residual != 0)
         return rows[going[rows]]
 
-    def tried(self, part: _Part, z: Tensor, step: int) -> Tensor:
-        """`evaluate`, after which the solver is left where nothing is left for it to do."""
-        mapped = self.evaluate(part, z, step)
-        if len(self.unsettled(part.rows)) == 0:
-            raise _Finished
-        return mapped
-
-    def evaluate(self, part: _Part, z: Tensor, step: int, *, last: bool = False) -> Tensor:
-        """f(z) of the states z (len(rows), n), recorded. `last`: z is the foreign solver's answer.
+    def evaluate(self, rows: Tensor, z: Tensor, step: int, *, last: bool = False) -> Tensor:
+        """f(z) of the states z (len(rows), n), recorded, after which a solver is left that has nothing left to do.
 
         Inside a torch.func transform f is being linearised, which is no step: nothing is recorded.
+
+        last: whether z is the foreign solver's answer, or where it starts.
         """
-        rows, solver, record = part.rows, self.solver, self.record
-        z = z.reshape(len(rows), part.base.shape[1])
-        state = part.base.index_copy(0, part.position, z)
-        self.in_map = True
-        image, energy = evaluate_pure(
-            part.problem, state.reshape(part.shape), energy=self.energy is not None, call=step
-        )
-        self.in_map = False
-        mapped = image.reshape(state.shape)[part.position].to(state.dtype)
+        solver, record = self.solver, self.record
+        state = self.initial.index_copy(0, rows, z.reshape(len(rows), self.initial.shape[1]))
+        mapped, energy, residual, tolerance = self._at(self.problem, state, step)
         if transforms_active():
-            return mapped
-        z, fz = z.detach(), mapped.detach()
-        residual, tolerance = norm(fz - z), solver.atol + solver.rtol * norm(fz)
+            return mapped[rows]
+        residual, tolerance = residual[rows], tolerance[rows]
         going, first = record.status[rows] == solver.exhausted, record.num_evals[rows] == 0
         finite = torch.isfinite(residual) & torch.isfinite(tolerance)
         met = finite & (residual <= (0.5 if self.rounds else 1.0) * tolerance) & (not solver.fixed_budget)
         lower = finite & ((residual < record.residual[rows]) | (last and solver.fixed_budget))
         better = going & (first | met | lower)
         # As in the library's own loop: a map that is not finite at the initial state makes the value NaN.
-        z = rows_where(finite | ~first, z, torch.nan)
-        self.value[rows] = rows_where(better, z, self.value[rows])
-        found: list[tuple[Tensor, Any]] = [(record.residual, residual), (record.tolerance, tolerance)]
+        found: list[tuple[Tensor, Any]] = [(self.value, rows_where(finite | ~first, state[rows], torch.nan))]
+        found += [(record.residual, residual), (record.tolerance, tolerance)]
         found += [(record.num_steps, min(step, solver.max_steps))]
         if self.energy is not None and energy is not None:
-            found += [(self.energy, energy.reshape(-1)[part.position])]
+            found += [(self.energy, energy[rows])]
         for kept, new in found:
-            kept[rows] = torch.where(better, new, kept[rows])
+            kept[rows] = torch.where(along(better, kept), new, kept[rows])
         record.num_evals[rows] += 1
         record.status[rows[going & met]] = int(Status.CONVERGED)
         record.status[rows[going & ~finite]] = int(Status.DIVERGED)
         if self.events is not None:
             self.events.append((record.num_evals[rows] - 1, rows, [t[rows] for t in self._shown()]))
-        return mapped
+        if not last and len(self.unsettled(rows)) == 0:
+            raise _Finished
+        return mapped[rows]
+
+    def _at(self, problem: Problem, states: Tensor, step: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """f at the states (P, n) of all problems, E where it is traced, residuals and their tolerances."""
+        self.in_map = True
+        image, energy = evaluate_pure(problem, states.reshape(self.shape), energy=self.energy is not None, call=step)
+        self.in_map = False
+        mapped = image.reshape(states.shape).to(states.dtype)
+        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+        return mapped, None if energy is None else energy.reshape(-1), norm(mapped - states), tolerance
 
     def outcome(self) -> Outcome:
         """All of it, in the precision and with the leading axes of the initial state."""
         if self.rounds:
             self.record.num_evals.add_(1)
-        if self.rounds or (not self.problem.separates and len(self.rows) > 1):
+        if self.rounds or (not self.problem.separates and len(self.value) > 1):
             # A problem may read others that have moved since its own end.
             self._measure()
         record = self.record.map(lambda t: t.reshape(self.lead))
@@ -162,13 +139,10 @@ class _Recorder:
     def _measure(self) -> None:
         """Measure the residuals at the values as they are returned."""
         self.value = self.value.to(self.dtype)
-        states = self.value.nan_to_num(0.0, 0.0, 0.0).reshape(self.shape)
-        mapped, energy = self.asked.evaluate(states, energy=self.energy is not None)
-        mapped = mapped.reshape(self.value.shape)
-        status, residual = self.record.status, norm(mapped - self.value)
-        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+        states = self.value.nan_to_num(0.0, 0.0, 0.0)
+        _, self.energy, residual, tolerance = self._at(self.asked, states, 2)
+        status = self.record.status
         lost = status == Status.NONFINITE
-        self.energy = None if energy is None else energy.reshape(-1)
         if not self.solver.fixed_budget:
             small = torch.isfinite(residual) & (residual <= tolerance) & ~lost
             status = status.masked_fill(status == Status.CONVERGED, int(Status.STALLED))
@@ -185,7 +159,7 @@ class _Recorder:
         """One row per evaluation; a problem with fewer evaluations than others repeats its last entry."""
         if self.events is None:
             return None
-        length = int(self.record.num_evals.max()) if len(self.rows) else 1
+        length = int(self.record.num_evals.max()) if len(self.value) else 1
         courses = [t.repeat(length, *(1,) * t.ndim) for t in self._shown()]
         for index, rows, shown in self.events:
             for course, values in zip(courses, shown, strict=True):
@@ -230,7 +204,7 @@ def _needed(module: str, user: str) -> Any:
 class _Foreign(Solver):
     """Base of solvers of other libraries, whose `options` are the library's own.
 
-    A subclass defines `found`, which calls the library for a part of a `_Recorder`.
+    A subclass defines `found`, which calls the library for rows of a `_Recorder`.
     """
 
     differentiable: ClassVar[bool] = False
@@ -263,10 +237,9 @@ class _Foreign(Solver):
             )
         with torch.no_grad():
             recorder = _Recorder(self, problem, initial, trace)
-            rows = recorder.unsettled(recorder.rows)
             if self.max_steps > 0:
-                for some in rows[:, None] if self.alone else (rows,):
-                    self.work(recorder, some)
+                for rows in recorder.rows[:, None] if self.alone else (recorder.rows,):
+                    self.work(recorder, rows)
             return recorder.outcome()
 
     def work(self, recorder: _Recorder, rows: Tensor) -> None:
@@ -277,35 +250,34 @@ class _Foreign(Solver):
         """
         if len(rows) == 0:
             return
-        stalled, part = int(Status.STALLED), recorder.part(rows, alone=self.alone)
         try:
-            answer, step, exhausted = self.found(recorder, part)
-            recorder.evaluate(part, answer, step, last=True)
+            answer, step, exhausted = self.found(recorder, rows)
+            recorder.evaluate(rows, answer, step, last=True)
         except _Finished:
             return
         except (torch.linalg.LinAlgError, ValueError) as error:  # type: ignore[attr-defined]
             singular = isinstance(error, torch.linalg.LinAlgError | np.linalg.LinAlgError)  # type: ignore[attr-defined]
             if recorder.in_map or not (singular or "inversion yielded zero vector" in str(error)):
                 raise
-            if len(rows) == 1:
-                recorder.record.status[rows] = stalled
-            else:
+            if len(rows) > 1:
                 for half in recorder.unsettled(rows).tensor_split(2):
                     self.work(recorder, half)
-            return
+                return
+            exhausted = False
         if not exhausted:
-            recorder.record.status[recorder.unsettled(rows)] = stalled
+            recorder.record.status[recorder.unsettled(rows)] = int(Status.STALLED)
 
-    def found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
-        """The library's answer for the part, the steps to it, and whether it spent its budget."""
-        raise NotImplementedError(f"{type(self).__name__} must define found(recorder, part)")
+    def found(self, recorder: _Recorder, rows: Tensor) -> tuple[Tensor, int, bool]:
+        """The library's answer for the rows, the steps to it, and whether it spent its budget."""
+        raise NotImplementedError(f"{type(self).__name__} must define found(recorder, rows)")
 
 
 @dataclasses.dataclass(frozen=True)
 class SciPy(_Foreign):
     """`scipy.optimize.root` on f(z) - z, each problem alone and in float64: slow, and independent of our solvers.
 
-    Not for batches of any size: use `Anderson()` or `NewtonKrylov()`, to which this is an oracle.
+    Not for batches of any size, as f of all is computed for each: use `Anderson()` or `NewtonKrylov()`, to which this
+    is an oracle.
 
     A run ends at the first evaluated state with |f(z) - z| <= atol + rtol |f(z)| (half of that for other precisions
     than float64), else with the best state evaluated. The value is cast back to the initial state's precision and
@@ -350,7 +322,7 @@ class SciPy(_Foreign):
         super().__post_init__()
         _validate.check_choice("method", self.method, (*_BY_EVALUATIONS, *_BY_STEPS))
 
-    def found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
+    def found(self, recorder: _Recorder, rows: Tensor) -> tuple[Tensor, int, bool]:
         calls = steps = 0
         counted = self.method not in ("hybr", "lm")
 
@@ -359,7 +331,7 @@ class SciPy(_Foreign):
             z = state(x)
             step = min(calls, steps + 1) if counted else calls
             calls += 1
-            return (recorder.tried(part, z, step)[0] - z).cpu().numpy()
+            return (recorder.evaluate(rows, z, step)[0] - z).cpu().numpy()
 
         def state(x: Any) -> Tensor:
             return torch.as_tensor(x, dtype=torch.float64).to(recorder.initial.device)
@@ -368,7 +340,7 @@ class SciPy(_Foreign):
             nonlocal steps
             steps += 1
 
-        start = recorder.initial[part.rows[0]].cpu().numpy().copy()
+        start = recorder.initial[rows[0]].cpu().numpy().copy()
         result = self._root(residual, start, count if counted else None)
         exhausted = result.nfev >= self.max_steps if self.method in _BY_EVALUATIONS else result.status == 2
         return state(result.x), steps if counted else calls, exhausted
@@ -383,14 +355,10 @@ class SciPy(_Foreign):
             try:
                 return optimize.root(residual, start, method=self.method, callback=callback, options=options)
             except optimize.OptimizeWarning as warning:
-                raise ValueError(
-                    _validate.message(
-                        "options",
-                        f"hold options of scipy.optimize.root(method={self.method!r})",
-                        f"{self._options!r} ({warning})",
-                        f"see scipy.optimize.show_options('root', {self.method!r})",
-                    )
-                ) from warning
+                required = f"hold options of scipy.optimize.root(method={self.method!r})"
+                received = f"{self._options!r} ({warning})"
+                remedy = f"see scipy.optimize.show_options('root', {self.method!r})"
+                raise ValueError(_validate.message("options", required, received, remedy)) from warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,36 +424,29 @@ class TorchDEQ(_Foreign):
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         _, *parameters = inspect.signature(self._function()).parameters.values()
         valid = [p.name for p in parameters if p.kind in named and p.name not in self.reserved]
+        required = f"hold options of torchdeq's {self.name!r}: {', '.join(valid) or 'there are none'}"
         for option in self._options:
-            _validate.require(
-                option in valid,
-                "options",
-                f"hold options of torchdeq's {self.name!r}: {', '.join(valid) or 'there are none'}",
-                repr(option),
-            )
-        _validate.require(
-            not (self.name == "anderson" and self.fixed_budget and 0 < self.max_steps < _ANDERSON_FIRST),
-            "max_steps",
-            f"be 0 or >= {_ANDERSON_FIRST} for torchdeq's 'anderson' with a fixed budget",
-            self.max_steps,
-            "with fewer it returns the initial state",
-        )
+            _validate.require(option in valid, "options", required, repr(option))
+        few = self.name == "anderson" and self.fixed_budget and 0 < self.max_steps < _ANDERSON_FIRST
+        required = f"be 0 or >= {_ANDERSON_FIRST} for torchdeq's 'anderson' with a fixed budget"
+        remedy = "with fewer it returns the initial state"
+        _validate.require(not few, "max_steps", required, self.max_steps, remedy)
 
     def _function(self) -> Callable[..., Any]:
         registry: dict[str, Callable[..., Any]] = _needed("torchdeq.solver", "TorchDEQ")._solvers
         _validate.check_choice("name", self.name, sorted(registry))
         return registry[self.name]
 
-    def found(self, recorder: _Recorder, part: _Part) -> tuple[Tensor, int, bool]:
-        function, start, calls = self._function(), recorder.initial[part.rows], 0
+    def found(self, recorder: _Recorder, rows: Tensor) -> tuple[Tensor, int, bool]:
+        function, start, calls = self._function(), recorder.initial[rows], 0
 
         def mapped(x: Tensor, tau: float = 1.0) -> Tensor:
             nonlocal calls
             if transforms_active():
-                return recorder.evaluate(part, x, calls)
+                return recorder.evaluate(rows, x, calls)
             calls += 1
             known = calls == 1 and torch.equal(x, start)
-            fx = recorder.first_mapped[part.rows] if known else recorder.tried(part, x, calls - 1)
+            fx = recorder.first_mapped[rows] if known else recorder.evaluate(rows, x, calls - 1)
             # A problem that has left the finite numbers stands still, so that it does not disturb the others.
             fx = torch.where(torch.isfinite(fx).all(-1, keepdim=True), fx, x)
             return fx if tau == 1 else tau * fx + (1 - tau) * x

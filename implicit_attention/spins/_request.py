@@ -28,7 +28,7 @@ def validated(
     _validate.check_instance("system", system, SpinSystem, "be a SpinSystem")
     if not isinstance(method, kind):
         remedy = f"use {listed(lambda other: issubclass(other, kind), '()')}"
-        raise _validate.not_an_instance("method", method, kind, f"be an instance of {kind.__name__}", remedy)
+        _validate.check_instance("method", method, kind, f"be an instance of {kind.__name__}", remedy)
     check_on_failure(on_failure, policies=False)
     _validate.check_choice("check", check, ("none", "stability"))
     method.check(system)
