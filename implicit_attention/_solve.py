@@ -461,7 +461,7 @@ class Route:
         if call is not None:
             rule = self.solver.fused_rule(problem)
             assert rule is not None
-            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl, mean=kept)
+            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl)
         if call is None or found is None:
             self.evaluate = self.step = "torch"
             return None
@@ -668,17 +668,12 @@ def _kernel(call: Attention, impl: Impl, rule: FusedRule = THERE) -> str | None:
 # Kernels.
 
 
-def solve_by_kernel(
-    call: Attention, initial: Tensor, rule: FusedRule, impl: Impl, *, mean: bool = False
-) -> Solved | None:
-    """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers.
-
-    The mean may be left out where it costs extra.
-    """
+def solve_by_kernel(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved | None:
+    """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers."""
     if call.query.shape[-1] == 0 < initial.shape[:-1].numel():
         # States of no entries still have weights: those of states with one entry, 0.
         query, keys, initial = (F.pad(t, (0, 1)) for t in (call.query, call.keys, initial))
-        wide = solve_by_kernel(call._replace(query=query, keys=keys), initial, rule, impl, mean=mean)
+        wide = solve_by_kernel(call._replace(query=query, keys=keys), initial, rule, impl)
         return None if wide is None else wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
     if initial.numel() == 0:
         return Solved.allocated(initial.new_zeros, initial.shape, initial.dtype)
@@ -690,7 +685,7 @@ def solve_by_kernel(
 
     def run() -> Solved:
         if name == "native":
-            return native.solve(call, initial, rule, mean=mean)[0]
+            return native.solve(call, initial, rule)[0]
         from .kernels.triton.solve import solve as triton_solve
 
         return triton_solve(call, initial, rule)
@@ -780,7 +775,7 @@ def _trusted(name: str, operation: str, call: Attention, run: Callable[[], _R], 
         kind = "none" if call.mask is None and call.bias is None else trust.mask_kind(call.pairs)
         causal = call.first is not None
         use = _native_use(operation, keys.device, loaded.isa, keys.dtype, keys.shape[-1], kind, causal)
-        check = partial(native.CHECKS[operation], use.variant)
+        check = partial(native.CHECKS[operation], call)
     return trust.answer(use, check, run, insists=name if impl == name else None)
 
 
@@ -909,7 +904,7 @@ def solve_plainly(
         call = call if call.mask is None or call.bias is None else call.joined()
         # Query, keys, beta, anchor, mask and bias; values are read out afterwards.
         differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call[:6])
-        run = partial(native.solve, call, initial, rule, mean=differentiated)
+        run = partial(native.solve, call, initial, rule)
         found = _trusted("native", "hopfield_solve", call, run, impl)
         if found is None:
             return None
@@ -985,7 +980,7 @@ def _unchecked(call: Attention) -> AnchoredEnergy:
 
 def solved(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved:
     """The equilibria by a kernel, or by the loop where none answers."""
-    if (found := solve_by_kernel(call, initial, rule, impl, mean=True)) is not None:
+    if (found := solve_by_kernel(call, initial, rule, impl)) is not None:
         return found
     options: dict[str, Any] = {"rtol": rule.rtol, "atol": rule.atol, "max_steps": rule.max_steps}
     plain = rule.plain_steps > rule.max_steps

@@ -239,12 +239,6 @@ class PublishedDynamics(_Activated):
         """x + mean(g)."""
         return z + self.potential.mean(self.activation(z))
 
-    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
-        if not energy:
-            return Evaluation(self.fixed_point_map(z), None)
-        value, mean = self.potential.evaluate(self.activation(z))
-        return Evaluation(z + mean, -value)
-
     def gradient(self, z: States) -> States:
         """Grad E(x) = -M mean(g)."""
         return -self.metric_product(z, self.potential.mean(self.activation(z)))

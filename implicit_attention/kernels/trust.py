@@ -177,12 +177,6 @@ def several(shape: Sequence[int], device: torch.device, *dtypes: torch.dtype) ->
     return list(map(poisoned, memory)) if _checking.active else memory
 
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """The same of the shape of a plain tensor, laid out in order, in half of the time."""
-    memory = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    return poisoned(memory) if _checking.active else memory
-
-
 def poisoned(memory: Tensor) -> Tensor:
     """Memory filled with NaN, or with a number that is no code and no count."""
     # Bytes of 255 are NaN to those who read numbers of several bytes there.
@@ -440,7 +434,7 @@ def small_problem(record: Attention, rows: int, count: int) -> Attention:
     anchor = torch.tensor([0.7, 0.8]).to(device, wide)
     mask = None
     if record.pairs is not None:
-        mask = third_masked(2, rows if record.pairs.shape[-2] > 1 else 1, count)
+        mask = third_masked(2, rows if mask_kind(record.pairs).endswith("pair") else 1, count)
         # One query attends to no key.
         mask[:, mask.shape[1] // 2] = -torch.inf if mask.shape[1] > 1 else mask[:, 0]
         mask = mask != -torch.inf if record.pairs.dtype == torch.bool else mask.to(wide)
