@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import _validate
@@ -670,13 +669,8 @@ def _kernel(call: Attention, impl: Impl, rule: FusedRule = THERE) -> str | None:
 
 def solve_by_kernel(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved | None:
     """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers."""
-    if call.query.shape[-1] == 0 < initial.shape[:-1].numel():
-        # States of no entries still have weights: those of states with one entry, 0.
-        query, keys, initial = (F.pad(t, (0, 1)) for t in (call.query, call.keys, initial))
-        wide = solve_by_kernel(call._replace(query=query, keys=keys), initial, rule, impl)
-        return None if wide is None else wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
     if initial.numel() == 0:
-        return Solved.allocated(initial.new_zeros, initial.shape, initial.dtype)
+        return None
     call, name = call.joined(), _kernel(call, impl, rule)
     if name is None:
         return None
@@ -714,7 +708,7 @@ def adjoint_by_kernel(
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
     if state.numel() == 0:
-        return AdjointAnswer.allocated(state.new_zeros, state.shape, call.keys.shape, state.dtype), state
+        return None
     call, name = call.joined(), _kernel(call, impl)
     if name is None or (name == "triton" and by_bias is not None):
         return None
