@@ -359,7 +359,9 @@ def attend(
     else:
         check_whole()
         attended = _exported(call, initial, options, asked) if is_exporting() else None
-        if torch.compiler.is_compiling() and any(map(_may_have_tangent, (*call, initial))):
+        if torch.compiler.is_compiling() and any(
+            isinstance(part, Tensor) and may_have_tangent(part) for part in (*call, initial)
+        ):
             raise UnsupportedImplementation(
                 "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
                 "torch.compile; call them outside of it"
@@ -368,7 +370,7 @@ def attend(
         if attended is None and in_graph and _fits_graph(call, options, asked):
             attended = _exactly(call, initial, options, True, asked)
         if attended is None:
-            attended = _outside_graph(call, initial, options, asked)
+            attended = _outside_graph(call, initial, options, False, asked)
     assert attended is not None
     if groups > 1:
         attended = _merged(attended)
@@ -386,15 +388,7 @@ def _exactly(
         return _answer(call, initial, options, in_graph, not in_graph and eager(), **asked)
 
 
-@uncompiled
-def _outside_graph(
-    call: Attention, initial: Tensor | None, options: SolveOptions, asked: AttentionKeywords
-) -> Attended | None:
-    return _exactly(call, initial, options, False, asked)
-
-
-def _may_have_tangent(part: Any) -> bool:
-    return isinstance(part, Tensor) and may_have_tangent(part)
+_outside_graph = uncompiled(_exactly)
 
 
 def _with_triangle(call: Attention, first: int, potential: PotentialFactory) -> Attention:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -48,14 +47,14 @@ class Fielded(Problem):
         clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
         return clone
 
-    def _rows(self, index: Tensor, potential: Potential) -> Self | None:
+    def _rows(self: Any, index: Tensor) -> Any:
         """The problems `index`, (*batch, K), of which each has a row of the field and of `self.potential`."""
-        part = potential.select(index)
+        part = self.potential.select(index)
         if part is None or self.event_ndim != 1:
             return None
-        clone: Any = restricted(self, index, field=1)
+        clone = restricted(self, index, field=1)
         clone.potential = part
-        return clone  # type: ignore[no-any-return]
+        return clone
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -89,13 +88,6 @@ class Anchored(Fielded):
     def _anchored(self, mean: Tensor) -> Tensor:
         """anchor x + (1 - anchor) mean."""
         return mean if self._forgets else between(mean, self.field, self._anchor)
-
-    def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        """Return (df/dt)^T u for the field, and for the anchor if it is a tensor; only then `mean` is computed."""
-        by_field = self._anchor * u
-        if not isinstance(self.anchor, Tensor):
-            return (by_field,)
-        return by_field, sum_to_shape((u * (self.field - mean())).sum((-1, -2)), self.anchor.shape)
 
 
 class AnchoredEnergy(Anchored, Energy):
@@ -238,8 +230,11 @@ class AnchoredEnergy(Anchored, Energy):
             return (1 - self._anchor) * cov.product(v)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            by_potential = cov.vjp_tensors((1 - self._anchor) * u)
-            return *by_potential, *self._by_own(u, lambda: self.potential.mean(z))
+            gradients = *cov.vjp_tensors((1 - self._anchor) * u), self._anchor * u
+            if not isinstance(self.anchor, Tensor):
+                return gradients
+            by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
+            return *gradients, sum_to_shape(by_anchor, self.anchor.shape)
 
         return Linearization(product, product, pullback)
 
@@ -258,7 +253,7 @@ class AnchoredEnergy(Anchored, Energy):
         return None if bound is None else (1 - self.anchor) * bound
 
     def select(self, index: Tensor) -> Self | None:
-        return self._rows(index, self.potential) if self._is_own() else None
+        return self._rows(index) if self._is_own() else None
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:

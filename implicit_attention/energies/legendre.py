@@ -166,7 +166,7 @@ class LegendreEnergy(_Activated, Fielded):
         return torch.where(slope < 1, slope, torch.inf)
 
     def select(self, index: Tensor) -> Self | None:
-        return self._rows(index, self.potential) if self._has_only(*self._attributes) else None
+        return self._rows(index) if self._has_only(*self._attributes) else None
 
     def linearize(self, z: Tensor) -> Linearization:
         norm = self.lagrangian.linearize(z)

@@ -149,7 +149,7 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
         try:
             return run()
         except Exception as error:
-            if _captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
+            if captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
                 raise
             known = _found[use] = dataclasses.replace(known, verdict="refused", reason=_failure(error))
     if insists is not None:
@@ -185,7 +185,7 @@ def poisoned(memory: Tensor) -> Tensor:
 
 def _verified(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     """The outcome of the check, which is made once, whichever thread comes first."""
-    if _captures(use.device):
+    if captures(use.device):
         # The check waits for the device, which a capture forbids.
         reason = "it was first used while a CUDA graph was captured; call it once before the capture"
         return _found.setdefault(use, KernelCheck(str(use), "open", {}, reason, _where(use.device), 0.0))
@@ -267,7 +267,8 @@ def _first(text: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
 
-def _captures(device: torch.device) -> bool:
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, for which the host may not wait for numbers."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
