@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,11 +13,12 @@ from typing_extensions import Self
 from .. import _validate
 from .._torch import is_batched
 from ..potentials import Potential
+from ..potentials._query_side import QuerySide
 from ..potentials._read import check_masks_fit
 from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
 from ..potentials.token_attention import TokenAttention
-from ..problem import Problem, TokenOrder
+from ..problem import Linearization, Problem, TokenOrder, pullback
 from .anchored import Fielded
 from .base import check_fixed_budget
 
@@ -119,6 +120,8 @@ class CausalTokens(_Causal, Fielded):
     """
 
     declares_all = True
+    #: The attributes of the class: closed forms do not hold for a subclass with more.
+    _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "attention", "memory", "field", "keys", "token_order")
 
     def __init__(
         self,
@@ -143,6 +146,37 @@ class CausalTokens(_Causal, Fielded):
     def fixed_point_map(self, z: States) -> States:
         """f(x) = b + pull(LN(x))."""
         return self.field + self.pull(z, self.keys)
+
+    def linearize(self, z: Tensor) -> Linearization:
+        attention, memory = self.attention, self.memory
+        if not self._has_only(*self._attributes) or type(attention) is not TokenAttention:
+            return super().linearize(z)
+        norm, g = self.lagrangian.linearize(z), self.activation(z)
+        side = QuerySide(attention, g, self.keys)
+        cov = None if memory is None else memory.linearize(g)
+
+        def by_memory(v: Tensor) -> Tensor | float:
+            if memory is None:
+                return 0.0
+            return memory.covariance_product(g, v) if cov is None else cov.product(v)
+
+        def product(v: Tensor) -> Tensor:
+            moved = norm.product(v)
+            return side.jvp(moved) + by_memory(moved)
+
+        def transposed(u: Tensor) -> Tensor:
+            return norm.product(side.vjp(u) + by_memory(u))
+
+        def by_tensors(u: Tensor) -> tuple[Tensor | None, ...]:
+            if memory is not None and cov is None:
+                return pullback(self, z, u)
+            by = side.vjp_tensors(u)
+            own = [getattr(by, name, None) for name, _ in attention.named_tensors()]
+            of_memory = () if cov is None else cov.vjp_tensors(u)
+            earlier = () if self.keys is None else (by.earlier,)
+            return *norm.vjp_tensors(by.z + by_memory(u)), *own, *of_memory, u, *earlier
+
+        return Linearization(product, transposed, by_tensors)
 
     def without(self, left_out: Tensor) -> Self:
         clone = super().without(left_out)
