@@ -460,8 +460,8 @@ def _answer(
         given = _with_masked_key(given)
     if site is None and isinstance(options.on_failure, FailurePolicy):
         site = options.on_failure._site
-    # On a card keys and values stay in half precision, in the kernels and where values are read out.
     able = potential is LogSumExp and not (empty or trace)
+    # On a card keys and values stay in half precision, in the kernels and where values are read out.
     half = able and given.keys.dtype in HALF and not options.explicit and in_half(given, options.impl)
     if (half and not in_graph) or (able and plain and not (return_weights or given.dropout)):
         attended = _by_kernel(given, initial, options, site, half, return_solution, return_weights)
@@ -543,10 +543,9 @@ def _by_kernel(
     wanted: bool,
     weighed: bool,
 ) -> Attended | None:
-    """The answer by one call of a kernel, of a card if keys stay in `half` precision, else of the native library.
+    """The answer by one call of a kernel, and a read-out by torch's; None where the kernel has none.
 
-    None where that has none. The values are read out by torch's kernel.
-
+    half: whether keys and values stay in half precision, for a card's kernel; else it is the native library's.
     wanted, weighed: whether the caller wants the solution, and the weights, which are float32.
     """
     call = given._replace(query=given.query.float()) if half else _in_single(given)
