@@ -805,7 +805,7 @@ def evaluation(data: Data, state: Tensor) -> Callable[[], tuple[Tensor, Tensor]]
 
 
 def solved_by_triton(data: Data, initial: Tensor, rule: FusedRule) -> Any:
-    return solve_by_kernel(as_problem(data), initial, rule, "triton", mean=True)
+    return solve_by_kernel(as_problem(data), initial, rule, "triton")
 
 
 def fused(data: Data, rtol: float, max_steps: int) -> Any:

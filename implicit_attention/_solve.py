@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import _validate
@@ -461,7 +460,7 @@ class Route:
         if call is not None:
             rule = self.solver.fused_rule(problem)
             assert rule is not None
-            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl, mean=kept)
+            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl)
         if call is None or found is None:
             self.evaluate = self.step = "torch"
             return None
@@ -668,20 +667,10 @@ def _kernel(call: Attention, impl: Impl, rule: FusedRule = THERE) -> str | None:
 # Kernels.
 
 
-def solve_by_kernel(
-    call: Attention, initial: Tensor, rule: FusedRule, impl: Impl, *, mean: bool = False
-) -> Solved | None:
-    """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers.
-
-    The mean may be left out where it costs extra.
-    """
-    if call.query.shape[-1] == 0 < initial.shape[:-1].numel():
-        # States of no entries still have weights: those of states with one entry, 0.
-        query, keys, initial = (F.pad(t, (0, 1)) for t in (call.query, call.keys, initial))
-        wide = solve_by_kernel(call._replace(query=query, keys=keys), initial, rule, impl, mean=mean)
-        return None if wide is None else wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
+def solve_by_kernel(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved | None:
+    """Every query solved from `initial`, (*batch, N, D), by a kernel; None where none answers."""
     if initial.numel() == 0:
-        return Solved.allocated(initial.new_zeros, initial.shape, initial.dtype)
+        return None
     call, name = call.joined(), _kernel(call, impl, rule)
     if name is None:
         return None
@@ -690,7 +679,7 @@ def solve_by_kernel(
 
     def run() -> Solved:
         if name == "native":
-            return native.solve(call, initial, rule, mean=mean)[0]
+            return native.solve(call, initial, rule)[0]
         from .kernels.triton.solve import solve as triton_solve
 
         return triton_solve(call, initial, rule)
@@ -719,7 +708,7 @@ def adjoint_by_kernel(
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
     if state.numel() == 0:
-        return AdjointAnswer.allocated(state.new_zeros, state.shape, call.keys.shape, state.dtype), state
+        return None
     call, name = call.joined(), _kernel(call, impl)
     if name is None or (name == "triton" and by_bias is not None):
         return None
@@ -747,16 +736,11 @@ def adjoint_by_kernel(
         return None
     answer, mean = found
     stalled = answer.status == Status.STALLED
-    if not may_look(state):
+    if trust.captures(state.device):
         return unanswered(answer, stalled), mean
     if not bool(stalled.any()):
         return answer, mean
     return answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0)), mean
-
-
-def may_look(tensor: Tensor) -> bool:
-    """Whether the host may wait for numbers: it may not while a CUDA graph is captured."""
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
@@ -780,7 +764,7 @@ def _trusted(name: str, operation: str, call: Attention, run: Callable[[], _R], 
         kind = "none" if call.mask is None and call.bias is None else trust.mask_kind(call.pairs)
         causal = call.first is not None
         use = _native_use(operation, keys.device, loaded.isa, keys.dtype, keys.shape[-1], kind, causal)
-        check = partial(native.CHECKS[operation], use.variant)
+        check = partial(native.CHECKS[operation], call)
     return trust.answer(use, check, run, insists=name if impl == name else None)
 
 
@@ -909,7 +893,7 @@ def solve_plainly(
         call = call if call.mask is None or call.bias is None else call.joined()
         # Query, keys, beta, anchor, mask and bias; values are read out afterwards.
         differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call[:6])
-        run = partial(native.solve, call, initial, rule, mean=differentiated)
+        run = partial(native.solve, call, initial, rule)
         found = _trusted("native", "hopfield_solve", call, run, impl)
         if found is None:
             return None
@@ -985,7 +969,7 @@ def _unchecked(call: Attention) -> AnchoredEnergy:
 
 def solved(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> Solved:
     """The equilibria by a kernel, or by the loop where none answers."""
-    if (found := solve_by_kernel(call, initial, rule, impl, mean=True)) is not None:
+    if (found := solve_by_kernel(call, initial, rule, impl)) is not None:
         return found
     options: dict[str, Any] = {"rtol": rule.rtol, "atol": rule.atol, "max_steps": rule.max_steps}
     plain = rule.plain_steps > rule.max_steps
@@ -1021,7 +1005,7 @@ def adjoint_solved(
     """The adjoint solves by a kernel, and by the linear solvers where none answers or it gives a query up."""
     found = adjoint_by_kernel(call, state, cotangent, rtol, max_steps, impl, evaluation)
     kernel = None if found is None else found[0]
-    if kernel is not None and not (may_look(state) and bool((kernel.status == Status.STALLED).any())):
+    if kernel is not None and (trust.captures(state.device) or not bool((kernel.status == Status.STALLED).any())):
         return kernel
     rule = AdjointRule.of(rtol, max_steps, state.dtype)
     least = FLOAT32_RTOL if state.dtype == torch.float32 else 0.0

@@ -359,7 +359,9 @@ def attend(
     else:
         check_whole()
         attended = _exported(call, initial, options, asked) if is_exporting() else None
-        if torch.compiler.is_compiling() and any(map(_may_have_tangent, (*call, initial))):
+        if torch.compiler.is_compiling() and any(
+            isinstance(part, Tensor) and may_have_tangent(part) for part in (*call, initial)
+        ):
             raise UnsupportedImplementation(
                 "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
                 "torch.compile; call them outside of it"
@@ -368,7 +370,7 @@ def attend(
         if attended is None and in_graph and _fits_graph(call, options, asked):
             attended = _exactly(call, initial, options, True, asked)
         if attended is None:
-            attended = _outside_graph(call, initial, options, asked)
+            attended = _outside_graph(call, initial, options, False, asked)
     assert attended is not None
     if groups > 1:
         attended = _merged(attended)
@@ -386,15 +388,7 @@ def _exactly(
         return _answer(call, initial, options, in_graph, not in_graph and eager(), **asked)
 
 
-@uncompiled
-def _outside_graph(
-    call: Attention, initial: Tensor | None, options: SolveOptions, asked: AttentionKeywords
-) -> Attended | None:
-    return _exactly(call, initial, options, False, asked)
-
-
-def _may_have_tangent(part: Any) -> bool:
-    return isinstance(part, Tensor) and may_have_tangent(part)
+_outside_graph = uncompiled(_exactly)
 
 
 def _with_triangle(call: Attention, first: int, potential: PotentialFactory) -> Attention:
@@ -466,22 +460,19 @@ def _answer(
         given = _with_masked_key(given)
     if site is None and isinstance(options.on_failure, FailurePolicy):
         site = options.on_failure._site
+    able = potential is LogSumExp and not (empty or trace)
     # On a card keys and values stay in half precision, in the kernels and where values are read out.
-    half = given.keys.dtype in HALF and potential is LogSumExp and in_half(given, options.impl)
-    half = half and not (empty or trace or options.explicit)
-    if half and not in_graph:
-        attended = _in_half(given, initial, options, site, return_weights)
+    half = able and given.keys.dtype in HALF and not options.explicit and in_half(given, options.impl)
+    if (half and not in_graph) or (able and plain and not (return_weights or given.dropout)):
+        attended = _by_kernel(given, initial, options, site, half, return_solution, return_weights)
         if attended is not None:
             return attended
         half = False
     call, dtype = _in_single(given), given.query.dtype
     initial = call.query if initial is None else at_least_single(initial)
-    if plain and potential is LogSumExp and not (empty or trace or return_weights or call.dropout):
-        attended = _plainly(call, given, initial, options, site, return_solution)
-        if attended is not None:
-            return attended
+    make = functools.partial(_made, potential=potential, options=options)
     try:
-        made = _made(call, potential, options)
+        made = make(call)
         energy = AnchoredEnergy(made, call.query, call.anchor, unbounded="ignore" if options.explicit else unbounded)
         if call.values is not None or return_weights:
             reads_out(made)
@@ -491,7 +482,6 @@ def _answer(
                 raise UnsupportedImplementation(f"`impl={impl!r}` {reason}")
             measured = return_solution or trace
             state, solution = call.query, _explicit_solution(energy, in_graph, measured=measured, trace=trace)
-            make = functools.partial(_made, potential=potential, options=options)
             output = _explicit_output(energy, call, given, make)
         else:
             options = _for_half(options) if half else options
@@ -499,9 +489,10 @@ def _answer(
             solved = _solved(energy, initial, options, on_failure, in_graph, trace, given.keys if half else None)
             if solved is None:
                 return None
-            state, solution = _stood_in(energy.fixed_point_map, call, options, *solved)
+            state, solution = solved
+            state = _stood_in(energy.fixed_point_map, call, options, state, solution.failed)
             if half and _reads_half(given):
-                output = _read_in_half(given, state, functools.partial(_made, potential=potential, options=options))
+                output = _read_in_half(given, state, make)
             else:
                 output = state if call.values is None else read_out(made, state, call.values, call.dropout)
     except (RuntimeError, ValueError) as error:
@@ -521,36 +512,6 @@ def _for_half(options: SolveOptions) -> SolveOptions:
     """The options of keys that stay in half precision."""
     solver = HALF_SOLVER if options.solver is None else options.solver
     return options.override(solver=solver, max_steps=options.max_steps)
-
-
-def _in_half(
-    given: Attention, initial: Tensor | None, options: SolveOptions, site: FailureSite | None, weighed: bool
-) -> Attended | None:
-    """The answer whose keys and values stay in half precision, by a card's kernel; None where that has none.
-
-    weighed: whether the caller wants the weights, which are float32.
-    """
-    query = given.query.float()
-    start = query if initial is None else at_least_single(initial)
-    report = AdjointReport(on_failure=options.on_failure, site=site)
-    found = solve_plainly(given, start, _for_half(options).plan, report)
-    if found is None:
-        return None
-    solution = found[1]
-    assert isinstance(solution, Solution)
-
-    def step(z: Tensor) -> Tensor:
-        return energy_of(_in_single(given)).fixed_point_map(z)
-
-    state, _ = _stood_in(step, given._replace(query=query), options, solution.value, solution)
-    made, output, weights = functools.partial(_made, potential=LogSumExp, options=options), state, None
-    if _reads_half(given):
-        output = _read_in_half(given, state, made)
-    elif given.values is not None:
-        output = read_out(made(_in_single(given)), state, at_least_single(given.values), given.dropout)
-    if weighed:
-        weights = reads_out(made(_in_single(given))).probabilities(state)
-    return Attended(output.to(given.query.dtype), state, solution.report, solution, weights)
 
 
 def _reads_half(given: Attention) -> bool:
@@ -573,36 +534,51 @@ def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Poten
     return read_out(made(given._replace(beta=beta)), z.to(values.dtype), values, given.dropout)
 
 
-def _plainly(
-    call: Attention, given: Attention, initial: Tensor, options: SolveOptions, site: FailureSite | None, wanted: bool
+def _by_kernel(
+    given: Attention,
+    initial: Tensor | None,
+    options: SolveOptions,
+    site: FailureSite | None,
+    half: bool,
+    wanted: bool,
+    weighed: bool,
 ) -> Attended | None:
-    """The answer for plain tensors by the native library and torch's kernel; None where one of them has none.
+    """The answer by one call of a kernel, and a read-out by torch's; None where the kernel has none.
 
-    wanted: whether the caller wants the solution.
+    half: whether keys and values stay in half precision, for a card's kernel; else it is the native library's.
+    wanted, weighed: whether the caller wants the solution, and the weights, which are float32.
     """
-    plan, on_failure, dtype = options.plan, options.on_failure, given.query.dtype
-    if plan.solver.max_steps == 0:
+    call = given._replace(query=given.query.float()) if half else _in_single(given)
+    options, dtype = _for_half(options) if half else options, given.query.dtype
+    if options.plan.solver.max_steps == 0:
         # A read-out in half precision widens nothing.
-        if wanted or dtype in HALF or options.impl != "auto":
-            return None
-        output = _explicit(call)
+        output = None if wanted or dtype in HALF or options.impl != "auto" else _explicit(call)
         if output is None:
             return None
         return Attended(output, call.query, SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1)), None)
-    if type(on_failure) is not str and policy_of(on_failure).forward == "explicit":
-        return None
-    found = solve_plainly(call, initial, plan, AdjointReport(on_failure=on_failure, site=site), whole=wanted)
+    start = call.query if initial is None else at_least_single(initial)
+    report = AdjointReport(on_failure=options.on_failure, site=site)
+    found = solve_plainly(given if half else call, start, options.plan, report, whole=wanted or half)
     if found is None:
         return None
-    state, report, failed = found
+    state, told, failed = found
+
+    def wide() -> Attention:
+        return _in_single(given) if half else call
+
+    if failed:
+        state = _stood_in(lambda z: energy_of(wide()).fixed_point_map(z), call, options, state, told.failed)
     if call.values is None:
         output = state
-    elif failed or not (call.mask is call.bias is None) or (call.first is not None and not is_finite(call.values)):
-        output = read_out(_made(call, LogSumExp, options), state, call.values, 0.0)
-    else:
+    elif half and _reads_half(given):
+        output = _read_in_half(given, state, functools.partial(_made, potential=LogSumExp, options=options))
+    elif not (half or failed) and call.mask is call.bias is None and (call.first is None or is_finite(call.values)):
         output = read_out_plain(state, call)
-    solution = report if isinstance(report, Solution) else None
-    return Attended(output.to(dtype), state, report if solution is None else solution.report, solution)
+    else:
+        output = read_out(_made(wide(), LogSumExp, options), state, at_least_single(call.values), call.dropout)
+    weights = reads_out(_made(wide(), LogSumExp, options)).probabilities(state) if weighed else None
+    solution = told if isinstance(told, Solution) else None
+    return Attended(output.to(dtype), state, told if solution is None else solution.report, solution, weights)
 
 
 def eager() -> bool:
@@ -642,18 +618,13 @@ def _with_masked_key(call: Attention) -> Attention:
 
 def _in_single(call: Attention) -> Attention:
     """The call in the precision of the solve: float32 where it came in half precision."""
-    dtype, beta, anchor, values, bias = call.query.dtype, call.beta, call.anchor, call.values, call.bias
-    if (
-        dtype not in HALF
-        and call.keys.dtype == dtype
-        and (values is None or values.dtype == dtype)
-        and (bias is None or bias.dtype == dtype)
-        and (not isinstance(beta, Tensor) or beta.dtype == dtype)
-        and (not isinstance(anchor, Tensor) or anchor.dtype == dtype)
-    ):
+    for part in call:
+        if isinstance(part, Tensor) and (part.dtype in HALF or part.dtype not in (call.query.dtype, torch.bool)):
+            break
+    else:
         return call
-    query, keys, values, bias = map(at_least_single, (call.query, call.keys, values, bias))
-    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
+    query, keys, values, bias = map(at_least_single, (call.query, call.keys, call.values, call.bias))
+    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
     return call._replace(query=query, keys=keys, values=values, bias=bias, beta=beta, anchor=anchor)
 
 
@@ -692,18 +663,13 @@ def _solved(
 
 
 def _stood_in(
-    step: Callable[[Tensor], Tensor],
-    call: Attention,
-    options: SolveOptions,
-    state: Tensor,
-    solution: Solution | Record,
-) -> tuple[Tensor, Solution | Record]:
+    step: Callable[[Tensor], Tensor], call: Attention, options: SolveOptions, state: Tensor, failed: Tensor
+) -> Tensor:
     """The states; with forward="explicit" those of failed queries are replaced by the states of max_steps=0."""
-    failed = solution.failed
     if policy_of(options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
-        return state, solution
+        return state
     instead = step(call.query) if call.values is None else call.query
-    return torch.where(failed[..., None], instead, state), solution
+    return torch.where(failed[..., None], instead, state)
 
 
 # Explicit steps.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -12,15 +12,18 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._torch import check_graph, sum_to_shape
-from ..failure import Word
+from .._torch import check_graph, host_may_look, sum_to_shape
+from ..failure import ConvergenceWarning, Word, outside
 from ..kernels.problem import Attention
 from ..potentials import Potential
+from ..potentials._rays import Ray
 from ..potentials._shapes import PerBatch, States, per_state
 from ..potentials.log_sum_exp import as_log_sum_exp
 from ..problem import Evaluation, Linearization, Problem, restricted
-from ._bounds import check_bounded, falls
 from .base import Energy
+
+# Within this distance of the limit rounding decides on which side a scale lies, and the field on the bound.
+MARGIN = 1e-6
 
 
 class Fielded(Problem):
@@ -44,14 +47,14 @@ class Fielded(Problem):
         clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
         return clone
 
-    def _rows(self, index: Tensor, potential: Potential) -> Self | None:
+    def _rows(self: Any, index: Tensor) -> Any:
         """The problems `index`, (*batch, K), of which each has a row of the field and of `self.potential`."""
-        part = potential.select(index)
+        part = self.potential.select(index)
         if part is None or self.event_ndim != 1:
             return None
-        clone: Any = restricted(self, index, field=1)
+        clone = restricted(self, index, field=1)
         clone.potential = part
-        return clone  # type: ignore[no-any-return]
+        return clone
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -85,13 +88,6 @@ class Anchored(Fielded):
     def _anchored(self, mean: Tensor) -> Tensor:
         """anchor x + (1 - anchor) mean."""
         return mean if self._forgets else between(mean, self.field, self._anchor)
-
-    def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        """Return (df/dt)^T u for the field, and for the anchor if it is a tensor; only then `mean` is computed."""
-        by_field = self._anchor * u
-        if not isinstance(self.anchor, Tensor):
-            return (by_field,)
-        return by_field, sum_to_shape((u * (self.field - mean())).sum((-1, -2)), self.anchor.shape)
 
 
 class AnchoredEnergy(Anchored, Energy):
@@ -234,8 +230,11 @@ class AnchoredEnergy(Anchored, Energy):
             return (1 - self._anchor) * cov.product(v)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            by_potential = cov.vjp_tensors((1 - self._anchor) * u)
-            return *by_potential, *self._by_own(u, lambda: self.potential.mean(z))
+            gradients = *cov.vjp_tensors((1 - self._anchor) * u), self._anchor * u
+            if not isinstance(self.anchor, Tensor):
+                return gradients
+            by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
+            return *gradients, sum_to_shape(by_anchor, self.anchor.shape)
 
         return Linearization(product, product, pullback)
 
@@ -254,7 +253,7 @@ class AnchoredEnergy(Anchored, Energy):
         return None if bound is None else (1 - self.anchor) * bound
 
     def select(self, index: Tensor) -> Self | None:
-        return self._rows(index, self.potential) if self._is_own() else None
+        return self._rows(index) if self._is_own() else None
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
@@ -263,3 +262,62 @@ def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
         return mean.lerp(field, anchor)
     # Python forms 1 - anchor in double precision: near 1 a float32 keeps few of its digits.
     return field.lerp(mean, 1 - anchor)
+
+
+# Whether an energy certainly has no lower bound, where the host can look.
+
+
+def falls(ray: Ray, anchor: float | Tensor) -> Tensor:
+    """Whether |z|^2/2 - (1 - anchor) Phi certainly falls without end along a ray of the potential, (*batch)."""
+    return _beyond(ray, anchor) > 1 + MARGIN
+
+
+def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word) -> bool:
+    """Raise or warn if an entry's energy certainly falls without end; return whether it is certain that none does so.
+
+    The check knows only rays that potentials report: without such a ray the energy may fall all the same.
+    """
+    _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))
+    tensors = [*potential.tensors(), *([anchor] if isinstance(anchor, Tensor) else [])]
+    if potential.event_ndim != 1 or not host_may_look(*tensors):
+        return False
+    lowest = anchor
+    if isinstance(anchor, Tensor):
+        lowest = float(anchor.detach().amin()) if anchor.numel() else 1.0
+    # No ray is looked for above the largest scale.
+    ray = potential.falling_ray(1 - lowest)
+    if ray is None or not bool(falls(ray, anchor).any()):
+        return ray is not None
+    ray = potential.falling_ray()
+    if ray is not None and unbounded != "ignore":
+        message = _message(potential, ray, anchor)
+        if unbounded == "raise":
+            raise ValueError(f"{message}. Pass unbounded='warn' or 'ignore' to look for a local minimum all the same.")
+        warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+    return False
+
+
+def _beyond(ray: Ray, anchor: float | Tensor) -> Tensor:
+    """(1 - anchor)/limit, (*batch): above 1 the energy falls."""
+    pull = 1 - (anchor.detach().to(ray.limit) if isinstance(anchor, Tensor) else anchor)
+    # At anchor 1 the potential is not read, and 0/0 must not count.
+    return torch.where(torch.as_tensor(pull, device=ray.limit.device) > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
+
+
+def _message(potential: Potential, ray: Ray, anchor: float | Tensor) -> str:
+    beyond = _beyond(ray, anchor)
+    entry = tuple(int(i) for i in torch.unravel_index(beyond.argmax(), beyond.shape))
+    limit = float(ray.limit.expand(beyond.shape)[entry])
+    direction = ray.direction.expand(*beyond.shape, -1)[entry].tolist()
+    shown = ", ".join(f"{x:.3g}" for x in direction[:4]) + (", ..." if len(direction) > 4 else "")
+    number = float(anchor.detach().expand(beyond.shape)[entry]) if isinstance(anchor, Tensor) else anchor
+    where = f" in batch entry {entry}" if entry else ""
+    required = "leave |z|^2/2 - (1 - anchor) Phi(z) a lower bound"
+    received = f"{type(potential).__name__} with anchor {number:.6g}, which falls without end along [{shown}]{where}"
+    fixed = "or keep the states at a fixed length (SphereEnergy)"
+    if limit == 0:
+        remedy = f"no anchor below 1 helps: use a potential that grows no faster than |z|^2, {fixed}"
+        return _validate.message("potential", required, received, remedy)
+    sure = potential.bounded_below(limit * (1 - MARGIN))
+    raised = f"raise the anchor above {1 - limit:.6g}" + ("" if sure else " (at least)")
+    return _validate.message("potential", required, received, f"{raised}, lower beta, normalise the keys, {fixed}")

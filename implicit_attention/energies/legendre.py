@@ -166,7 +166,7 @@ class LegendreEnergy(_Activated, Fielded):
         return torch.where(slope < 1, slope, torch.inf)
 
     def select(self, index: Tensor) -> Self | None:
-        return self._rows(index, self.potential) if self._has_only(*self._attributes) else None
+        return self._rows(index) if self._has_only(*self._attributes) else None
 
     def linearize(self, z: Tensor) -> Linearization:
         norm = self.lagrangian.linearize(z)
@@ -238,12 +238,6 @@ class PublishedDynamics(_Activated):
     def fixed_point_map(self, z: States) -> States:
         """x + mean(g)."""
         return z + self.potential.mean(self.activation(z))
-
-    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
-        if not energy:
-            return Evaluation(self.fixed_point_map(z), None)
-        value, mean = self.potential.evaluate(self.activation(z))
-        return Evaluation(z + mean, -value)
 
     def gradient(self, z: States) -> States:
         """Grad E(x) = -M mean(g)."""

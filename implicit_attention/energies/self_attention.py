@@ -8,8 +8,7 @@ from torch import Tensor
 from .. import _validate
 from ..potentials import LogSumExp
 from ..potentials._shapes import Bias, Mask, PerBatch, States
-from ..potentials.self_attention import SelfAttention, softmax_tangent
-from ..problem import Linearization
+from ..potentials.self_attention import SelfAttention
 from .anchored import Anchored, AnchoredEnergy
 
 
@@ -154,22 +153,3 @@ class RepeatedSelfAttention(Anchored):
         """The energy of every token while the context stays; at X = context its gradient is X - f(X)."""
         phi = self.attention
         return AnchoredEnergy(LogSumExp(context, phi.beta, mask=phi.mask, bias=phi.bias), self.field, self.anchor)
-
-    def linearize(self, z: Tensor) -> Linearization:
-        if not self._has_only("attention", "field", "anchor"):
-            return super().linearize(z)
-        p, beta, part = self.probabilities(z), self.attention.scale, 1 - self._anchor
-
-        def product(v: Tensor) -> Tensor:
-            scores = v @ z.mT
-            return part * (beta * softmax_tangent(p, scores + scores.mT) @ z + p @ v)
-
-        def transposed(u: Tensor) -> Tensor:
-            by_scores = softmax_tangent(p, u @ z.mT)
-            return part * (beta * (by_scores + by_scores.mT) @ z + p.mT @ u)
-
-        def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            by_scores = softmax_tangent(p, (part * u) @ z.mT)
-            return self.attention.by_tensors(z, by_scores) + self._by_own(u, lambda: p @ z)
-
-        return Linearization(product, transposed, pullback)

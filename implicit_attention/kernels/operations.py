@@ -31,6 +31,7 @@ from ..linear import CG
 from ..linear.base import adjoint_rtol
 from ..solution import Record
 from .problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, FusedRule, Impl, Solved, carries
+from .trust import captures
 
 _PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
 _EIGHT = f"({', '.join(['Tensor'] * 8)})"
@@ -70,7 +71,7 @@ def _run_solve(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
-    from .._solve import adjoint_solved, may_look
+    from .._solve import adjoint_solved
 
     call, given, text = _record(args[:6]), args[6:11], args[11]
     # Torch leaves out arguments that have their default.
@@ -79,7 +80,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
     if site is not None and site.tally is not None:
         site.tally.add_backward(*answer[1:5], lost(answer.status, cotangent))
-    if may_look(answer.status):
+    if not captures(answer.status.device):
         # A compiled graph has no other place that could report its backward pass.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
         reported = answer.record._replace(status=forgiven(answer.status, cotangent))

@@ -149,7 +149,7 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
         try:
             return run()
         except Exception as error:
-            if _captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
+            if captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
                 raise
             known = _found[use] = dataclasses.replace(known, verdict="refused", reason=_failure(error))
     if insists is not None:
@@ -177,12 +177,6 @@ def several(shape: Sequence[int], device: torch.device, *dtypes: torch.dtype) ->
     return list(map(poisoned, memory)) if _checking.active else memory
 
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """The same of the shape of a plain tensor, laid out in order, in half of the time."""
-    memory = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    return poisoned(memory) if _checking.active else memory
-
-
 def poisoned(memory: Tensor) -> Tensor:
     """Memory filled with NaN, or with a number that is no code and no count."""
     # Bytes of 255 are NaN to those who read numbers of several bytes there.
@@ -191,7 +185,7 @@ def poisoned(memory: Tensor) -> Tensor:
 
 def _verified(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     """The outcome of the check, which is made once, whichever thread comes first."""
-    if _captures(use.device):
+    if captures(use.device):
         # The check waits for the device, which a capture forbids.
         reason = "it was first used while a CUDA graph was captured; call it once before the capture"
         return _found.setdefault(use, KernelCheck(str(use), "open", {}, reason, _where(use.device), 0.0))
@@ -273,7 +267,8 @@ def _first(text: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
 
-def _captures(device: torch.device) -> bool:
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, for which the host may not wait for numbers."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -440,7 +435,7 @@ def small_problem(record: Attention, rows: int, count: int) -> Attention:
     anchor = torch.tensor([0.7, 0.8]).to(device, wide)
     mask = None
     if record.pairs is not None:
-        mask = third_masked(2, rows if record.pairs.shape[-2] > 1 else 1, count)
+        mask = third_masked(2, rows if mask_kind(record.pairs).endswith("pair") else 1, count)
         # One query attends to no key.
         mask[:, mask.shape[1] // 2] = -torch.inf if mask.shape[1] > 1 else mask[:, 0]
         mask = mask != -torch.inf if record.pairs.dtype == torch.bool else mask.to(wide)

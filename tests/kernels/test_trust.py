@@ -146,7 +146,7 @@ def test_no_room_is_no_verdict(error):
 def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch):
     check = Check(GOOD)
     with monkeypatch.context() as capturing:
-        capturing.setattr(trust, "_captures", lambda device: True)
+        capturing.setattr(trust, "captures", lambda device: True)
         assert trust.answer(USE, check, pytest.fail) is None
         assert "call it once before the capture" in kernel_checks()[0].reason
         with pytest.raises(UnsupportedImplementation, match=r"is not verified yet: .* before the capture"):
@@ -154,7 +154,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch):
         assert check.calls == 0
     assert trust.answer(USE, check, lambda: "kernel") == "kernel"
     # What was verified before serves in a capture, where an error is no fault of the kernel.
-    monkeypatch.setattr(trust, "_captures", lambda device: True)
+    monkeypatch.setattr(trust, "captures", lambda device: True)
     with pytest.raises(ZeroDivisionError):
         trust.answer(USE, check, lambda: 1 / 0)
     assert kernel_checks()[-1].verdict == "verified"

@@ -42,7 +42,7 @@ BROKEN = {
     "product": Kernel("attend", "_attend_kernel", "queries.out", centred=True),
     "conjugate": Kernel("adjoint", "_conjugate_kernel", "answer.value"),
     "end": Kernel("adjoint", "_end_kernel", "answer.value"),
-    "keys": Kernel("keys", "_keys_kernel", "out"),
+    "keys": Kernel("adjoint", "_keys_kernel", "out"),
 }
 
 
@@ -257,13 +257,13 @@ class BrokenKinds:
 
 @cases(all_masked=dict(kind=0), none_masked=dict(kind=2), with_more=dict(kind=2, count=70))
 def trust_broken_tiles_of_masks(kind, count=32):
-    from implicit_attention.kernels.triton import mask_tiles
+    from implicit_attention.kernels.triton import attend
 
     # Whole tiles: what lies behind the last key gives nothing away.
     options = {"mask": (torch.arange(count) < 7).to(harness.DEVICE), "count": count}
     expected = by_torch(solved, **options)
-    kernel = mask_tiles._kinds_kernel
-    mask_tiles._kinds_kernel = BrokenKinds(kernel, kind)
+    kernel = attend._kinds_kernel
+    attend._kinds_kernel = BrokenKinds(kernel, kind)
     try:
         with untried() as (_, told):
             equal(solved("auto", **options), expected)
@@ -271,7 +271,7 @@ def trust_broken_tiles_of_masks(kind, count=32):
             verdicts = {check.use.partition(" on ")[0]: check.verdict for check in kernel_checks()}
             assert verdicts[SOLVE] == verdicts[ADJOINT] == "refused"
     finally:
-        mask_tiles._kinds_kernel = kernel
+        attend._kinds_kernel = kernel
 
 
 @cases(

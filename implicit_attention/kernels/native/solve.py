@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem import AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
-from ..trust import Errors, adjoint_errors, empty_like, several, small_problem, solve_errors
+from ..trust import Errors, adjoint_errors, several, small_problem, solve_errors
 from . import library
 
 #: Leading axes that the library takes.
@@ -28,21 +28,17 @@ _CODES = {torch.float32: "f", torch.float64: "d"}
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 
-def solve(record: Attention, initial: Tensor, rule: FusedRule, *, mean: bool = True) -> tuple[Solved, int]:
-    """Every query solved from `initial`, and how many failed; all tensors are of one dtype and `in_memory`.
-
-    Without `mean` the returned mean has no rows.
-    """
+def solve(record: Attention, initial: Tensor, rule: FusedRule) -> tuple[Solved, int]:
+    """Every query solved from `initial`, and how many failed; all tensors are of one dtype and `in_memory`."""
     query = record.query
-    state, kind = empty_like(query), query.dtype
-    means = empty_like(query) if mean else query.new_empty(0, query.shape[-1])
+    device, kind = query.device, query.dtype
+    state, mean = several(query.shape, device, kind, kind)
     kinds = kind, kind, kind, torch.int8, torch.int32
-    logsumexp, residual, tolerance, status, steps = several(query.shape[:-1], query.device, *kinds)
-    # At address 0 nothing is written, and a tensor without rows has that.
-    outputs = list(map(Tensor.data_ptr, (state, means, logsumexp, residual, tolerance, status, steps)))
+    logsumexp, residual, tolerance, status, steps = several(query.shape[:-1], device, *kinds)
+    outputs = list(map(Tensor.data_ptr, (state, mean, logsumexp, residual, tolerance, status, steps)))
     numbers = (rule.rtol, rule.atol, min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
-    failed = call("solve", record, (query, initial), numbers, outputs, expanded=True)
-    return Solved(state, means, logsumexp, status, residual, tolerance, steps, steps + 1), failed
+    failed = call("solve", record, (query, initial), numbers, outputs)
+    return Solved(state, mean, logsumexp, status, residual, tolerance, steps, steps + 1), failed
 
 
 def adjoint(
@@ -62,9 +58,10 @@ def adjoint(
 
     by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
     """
-    value, by_keys, kind = empty_like(cotangent), empty_like(record.keys), cotangent.dtype
+    device, kind = cotangent.device, cotangent.dtype
+    (value,), (by_keys,) = several(cotangent.shape, device, kind), several(record.keys.shape, device, kind)
     kinds = kind, kind, kind, torch.int8, torch.int32, torch.bool
-    by_beta, residual, tolerance, status, steps, negative = several(cotangent.shape[:-1], cotangent.device, *kinds)
+    by_beta, residual, tolerance, status, steps, negative = several(cotangent.shape[:-1], device, *kinds)
     written = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative)
     outputs = [0 if t is None else t.data_ptr() for t in written]
     call("adjoint", record, (cotangent, state, mean), (rule.rtol, rule.max_steps), outputs)
@@ -77,15 +74,12 @@ def call(
     states: tuple[Tensor, ...],
     numbers: tuple[float, ...],
     outputs: list[int],
-    *,
-    expanded: bool = False,
 ) -> int:
     """Return what the library's function returns; it writes to the addresses `outputs` that are not 0.
 
     Axes of the batch along which all queries share their keys come last: such queries are solved side by side.
 
     states: (*batch, N, D), in memory; the first takes the place of the query.
-    expanded: whether keys that lie in the same place, expanded along an axis, count as shared.
     """
     loaded = library.found()[0]
     assert loaded is not None
@@ -112,7 +106,8 @@ def call(
     for state in states:
         places.append((state.shape, state.stride()))
     addresses += map(Tensor.data_ptr, states[1:])
-    integers = _packed(kind, record.first, expanded, (keys.shape, keys.stride()), *places)
+    # A solve shares keys that lie in the same place; an adjoint solve has a gradient for each of them.
+    integers = _packed(kind, record.first, function == "solve", (keys.shape, keys.stride()), *places)
     doubles, pointers = array("d", numbers), array("Q", addresses + outputs)
     buffers = integers.buffer_info()[0], doubles.buffer_info()[0], pointers.buffer_info()[0]
     run = getattr(loaded, function)
@@ -201,15 +196,15 @@ class NativeVariant(NamedTuple):
     causal: bool
 
 
-def check_solve(variant: NativeVariant) -> Errors:
-    return solve_errors(_small(variant), _solved)
+def check_solve(record: Attention) -> Errors:
+    return solve_errors(small_problem(record, ROWS, KEYS), _solved)
 
 
-def check_adjoint(variant: NativeVariant) -> Errors:
+def check_adjoint(record: Attention) -> Errors:
     def measured(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
         return adjoint(record, state, there.mean, g, stop)
 
-    return adjoint_errors(_small(variant), _solved, measured)
+    return adjoint_errors(small_problem(record, ROWS, KEYS), _solved, measured)
 
 
 CHECKS = {"hopfield_solve": check_solve, "hopfield_adjoint": check_adjoint}
@@ -217,12 +212,3 @@ CHECKS = {"hopfield_solve": check_solve, "hopfield_adjoint": check_adjoint}
 
 def _solved(record: Attention, initial: Tensor, rule: FusedRule) -> Solved:
     return solve(record, initial, rule)[0]
-
-
-def _small(variant: NativeVariant) -> Attention:
-    dtype, rows = variant.dtype, ROWS if variant.mask.endswith("pair") else 1
-    query, keys = (torch.empty(1, size, variant.head_dim, dtype=dtype) for size in (ROWS, KEYS))
-    pairs = None
-    if variant.mask != "none":
-        pairs = torch.empty(1, rows, KEYS, dtype=torch.bool if variant.mask.startswith("boolean") else dtype)
-    return small_problem(Attention.of(query, keys, 1.0, 1.0, pairs, 0 if variant.causal else None), ROWS, KEYS)
