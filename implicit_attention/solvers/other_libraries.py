@@ -52,13 +52,13 @@ class _Recorder:
     """Evaluates f for a foreign solver and records the same as the library's own loop.
 
     All leading axes are one, P problems of n numbers each, in the precision of the solver. Problems that a solver does
-    not ask about stand at their initial states. The record of a problem is closed at the first state that meets the
-    tolerance (half of it for states that are rounded in the end), or at the first non-finite one, so it does not depend
-    on how long its neighbours take.
+    not ask about stand at their initial states, or are left out. The record of a problem is closed at the first state
+    that meets the tolerance (half of it for states that are rounded in the end), or at the first non-finite one, so it
+    does not depend on how long its neighbours take.
     """
 
     def __init__(self, solver: _Foreign, problem: Problem, initial: Tensor, trace: bool) -> None:
-        event = initial.shape[initial.ndim - problem.event_ndim :]
+        self.event = event = initial.shape[initial.ndim - problem.event_ndim :]
         self.solver, self.asked, self.dtype, self.problem = solver, problem, initial.dtype, problem
         self.shape, self.lead = initial.shape, initial.shape[: initial.ndim - len(event)]
         if solver.works_in is not None:
@@ -90,22 +90,23 @@ class _Recorder:
         last: whether z is the foreign solver's answer, or where it starts.
         """
         solver, record = self.solver, self.record
-        state = self.initial.index_copy(0, rows, z.reshape(len(rows), self.initial.shape[1]))
-        mapped, energy, residual, tolerance = self._at(self.problem, state, step)
+        problem, states, shape, places = self._part(rows)
+        states = states.index_copy(0, places, z.reshape(len(rows), states.shape[1]))
+        mapped, energy, residual, tolerance = self._at(problem, states, shape, step)
         if transforms_active():
-            return mapped[rows]
-        residual, tolerance = residual[rows], tolerance[rows]
+            return mapped[places]
+        residual, tolerance = residual[places], tolerance[places]
         going, first = record.status[rows] == solver.exhausted, record.num_evals[rows] == 0
         finite = torch.isfinite(residual) & torch.isfinite(tolerance)
         met = finite & (residual <= (0.5 if self.rounds else 1.0) * tolerance) & (not solver.fixed_budget)
         lower = finite & ((residual < record.residual[rows]) | (last and solver.fixed_budget))
         better = going & (first | met | lower)
         # As in the library's own loop: a map that is not finite at the initial state makes the value NaN.
-        found: list[tuple[Tensor, Any]] = [(self.value, rows_where(finite | ~first, state[rows], torch.nan))]
+        found: list[tuple[Tensor, Any]] = [(self.value, rows_where(finite | ~first, states[places], torch.nan))]
         found += [(record.residual, residual), (record.tolerance, tolerance)]
         found += [(record.num_steps, min(step, solver.max_steps))]
         if self.energy is not None and energy is not None:
-            found += [(self.energy, energy[rows])]
+            found += [(self.energy, energy[places])]
         for kept, new in found:
             kept[rows] = torch.where(along(better, kept), new, kept[rows])
         record.num_evals[rows] += 1
@@ -115,12 +116,27 @@ class _Recorder:
             self.events.append((record.num_evals[rows] - 1, rows, [t[rows] for t in self._shown()]))
         if not last and len(self.unsettled(rows)) == 0:
             raise _Finished
-        return mapped[rows]
+        return mapped[places]
 
-    def _at(self, problem: Problem, states: Tensor, step: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """f at the states (P, n) of all problems, E where it is traced, residuals and their tolerances."""
+    def _part(self, rows: Tensor) -> tuple[Problem, Tensor, torch.Size, Tensor]:
+        """What f is evaluated of: the problem, its initial states (P, n), their shape, and the places of `rows` there.
+
+        One problem has as few others beside it as the whole allows.
+        """
+        if len(rows) == 1 and self.lead:
+            place = rows % self.lead[-1]
+            selected = self.problem.select(place.expand(*self.lead[:-1], 1))
+            if selected is not None:
+                states = self.initial.reshape(self.shape).index_select(len(self.lead) - 1, place)
+                return selected, flat(states, self.event).flatten(0, -2), states.shape, rows // self.lead[-1]
+        return self.problem, self.initial, self.shape, rows
+
+    def _at(
+        self, problem: Problem, states: Tensor, shape: torch.Size, step: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """f at the states (P, n), of this `shape`, E where it is traced, residuals and their tolerances."""
         self.in_map = True
-        image, energy = evaluate_pure(problem, states.reshape(self.shape), energy=self.energy is not None, call=step)
+        image, energy = evaluate_pure(problem, states.reshape(shape), energy=self.energy is not None, call=step)
         self.in_map = False
         mapped = image.reshape(states.shape).to(states.dtype)
         tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
@@ -140,7 +156,7 @@ class _Recorder:
         """Measure the residuals at the values as they are returned."""
         self.value = self.value.to(self.dtype)
         states = self.value.nan_to_num(0.0, 0.0, 0.0)
-        _, self.energy, residual, tolerance = self._at(self.asked, states, 2)
+        _, self.energy, residual, tolerance = self._at(self.asked, states, self.shape, 2)
         status = self.record.status
         lost = status == Status.NONFINITE
         if not self.solver.fixed_budget:
@@ -276,8 +292,7 @@ class _Foreign(Solver):
 class SciPy(_Foreign):
     """`scipy.optimize.root` on f(z) - z, each problem alone and in float64: slow, and independent of our solvers.
 
-    Not for batches of any size, as f of all is computed for each: use `Anderson()` or `NewtonKrylov()`, to which this
-    is an oracle.
+    Not for batches of any size: use `Anderson()` or `NewtonKrylov()`, to which this is an oracle.
 
     A run ends at the first evaluated state with |f(z) - z| <= atol + rtol |f(z)| (half of that for other precisions
     than float64), else with the best state evaluated. The value is cast back to the initial state's precision and
