@@ -136,7 +136,7 @@ class GMRESVariant(NamedTuple):
 #: Steps of the longest sweep, and numbers of a matrix of each row that need not be less than its vectors.
 LONGEST_SWEEP, FEW = 255, 2**22
 #: Steps of a sweep that is checked, looks at it, and what it leaves of a residual.
-CHECK_SWEEP, CHECK_EVERY, AIM = 11, 4, 1e-3
+CHECK_SWEEP, CHECK_EVERY, AIM = 12, 4, 2e-4
 
 
 def gmres_variant(residual: Tensor, steps: int) -> GMRESVariant | None:
