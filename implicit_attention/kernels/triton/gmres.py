@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     last: the last row of Q at even and at odd steps, (2, rows, S).
     triangle: the columns of R, (rows, S, S); target: the first entries of Q |r| e_1, (rows, S).
     used: steps in R, (rows).
-    active: which rows go on, at even and at odd steps, (2, rows).
+    active: which rows go on, at even and at odd steps, (2, rows); left: how many after every step, (steps).
     residual_norm, verdict, stiffness, num_steps: as in `GMRESState` and `LinearSolver`; aim: for the first.
     """
 
@@ -58,6 +58,7 @@ class Memory(NamedTuple):
     target: Tensor
     used: Tensor
     active: Tensor
+    left: Tensor
     residual_norm: Tensor
     verdict: Tensor
     stiffness: Tensor
@@ -104,6 +105,7 @@ class TritonGMRES(GMRES):
             target=numbers(rows, most),
             used=numbers(rows, dtype=torch.int32),
             active=numbers(2, rows, dtype=torch.int8),
+            left=torch.zeros(steps, dtype=torch.int32, device=device),
             residual_norm=size,
             verdict=told["verdict"],
             stiffness=torch.zeros_like(size),
@@ -116,7 +118,7 @@ class TritonGMRES(GMRES):
         whole, tiny = {**constants, "PARTS": triton.next_power_of_2(parts)}, ROUNDOFF * torch.finfo(dtype).eps
         with on_device(device):
             for step in range(steps):
-                if step and step % every == 0 and not bool(memory.active[step % 2].any()):
+                if step and step % every == 0 and not bool(memory.left[step - 1]):
                     break
                 product = _read(matvec(memory.basis[step]), residual)
                 _project_kernel[(rows, parts)](product, memory, n, parts, step, **constants)
@@ -300,6 +302,7 @@ def _rotate_kernel(
             tl.store(memory.used + row, 0)
     if part == 0:
         tl.store(memory.active + then, goes_on.to(tl.int8))
+        tl.atomic_add(memory.left + number, goes_on.to(tl.int32))
 
 
 @kernel
