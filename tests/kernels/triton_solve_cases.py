@@ -848,6 +848,23 @@ def gmres_estimates_are_those_of_torch(n):
         assert bool((ours[0][3] == 0).all())
 
 
+@cases(one={"n": 33}, parts={"n": 1030}, single={"n": 33, "dtype": FP32}, single_in_parts={"n": 1030, "dtype": FP32})
+def gmres_keeps_a_basis_that_needs_second_passes_orthonormal(n, dtype=DOUBLE):
+    unit, basis = torch.finfo(dtype).eps, []
+    b, factors = drawn(2, n, dtype=dtype, seed=4), 256 * unit * drawn(2, n, dtype=dtype, seed=3).tanh()
+
+    def product(v):
+        basis.append(v.clone())
+        return v - factors * v.flip(-1)
+
+    # No residual is below an aim of -1.
+    none = torch.zeros_like(b[:, 0])
+    gmres.TritonGMRES()._sweep(product, b, none == 0, none - 1, none.long(), 12, 4)
+    vectors = torch.stack(basis, 1).double()
+    eye = torch.eye(12, dtype=DOUBLE, device=harness.DEVICE).expand(2, -1, -1)
+    assert_close(vectors @ vectors.mT, eye, rtol=0, atol=64 * unit)
+
+
 @cases(one={"n": 33}, parts={"n": 1030})
 def gmres_ends_every_row_for_its_own_reason(n):
     matrix, b = matrices((7,), n), drawn(7, n, seed=4)

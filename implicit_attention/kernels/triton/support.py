@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..._torch import HALF
 from ...linear import GMRES
-from ...linear._vectors import choose
 from ...solution import Status
 from ..problem import FINEST, FLOOR, RTOL, AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
 from ..trust import (
@@ -135,7 +134,7 @@ class GMRESVariant(NamedTuple):
 
 #: Steps of the longest sweep, and numbers of a matrix of each row that need not be less than its vectors.
 LONGEST_SWEEP, FEW = 255, 2**22
-#: Steps of a sweep that is checked, looks at it, and what it leaves of a residual.
+#: Of a sweep that is checked: its steps, those between looks, and what it leaves of residuals.
 CHECK_SWEEP, CHECK_EVERY, AIM = 12, 4, 2e-4
 
 
@@ -153,31 +152,39 @@ def gmres_variant(residual: Tensor, steps: int) -> GMRESVariant | None:
 def gmres_errors(variant: GMRESVariant, device: torch.device) -> Errors:
     """Take the steps of a sweep for small systems with rows of as many parts, and compare them with `GMRES` by torch.
 
-    One row needs many steps, one has an invariant space, one is singular, one needs a second pass of Gram-Schmidt, one
-    has few steps left, and one takes none.
+    Of the rows one is ordinary, one has an invariant space, one is singular, one has a basis that needs second passes
+    of Gram-Schmidt, one has few steps left, and one takes none.
     """
     from .gmres import TritonGMRES
 
     n, steps = PART * (variant.parts - 1) + 37, min(CHECK_SWEEP, variant.steps - 1)
-    numbers = normal((2, 6, n), seed=0)
-    numbers[0, 2] = 1.0
-    spread = torch.tensor([0.6, 0.5, 1.0, 1e-3, 0.6, 0.6], dtype=torch.float64)
-    factors = spread[:, None] * choose(torch.tensor([1, 0, 0, 1, 1, 1]) == 1, numbers[1].tanh(), 1.0)
+    residual, factors = normal((2, 6, n), seed=0)
+    factors, aim, unit = 0.6 * factors.tanh(), AIM * residual.norm(dim=-1), torch.finfo(variant.dtype).eps
+    factors[1], factors[2], residual[2] = 0.5, 1.0, 1.0
+    factors[3], aim[1], aim[3] = 256 * unit * factors[3], 0.0, -1.0
     live, left = torch.tensor([True] * 5 + [False]), torch.tensor([0, 0, 0, 0, max(steps - 2, 0), 0])
 
     def swept(method: GMRES, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        scale, residual, aim = (t.to(device, dtype) for t in (factors, numbers[0], AIM * numbers[0].norm(dim=-1)))
-        rows = residual, live.to(device), aim, left.to(device)
-        state, correction, num_steps = method._sweep(lambda v: v - scale * v.flip(-1), *rows, steps, CHECK_EVERY)
-        return [t.cpu() for t in (correction, state.residual_norm, state.verdict, num_steps)]
+        (scale, r, least), basis = (t.to(device, dtype) for t in (factors, residual, aim)), []
+
+        def product(v: Tensor) -> Tensor:
+            basis.append(v[3].cpu().double())
+            image: Tensor = v - scale * v.flip(-1)
+            return image
+
+        given = product, r, live.to(device), least, left.to(device), steps, CHECK_EVERY
+        state, correction, num_steps = method._sweep(*given)
+        vectors = torch.stack(basis)
+        found = correction, state.residual_norm, vectors @ vectors.mT, state.verdict, num_steps
+        return [t.cpu() for t in found]
 
     exact, rough = (swept(GMRES(), dtype, torch.device("cpu")) for dtype in (torch.float64, variant.dtype))
     measured = swept(TritonGMRES(restart=variant.steps - 1), variant.dtype, device)
-    compared = KernelComparison(torch.finfo(variant.dtype).eps)
-    compared.add("correction", measured[0], exact[0], rough[0])
-    compared.add("residual", measured[1], exact[1], rough[1], size=float(numbers[0].norm(dim=-1).max()))
-    compared.none("misjudged", measured[2] != exact[2])
-    compared.none("miscounted", measured[3] != exact[3])
+    compared, size = KernelComparison(unit), float(residual.norm(dim=-1).max())
+    for name, *each in zip(("correction", "residual", "products of the basis"), measured, exact, rough, strict=False):
+        compared.add(name, *each, size=size)
+    compared.none("misjudged", measured[3] != exact[3])
+    compared.none("miscounted", measured[4] != exact[4])
     return compared.errors
 
 
