@@ -33,7 +33,7 @@ LOST = tl.constexpr(_LOST)
 TOGETHER = 32
 
 
-class Memory(NamedTuple):
+class SweepMemory(NamedTuple):
     """All that a sweep keeps of its rows; S is the number of its steps and one, up to a power of two.
 
     basis: V, (steps + 1, rows, n), so that a product reads one tensor.
@@ -94,7 +94,7 @@ class TritonGMRES(GMRES):
             return empty(axes, dtype=dtype, device=device)
 
         told = fresh(size)
-        memory = Memory(
+        memory = SweepMemory(
             basis=numbers(steps + 1, *residual.shape),
             projected=numbers(rows, parts, most + 1),
             again=numbers(rows, parts, most + 1),
