@@ -865,6 +865,21 @@ def gmres_keeps_a_basis_that_needs_second_passes_orthonormal(n, dtype=DOUBLE):
     assert_close(vectors @ vectors.mT, eye, rtol=0, atol=64 * unit)
 
 
+@case
+def gmres_shows_a_product_zeros_for_rows_at_rest():
+    matrix, b, seen = matrices((3,), 12), drawn(3, 12, seed=4), []
+    matrix[0], matrix[1] = 2 * torch.eye(12), 0.0
+
+    def product(v):
+        seen.append((v != 0).any(-1).tolist())
+        return applied(matrix)(v)
+
+    none = torch.zeros_like(b[:, 0])
+    with Poison():
+        gmres.TritonGMRES()._sweep(product, b, none == 0, none + 1e-9, none.long(), 5, 4)
+    assert seen == [[True] * 3, *[[False, False, True]] * 4]
+
+
 @cases(one={"n": 33}, parts={"n": 1030})
 def gmres_ends_every_row_for_its_own_reason(n):
     matrix, b = matrices((7,), n), drawn(7, n, seed=4)
@@ -899,6 +914,14 @@ def gmres_gives_a_row_the_bits_of_any_neighbours(n):
     alone = method.solve(applied(kinds[1][:1]), b[2:3])
     assert torch.equal(alone.value[0], first.value[2])
     assert int(first.num_steps[0]) > 2 * int(first.num_steps[2])
+
+
+@case
+def gmres_calls_a_pivot_small_beside_the_largest_product():
+    least = 5e3 * torch.finfo(DOUBLE).eps
+    matrix = torch.tensor([[0.0, least], [1e3, 0.0]], dtype=DOUBLE, device=harness.DEVICE)
+    found = solved_alike(applied(matrix), torch.eye(2, dtype=DOUBLE, device=harness.DEVICE)[0])
+    assert int(found.status) == Status.STALLED
 
 
 @cases(small={"size": 1e-25}, large={"size": 1e25})

@@ -239,7 +239,7 @@ def _rotate_kernel(
     local = part * PART + tl.arange(0, PART)
     inside, rows = local < n, tl.num_programs(0).to(tl.int64)
     following = memory.basis + ((number + 1) * rows + row) * n + local
-    # What programs of a row read of the row is not written in its place.
+    # What programs of a row use of the row is not written in its place, but by the first, which alone uses that.
     now, then = (number % 2) * rows + row, ((number + 1) % 2) * rows + row
     goes_on = number < 0
     if tl.load(memory.active + now) != 0:
