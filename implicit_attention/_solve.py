@@ -69,7 +69,7 @@ from .kernels.problem import (
 )
 from .kernels.step import MOST_MIXED, Step
 from .kernels.triton import support as triton
-from .linear import CG, LinearSolution
+from .linear import CG, GMRES, LinearSolution, LinearSolver
 from .linear._vectors import normalised
 from .linear.base import FLOAT32_RTOL
 from .potentials import LogSumExp
@@ -544,6 +544,25 @@ class Route:
         trusted = trust.answer(use, partial(triton.step_errors, variant, initial.device), lambda: made)
         self.step = "torch" if trusted is None else "triton"
         return trusted
+
+    def linear_solver(self, method: LinearSolver[Any], z: Tensor) -> LinearSolver[Any]:
+        """The method for linear systems at z, between whose products there are kernels alone where that can be."""
+        if z.device.type not in TRITON_DEVICES or type(method) is not GMRES or self.impl == "reference":
+            return method
+        if not unobserved() or triton.absent(z.device) is not None:
+            return method
+        from .kernels.triton.gmres import TritonGMRES
+
+        return TritonGMRES(**vars(method), trusts=_trusts_sweeps)
+
+
+def _trusts_sweeps(residual: Tensor, steps: int) -> bool:
+    """Whether kernels may make sweeps of GMRES of so many steps from such residuals."""
+    variant = triton.gmres_variant(residual, steps)
+    if variant is None:
+        return False
+    use, check = trust.Use("GMRES (triton)", residual.device, variant), partial(triton.gmres_errors, variant)
+    return trust.answer(use, partial(check, residual.device), lambda: True) is not None
 
 
 def route(

@@ -37,7 +37,7 @@ def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, 
     request.route.product = "torch"
     with torch.no_grad():
         method = _method(request, problem, z.dtype)
-        answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
+        answer = _solve(request.route.linear_solver(method, z), problem, problem.linearize(z), z, rhs, transpose)
         report_adjoint(request, method, problem, answer, z, rhs)
         if policy_of(request.report.on_failure).backward == "zero":
             failed = forgiven(answer.status, rhs) > Status.UNSTABLE
@@ -81,7 +81,7 @@ def _gradients(
             return None
     if known is None:
         request.route.product = "torch"
-    return gradients_by_rows(method, problem, z, cotangent, known=known)
+    return gradients_by_rows(request.route.linear_solver(method, z), problem, z, cotangent, known=known)
 
 
 def gradients_by_rows(

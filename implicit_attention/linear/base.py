@@ -191,6 +191,29 @@ class LinearSolver(abc.ABC, Generic[S]):
         """The longest sweep."""
         return max_steps
 
+    def _sweep(
+        self,
+        matvec: LinearMap,
+        residual: Tensor,
+        live: Tensor,
+        aim: Tensor,
+        num_steps: Tensor,
+        max_steps: int,
+        every: int,
+    ) -> tuple[S, Tensor, Tensor]:
+        """The state after the steps of one sweep from a residual, its correction, and the steps of all sweeps so far.
+
+        live: which problems take steps, (*batch), until the method's own residual is at most `aim`, (*batch).
+        """
+        state = self.begin(residual)
+        for step in range(self.sweep_steps(max_steps)):
+            # A NaN residual compares false: such a problem rests until the true residual gives its status.
+            active = live & (state.residual_norm > aim) & (state.verdict < 0) & (num_steps < max_steps)
+            if step and step % every == 0 and not bool(active.any()):
+                break
+            state, num_steps = self.step(matvec, state, active), num_steps + active
+        return state, self.correction(state), num_steps
+
     @torch.no_grad()
     def solve(
         self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None, check: LinearMap | None = None
@@ -252,14 +275,11 @@ class LinearSolver(abc.ABC, Generic[S]):
             cost = min(sweep, 1)
             unit, stretch = normalised(residual)
             aim = tolerance / stretch
-            state, num_steps = self.begin(choose(live, unit, 0.0)), num_steps + cost * live
-            for step in range(self.sweep_steps(max_steps)):
-                # A NaN residual compares false: such a problem rests until the true residual gives its status.
-                active = live & (state.residual_norm > aim) & (state.verdict < 0) & (num_steps < max_steps)
-                if step and step % every == 0 and not bool(active.any()):
-                    break
-                state, num_steps = self.step(apply, state, active), num_steps + active
-            tried = torch.addcmul(value, stretch.unsqueeze(-1), self.correction(state))
+            start = choose(live, unit, 0.0)
+            state, correction, num_steps = self._sweep(
+                apply, start, live, aim, num_steps + cost * live, max_steps, every
+            )
+            tried = torch.addcmul(value, stretch.unsqueeze(-1), correction)
             left = b - measure(tried)
             after = norm(left)
             kept = live & (after.isfinite() if sweep == 0 and not self.monotone else after < size)

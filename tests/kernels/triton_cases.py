@@ -25,7 +25,7 @@ CASES = harness.CASES
 # Each takes a process; the name of a case begins with that of its part.
 PARTS = (
     *("solve_shape", "solve_mask", "solve_listed", "solve"),
-    *("adjoint_shape", "adjoint", "step"),
+    *("adjoint_shape", "adjoint", "step", "gmres"),
     *("trust_that", "trust_broken", "trust"),
     *("half_random_fp16", "half_random_bf16", "half_accuracy", "half_function", "half"),
 )

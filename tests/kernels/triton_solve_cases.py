@@ -1,4 +1,7 @@
-"""Cases for the solve: what it returns and the path of every query, against the oracle; and for users' maps."""
+"""Cases for the solve: what it returns and the path of every query, against the oracle; and for users' maps.
+
+For these what stands between two evaluations, and in the backward pass between two products, is compared with torch's.
+"""
 
 import collections
 import contextlib
@@ -50,8 +53,10 @@ from implicit_attention import (
 from implicit_attention.kernels import hopfield_solve, trust
 from implicit_attention.kernels import rule as rule_in_torch
 from implicit_attention.kernels.problem import THERE, Attention, FusedRule, Solved
+from implicit_attention.kernels.triton import gmres
 from implicit_attention.kernels.triton.solve import EPS, LEAST, SMALLEST_NORMAL, decide
 from implicit_attention.kernels.triton.step import TritonStep
+from implicit_attention.linear import GMRES, MINRES
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
@@ -762,3 +767,297 @@ def step_that_is_wrong_is_not_used():
         assert "residual is off by" in refused.reason
     assert found.route.step == "torch"
     assert bool(found.converged.all())
+
+
+# GMRES for the gradients of users' maps: answers, statuses and steps are those of `GMRES` by torch.
+
+
+def matrices(lead, n, kind="random", dtype=DOUBLE):
+    """Matrices (*lead, n, n)."""
+    random, eye = drawn(*lead, n, n, seed=3) / n**0.5, torch.eye(n, dtype=DOUBLE, device=harness.DEVICE)
+    made = {
+        "random": eye + 0.6 * random,
+        "nearly_one": eye + 1e-3 * random,
+        "ill": (eye + 0.3 * random) * torch.logspace(-4, 0, n, dtype=DOUBLE, device=harness.DEVICE),
+        "skew": 0.1 * eye + random - random.mT,
+    }
+    return made[kind].to(dtype)
+
+
+def applied(matrix):
+    """The product with a matrix of every row, whose bits depend on that row alone."""
+    return lambda v: (matrix * v.unsqueeze(-2)).sum(-1)
+
+
+def solved_alike(matvec, b, close=(1e-9, 1e-11), **options):
+    """The answer by kernels, which is that by torch."""
+    found, expected = (method(**options).solve(matvec, b) for method in (gmres.TritonGMRES, GMRES))
+    for name in ("status", "num_steps"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    for name in ("value", "tolerance"):
+        assert_close(getattr(found, name), getattr(expected, name), rtol=close[0], atol=close[1], equal_nan=True)
+    return found
+
+
+@cases(
+    one={"lead": (), "n": 33},
+    batch={"lead": (2, 2), "n": 12},
+    one_number={"lead": (3,), "n": 1},
+    in_parts={"lead": (2,), "n": 1030, "rtol": 1e-6},
+    in_three_parts={"lead": (1,), "n": 2100, "rtol": 1e-6},
+    second_passes={"lead": (4,), "n": 40, "kind": "nearly_one", "rtol": 1e-12},
+    second_passes_in_parts={"lead": (2,), "n": 1100, "kind": "nearly_one", "rtol": 1e-12},
+    ill_conditioned={"lead": (2,), "n": 20, "kind": "ill", "rtol": 1e-8, "close": (1e-3, 1e-3)},
+    many_steps={"lead": (1,), "n": 50, "kind": "skew", "restart": 60, "rtol": 1e-8},
+    restarts={"lead": (2,), "n": 33, "restart": 5, "rtol": 1e-7},
+    one_step={"lead": (2,), "n": 33, "restart": 1, "rtol": 1e-2},
+    few_steps={"lead": (4,), "n": 33, "max_steps": 4},
+    looks_rarely={"lead": (2,), "n": 12, "check_every": 7},
+)
+def gmres_is_that_of_torch(lead, n, kind="random", rtol=1e-9, **options):
+    found = solved_alike(applied(matrices(lead, n, kind)), drawn(*lead, n, seed=4), rtol=rtol, **options)
+    assert bool(found.converged.all()) == ("max_steps" not in options)
+
+
+@cases(
+    one={"n": 33},
+    parts={"n": 1030},
+    second_passes={"n": 33, "kind": "nearly_one"},
+    restarts={"n": 33, "restart": 6},
+)
+def gmres_in_single_precision(n, kind="random", **options):
+    b = drawn(2, n, dtype=FP32, seed=4)
+    found = solved_alike(applied(matrices((2,), n, kind, FP32)), b, close=(1e-4, 1e-4), rtol=1e-5, **options)
+    assert bool(found.converged.all())
+
+
+@cases(one={"n": 33}, parts={"n": 1030})
+def gmres_estimates_are_those_of_torch(n):
+    """Every step: the residual, the verdict, the steps and the correction."""
+    matrix, b = matrices((4,), n), drawn(4, n, seed=4)
+    matrix[1] = 0.0
+    live = torch.tensor([True, True, True, False], device=harness.DEVICE)
+    taken = torch.tensor([0, 0, 6, 0], device=harness.DEVICE)
+    for steps in (1, 2, 5, 10):
+        given = applied(matrix), b, live, 1e-3 * b.norm(dim=-1), taken, steps, 4
+        (one, *ours), (two, *theirs) = (method(restart=steps)._sweep(*given) for method in (gmres.TritonGMRES, GMRES))
+        assert_close(one.residual_norm, two.residual_norm, rtol=1e-10, atol=1e-12)
+        assert_close(ours[0], theirs[0], rtol=1e-10, atol=1e-12)
+        assert one.verdict.tolist() == two.verdict.tolist()
+        assert ours[1].tolist() == theirs[1].tolist()
+        assert bool((ours[0][3] == 0).all())
+
+
+@cases(one={"n": 33}, parts={"n": 1030}, single={"n": 33, "dtype": FP32}, single_in_parts={"n": 1030, "dtype": FP32})
+def gmres_keeps_a_basis_that_needs_second_passes_orthonormal(n, dtype=DOUBLE):
+    unit, basis = torch.finfo(dtype).eps, []
+    b, factors = drawn(2, n, dtype=dtype, seed=4), 256 * unit * drawn(2, n, dtype=dtype, seed=3).tanh()
+
+    def product(v):
+        basis.append(v.clone())
+        return v - factors * v.flip(-1)
+
+    # No residual is below an aim of -1.
+    none = torch.zeros_like(b[:, 0])
+    gmres.TritonGMRES()._sweep(product, b, none == 0, none - 1, none.long(), 12, 4)
+    vectors = torch.stack(basis, 1).double()
+    eye = torch.eye(12, dtype=DOUBLE, device=harness.DEVICE).expand(2, -1, -1)
+    assert_close(vectors @ vectors.mT, eye, rtol=0, atol=64 * unit)
+
+
+@case
+def gmres_shows_a_product_zeros_for_rows_at_rest():
+    matrix, b, seen = matrices((3,), 12), drawn(3, 12, seed=4), []
+    matrix[0], matrix[1] = 2 * torch.eye(12), 0.0
+
+    def product(v):
+        seen.append((v != 0).any(-1).tolist())
+        return applied(matrix)(v)
+
+    none = torch.zeros_like(b[:, 0])
+    with Poison():
+        gmres.TritonGMRES()._sweep(product, b, none == 0, none + 1e-9, none.long(), 5, 4)
+    assert seen == [[True] * 3, *[[False, False, True]] * 4]
+
+
+@cases(one={"n": 33}, parts={"n": 1030})
+def gmres_ends_every_row_for_its_own_reason(n):
+    matrix, b = matrices((7,), n), drawn(7, n, seed=4)
+    matrix[0] = torch.eye(n)  # a space of one vector
+    matrix[1] = 0.0
+    matrix[2] = torch.diag(torch.arange(n) % 2 + 1.0)  # a space of two
+    matrix[3, 1] = matrix[3, 0]  # singular, of a right-hand side that has no answer
+    b[4] = 0.0
+    b[5, 0] = torch.nan
+    matrix[6, 0, 0] = torch.nan
+    found = solved_alike(applied(matrix), b, max_steps=24, restart=8, rtol=1e-5, close=(1e-2, 1e-2))
+    ends = [Status.CONVERGED, Status.STALLED, Status.CONVERGED, Status.CONVERGED, Status.NONFINITE, Status.NONFINITE]
+    assert found.status[[0, 1, 2, 4, 5, 6]].tolist() == ends
+    assert int(found.status[3]) > Status.UNSTABLE
+    assert found.num_steps[[0, 2, 4]].tolist() == [1, 2, 0]
+    assert bool((found.value[4] == 0).all())
+    assert bool(found.value[5:].isnan().all())
+    assert bool(found.value[:5].isfinite().all())
+
+
+@cases(one={"n": 33}, parts={"n": 1030})
+def gmres_gives_a_row_the_bits_of_any_neighbours(n):
+    kinds = [matrices((2,), n, kind) for kind in ("random", "nearly_one")]
+    b = drawn(4, n, seed=4)
+    method = gmres.TritonGMRES(rtol=1e-5, restart=8)
+    first = method.solve(applied(torch.cat(kinds)), b)
+    # Others need more steps, or meet a NaN.
+    others = torch.cat([kinds[0][:1], 0.4 * matrices((1,), n), kinds[1][:1], kinds[1][1:] * torch.nan])
+    second = method.solve(applied(others), b)
+    for name in ("value", "residual", "status", "num_steps"):
+        assert torch.equal(getattr(first, name)[[0, 2]], getattr(second, name)[[0, 2]]), name
+    alone = method.solve(applied(kinds[1][:1]), b[2:3])
+    assert torch.equal(alone.value[0], first.value[2])
+    assert int(first.num_steps[0]) > 2 * int(first.num_steps[2])
+
+
+@case
+def gmres_calls_a_pivot_small_beside_the_largest_product():
+    least = 5e3 * torch.finfo(DOUBLE).eps
+    matrix = torch.tensor([[0.0, least], [1e3, 0.0]], dtype=DOUBLE, device=harness.DEVICE)
+    found = solved_alike(applied(matrix), torch.eye(2, dtype=DOUBLE, device=harness.DEVICE)[0])
+    assert int(found.status) == Status.STALLED
+
+
+@cases(small={"size": 1e-25}, large={"size": 1e25})
+def gmres_solves_right_hand_sides_of_any_size(size):
+    b = (size * drawn(3, 20, seed=4)).to(FP32)
+    found = solved_alike(applied(matrices((3,), 20, dtype=FP32)), b, close=(1e-4, 1e-4 * size), rtol=1e-5)
+    assert bool(found.converged.all())
+
+
+@case
+def gmres_reads_products_of_any_strides():
+    matrix, b = matrices((2,), 12), drawn(2, 12, seed=4)
+    product, turned = applied(matrix), drawn(12, 2, seed=4).T
+    for matvec in (lambda v: torch._neg_view(-product(v)), lambda v: product(v).T.contiguous().T):
+        solved_alike(matvec, b, rtol=1e-9)
+    solved_alike(product, turned, rtol=1e-9)
+    solved_alike(lambda v: v, b)
+    assert b.new_zeros(0, 4).shape == gmres.TritonGMRES().solve(lambda v: v, b.new_zeros(0, 4)).value.shape
+
+
+SWEEP = ("_project_kernel", "_subtract_kernel", "_rotate_kernel", "_correct_kernel")
+
+
+class Unseen:
+    """A kernel whose launches no mode sees, but are named."""
+
+    def __init__(self, name, names):
+        self.right, self.name, self.names = getattr(gmres, name), name, names
+
+    def __getitem__(self, grid):
+        def launch(*given, **options):
+            self.names.append(self.name)
+            with _disable_current_modes():
+                return self.right[grid](*given, **options)
+
+        return launch
+
+
+@contextlib.contextmanager
+def launches():
+    """The kernels of sweeps that are launched."""
+    names = []
+    with mock.patch.multiple(gmres, **{name: Unseen(name, names) for name in SWEEP}):
+        yield names
+
+
+@contextlib.contextmanager
+def with_kernels(used=True):
+    """The kernels of sweeps that are launched where the device of the cases is a card, or is none."""
+    devices = (torch.device(harness.DEVICE).type,) if used else ()
+    with mock.patch.object(_solve, "TRITON_DEVICES", devices), launches() as names:
+        yield names
+
+
+@cases(picard={"method": Picard}, anderson={"method": Anderson})
+def gmres_of_a_block_has_its_gradient(method):
+    block = torch.nn.Linear(8, 8, dtype=DOUBLE, device=harness.DEVICE)
+    torch.nn.init.orthogonal_(block.weight, 0.7)
+    layer, x = Equilibrium(Mixed(block), solver=method(rtol=1e-9)), drawn(2, 2, 8).requires_grad_()
+    gradients, steps = [], []
+    for used in (True, False):
+        with with_kernels(used) as names:
+            layer(x).square().sum().backward()
+        adjoint = layer.last_solve.adjoint
+        assert adjoint.status.tolist() == [Status.CONVERGED] * 2
+        gradients.append((block.weight.grad, x.grad))
+        steps.append(adjoint.num_steps.tolist())
+        block.weight.grad = x.grad = None
+        assert (names.count("_rotate_kernel") >= max(steps[0]) > 3) if used else not names
+    assert_close(*gradients, rtol=1e-7, atol=1e-9)
+    assert steps[0] == steps[1]
+
+
+@case
+def gmres_of_second_derivatives():
+    x, weight, answers = drawn(2, 6), 0.2 * drawn(6, 6, seed=1), []
+
+    def value(x):
+        f = FixedPointMap(lambda z, x: torch.tanh(z @ weight + x), PerSample(x), event_ndim=1)
+        return ia.solve(f, torch.zeros_like(x), solver=Anderson(rtol=1e-11)).value.square().sum()
+
+    for used in (True, False):
+        with with_kernels(used) as names:
+            given = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(value(given), given, create_graph=True)
+            first = len(names)
+            (bend,) = torch.autograd.grad(slope.square().sum(), given)
+            turned = torch.func.vmap(torch.func.grad(lambda row: value(row[None])))(x)
+        assert (len(names) > first > 0) == used
+        answers.append((slope.detach(), bend, turned))
+    assert_close(*answers, rtol=1e-8, atol=1e-10)
+    assert_close(answers[0][0], answers[0][2], rtol=1e-8, atol=1e-10)
+
+
+@cases(one={"n": 9}, parts={"n": 1030})
+def gmres_is_all_between_two_products(n):
+    factors, b = 0.5 * drawn(3, n, seed=3).tanh(), drawn(3, n, seed=4)
+    found = []
+    for steps in (2, 6):
+        method = gmres.TritonGMRES(rtol=0, atol=0, max_steps=steps, check_every=100)
+        with launches() as names, Launched() as launched:
+            method.solve(lambda v: v - factors * v.flip(-1), b)
+        assert collections.Counter(names) == dict(zip(SWEEP, (steps, steps, steps, 1), strict=True))
+        found.append(collections.Counter(launched.names))
+    # Of each of four products the operations of its own.
+    assert found[1] - found[0] == {"flip.default": 4, "mul.Tensor": 4, "sub.Tensor": 4}
+
+
+@case
+def gmres_that_is_wrong_is_not_used():
+    x, right = drawn(3, 8), gmres.TritonGMRES._sweep
+
+    def wrong(self, *given):
+        state, correction, num_steps = right(self, *given)
+        return state, 1.01 * correction, num_steps
+
+    with mock.patch.object(gmres.TritonGMRES, "_sweep", wrong), mock.patch.dict(trust._found, clear=True):
+        with with_kernels():
+            method = _solve.Route(Picard(), "auto", False, DOUBLE).linear_solver(GMRES(), x)
+        assert not method.trusts(x, 30)
+        (refused,) = (known for use, known in trust._found.items() if "GMRES" in use.kernel)
+        assert refused.verdict == "refused"
+        assert "correction is off by" in refused.reason
+
+
+@case
+def gmres_that_kernels_do_not_take():
+    x = drawn(3, 40)
+    with with_kernels():
+        way = _solve.Route(Picard(), "auto", False, DOUBLE)
+        method = way.linear_solver(GMRES(rtol=1e-3), x)
+        assert method.rtol == 1e-3
+        assert method.trusts(x, 30)
+        assert not method.trusts(x, 300)
+        # The matrices of many short rows would take more memory than the vectors.
+        assert not method.trusts(x.new_empty(1).expand(2**16, 4), 30)
+        assert type(way.linear_solver(MINRES(), x)) is MINRES
+        with Launched():
+            assert type(way.linear_solver(GMRES(), x)) is GMRES

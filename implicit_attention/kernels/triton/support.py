@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import HALF
+from ...linear import GMRES
 from ...solution import Status
 from ..problem import FINEST, FLOOR, RTOL, AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
 from ..trust import (
@@ -45,7 +46,7 @@ def unsupported(record: Attention) -> str | None:
     """Why the Triton kernels cannot do `record`, as "what is unsupported; what to use"; None if they can."""
     query, keys, beta, anchor, pairs = *record[:4], record.pairs
     dim = query.shape[-1]
-    if (reason := _absent(query.device)) is not None:
+    if (reason := absent(query.device)) is not None:
         return reason
     for name, tensor in (("field", query), ("keys", keys)):
         if tensor.dtype not in DTYPES:
@@ -61,7 +62,7 @@ def unsupported(record: Attention) -> str | None:
     return None
 
 
-def _absent(device: torch.device) -> str | None:
+def absent(device: torch.device) -> str | None:
     """Why Triton kernels do not run on a device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install it (`pip install triton`) or use impl='auto'"
@@ -74,7 +75,7 @@ def _absent(device: torch.device) -> str | None:
 
 
 # As by `torch.compiler.assume_constant_result`, which would import the compiler.
-_absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
+absent._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 #: Numbers of the longest rows of which kernels make steps.
@@ -92,7 +93,7 @@ class StepVariant(NamedTuple):
 
 def step_variant(z: Tensor, event: int, history: int) -> StepVariant | None:
     """The kernels for states of so many numbers, and for so many changes that are mixed; None where there are none."""
-    fits = _absent(z.device) is None and 0 < event <= LONGEST_ROW
+    fits = absent(z.device) is None and 0 < event <= LONGEST_ROW
     return StepVariant(z.dtype, history, 1 << (-(-event // PART) - 1).bit_length()) if fits else None
 
 
@@ -119,6 +120,72 @@ def step_errors(variant: StepVariant, device: torch.device) -> Errors:
         compared.add(name, getattr(step.record, name), exact, rough, size=size)
     compared.none("unsolved", step.record.status != int(Status.CONVERGED))
     compared.none("miscounted", step.record.num_evals != step.record.num_steps + 1)
+    return compared.errors
+
+
+class GMRESVariant(NamedTuple):
+    """The properties of a linear system that select the code of the kernels of GMRES."""
+
+    dtype: torch.dtype
+    #: Of a row, and of a sweep with one more: up to powers of two.
+    parts: int
+    steps: int
+
+
+#: Steps of the longest sweep, and numbers of a matrix of each row that need not be less than its vectors.
+LONGEST_SWEEP, FEW = 255, 2**22
+#: Of a sweep that is checked: its steps, those between looks, and what it leaves of residuals.
+CHECK_SWEEP, CHECK_EVERY, AIM = 12, 4, 2e-4
+
+
+def gmres_variant(residual: Tensor, steps: int) -> GMRESVariant | None:
+    """The kernels for sweeps of so many steps from residuals (*batch, n); None where there are none."""
+    n, rows = residual.shape[-1], residual.shape[:-1].numel()
+    if type(residual) is not Tensor or absent(residual.device) is not None or steps > LONGEST_SWEEP:
+        return None
+    side = 1 << steps.bit_length()
+    if not 0 < n <= LONGEST_ROW or residual.numel() >= 2**31 or rows * side**2 > max(FEW, residual.numel() * side):
+        return None
+    return GMRESVariant(residual.dtype, 1 << (-(-n // PART) - 1).bit_length(), side)
+
+
+def gmres_errors(variant: GMRESVariant, device: torch.device) -> Errors:
+    """Take the steps of a sweep for small systems with rows of as many parts, and compare them with `GMRES` by torch.
+
+    Of the rows one is ordinary, one has an invariant space, one is singular, one has a basis that needs second passes
+    of Gram-Schmidt, one has few steps left, and one takes none.
+    """
+    from .gmres import TritonGMRES
+
+    n, steps = PART * (variant.parts - 1) + 37, min(CHECK_SWEEP, variant.steps - 1)
+    residual, factors = normal((2, 6, n), seed=0)
+    factors, aim, unit = 0.6 * factors.tanh(), AIM * residual.norm(dim=-1), torch.finfo(variant.dtype).eps
+    factors[1], factors[2], residual[2] = 0.5, 1.0, 1.0
+    factors[3], aim[1], aim[3] = 256 * unit * factors[3], 0.0, -1.0
+    live, left = torch.tensor([True] * 5 + [False]), torch.tensor([0, 0, 0, 0, max(steps - 2, 0), 0])
+
+    def swept(method: GMRES, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        (scale, r, least), basis, seen = (t.to(device, dtype) for t in (factors, residual, aim)), [], []
+
+        def product(v: Tensor) -> Tensor:
+            basis.append(v[3].cpu().double())
+            seen.append((v != 0).any(-1))
+            image: Tensor = v - scale * v.flip(-1)
+            return image
+
+        given = product, r, live.to(device), least, left.to(device), steps, CHECK_EVERY
+        state, correction, num_steps = method._sweep(*given)
+        vectors = torch.stack(basis)
+        found = correction, state.residual_norm, vectors @ vectors.mT, state.verdict, num_steps, torch.stack(seen)
+        return [t.cpu() for t in found]
+
+    exact, rough = (swept(GMRES(), dtype, torch.device("cpu")) for dtype in (torch.float64, variant.dtype))
+    measured = swept(TritonGMRES(restart=variant.steps - 1), variant.dtype, device)
+    compared, size = KernelComparison(unit), float(residual.norm(dim=-1).max())
+    for name, *each in zip(("correction", "residual", "products of the basis"), measured, exact, rough, strict=False):
+        compared.add(name, *each, size=size)
+    for name, one, other in zip(("misjudged", "miscounted", "shown at rest"), measured[3:], exact[3:], strict=True):
+        compared.none(name, one != other)
     return compared.errors
 
 
