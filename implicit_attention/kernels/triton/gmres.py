@@ -31,12 +31,14 @@ STALLED = tl.constexpr(int(Status.STALLED))
 LOST = tl.constexpr(_LOST)
 #: Bytes that a thread reads of a part of so many vectors of the basis at once.
 TOGETHER = 32
+#: Vectors that the basis has room for at first; then as many again.
+ROOM = 8
 
 
 class SweepMemory(NamedTuple):
     """All that a sweep keeps of its rows; S is the number of its steps and one, up to a power of two.
 
-    basis: V, (steps + 1, rows, n), so that a product reads one tensor.
+    basis: V, a vector of each row after another, (at most steps + 1, rows, n), so that a product reads one tensor.
     projected, again: of A v and of its remainder, for each part the sum of squares and the inner products with the
         basis, (rows, parts, S + 1).
     column: V^T A v after one pass, (rows, S).
@@ -95,7 +97,7 @@ class TritonGMRES(GMRES):
 
         told = fresh(size)
         memory = SweepMemory(
-            basis=numbers(steps + 1, *residual.shape),
+            basis=numbers(min(steps + 1, ROOM), *residual.shape),
             projected=numbers(rows, parts, most + 1),
             again=numbers(rows, parts, most + 1),
             column=numbers(rows, most),
@@ -120,6 +122,10 @@ class TritonGMRES(GMRES):
             for step in range(steps):
                 if step and step % every == 0 and not bool(memory.left[step - 1]):
                     break
+                if step + 1 == len(memory.basis):
+                    basis = numbers(min(steps + 1, 2 * len(memory.basis)), *residual.shape)
+                    basis[: step + 1] = memory.basis
+                    memory = memory._replace(basis=basis)
                 product = _read(matvec(memory.basis[step]), residual)
                 _project_kernel[(rows, parts)](product, memory, n, parts, step, **constants)
                 _subtract_kernel[(rows, parts)](product, memory, n, parts, step, **whole)
