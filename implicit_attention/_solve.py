@@ -21,6 +21,7 @@ from . import _validate
 from ._torch import (
     HALF,
     are_plain,
+    at_least_single,
     backward_running,
     exact_precision,
     host_may_look_at_constant,
@@ -389,7 +390,8 @@ def _checked(problem: Problem, initial: Tensor, solver: Solver) -> tuple[Problem
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
     problem = problem.settled()
-    for name, tensor in (*problem.named_tensors(), ("initial", initial)):
+    named = [*problem.named_tensors(), ("initial", initial)]
+    for name, tensor in named:
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
         if not is_exporting():
@@ -397,7 +399,8 @@ def _checked(problem: Problem, initial: Tensor, solver: Solver) -> tuple[Problem
             _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     if problem.dtypes != "kept":
         problem, (initial,) = widened(problem, initial)
-    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)], dtypes=problem.dtypes == "one")
+        named = [(name, at_least_single(tensor)) for name, tensor in named]
+    _validate.check_same_kind(named, dtypes=problem.dtypes == "one")
     solver.check_problem(problem)
     problem.check_solver(solver)
     return problem, initial
