@@ -35,7 +35,6 @@ from ._torch import (
     jvp_by_vjp,
     same,
     transforms_active,
-    unwrapped,
     vjp,
 )
 from .kernels.problem import Attention
@@ -45,6 +44,29 @@ _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Changes the attributes of a copy of a module, and returns its class, if that is another.
 _Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
+
+
+def parts_of(module: nn.Module, prefix: str = "", found: dict[nn.Module, str] | None = None) -> dict[nn.Module, str]:
+    """The module and its parts, each once, with what precedes the names in them: torch's own walk is slow."""
+    found = {} if found is None else found
+    if module not in found:
+        found[module] = prefix
+        for name, part in module._modules.items():
+            if part is not None:
+                parts_of(part, f"{prefix}{name}.", found)
+    return found
+
+
+def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and then the buffers with their names, each once."""
+    parts = parts_of(module).items()
+    found: dict[int, tuple[str, Tensor]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for part, prefix in parts:
+            for name, tensor in getattr(part, kind).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (f"{prefix}{name}", tensor))
+    return list(found.values())
 
 
 def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
@@ -145,13 +167,13 @@ def named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         if isinstance(leaf, Tensor):
             yield path, leaf
         elif isinstance(leaf, nn.Module):
-            for inner, tensor in (*leaf.named_parameters(), *leaf.named_buffers()):
+            for inner, tensor in _module_tensors(leaf):
                 yield f"{path}.{inner}", tensor
 
 
 def modules_in(value: Any) -> Iterator[nn.Module]:
     """The modules in `value` and their parts, in all places where `named` looks for tensors."""
-    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in leaf.modules())
+    return (part for _, leaf in walk(value) if isinstance(leaf, nn.Module) for part in parts_of(leaf))
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -294,7 +316,8 @@ class Declared:
 
     def replace(self, *tensors: Tensor) -> Self:
         """The same object reading other tensors, given in the order of `tensors()`."""
-        new, news = iter(tensors), dict[int, Tensor]()
+        new = iter(tensors)
+        news: dict[int, Tensor] = {}
 
         def own(module: nn.Module, state: dict[str, Any]) -> None:
             if parametrize._cache_enabled and _is_parametrized(module):
@@ -307,7 +330,7 @@ class Declared:
         def replaced(leaf: Tensor | nn.Module) -> Tensor | nn.Module:
             if isinstance(leaf, Tensor):
                 return next(new)
-            news.update({id(tensor): next(new) for _, tensor in named(leaf)})
+            news.update({id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
             return _tree(leaf, own, {})
 
         result = self._mapped(replaced)
@@ -795,7 +818,8 @@ def counted(tensor: Tensor, *, copy: bool = False) -> Tensor:
 
 def writes_to(tensor: Tensor) -> int:
     """Return the number of torch's writes to the memory of `tensor`."""
-    tensor = unwrapped(tensor)[-1]
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 

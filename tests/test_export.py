@@ -194,6 +194,12 @@ def test_the_strict_tracer_finds_the_same(name):
         torch.testing.assert_close(program.module()(x), model(x), atol=2e-6, rtol=1e-5)
 
 
+def test_the_strict_tracer_follows_one_explicit_step():
+    model, x = made("layer", "nothing").eval(), given("layer", seed=2)
+    program = torch.export.export(model, (given("layer"),), strict=True)
+    torch.testing.assert_close(program.module()(x), model(x), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.by_name(nightly=r"\[(?!layer-damped|solve-anderson)")
 @pytest.mark.parametrize("budget", ["damped", "anderson", "nothing"])

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._torch import HALF, at_least_single, is_exporting, length, same, transforms_active
-from ..problem import FixedPointMap, Problem, closed_over, counted, takes_statistics, writes_to
+from ..problem import FixedPointMap, Problem, closed_over, counted, parts_of, takes_statistics, writes_to
 from ..solution import Status
 from ..solvers._rows import flat, unflat
 from .block_state import Frame, StateLayout
@@ -170,7 +170,7 @@ class BlockProblem(FixedPointMap):
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, checked: set[tuple[Any, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.checked, self.draws = checked, function.draws
-        parts = list(function.block.modules())
+        parts = parts_of(function.block)
         self.mode, self.mixes = tuple(part.training for part in parts), takes_statistics(parts)
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str, remedy: str = "") -> Tensor:
