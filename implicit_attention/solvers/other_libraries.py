@@ -119,7 +119,7 @@ class _Recorder:
         return mapped[places]
 
     def _part(self, rows: Tensor) -> tuple[Problem, Tensor, torch.Size, Tensor]:
-        """What f is evaluated of: the problem, its initial states (P, n), their shape, and the places of `rows` there.
+        """The problem of which f is evaluated for `rows`, its initial states (P, n), their shape, and where `rows` are.
 
         One problem has as few others beside it as the whole allows.
         """
@@ -156,8 +156,9 @@ class _Recorder:
         """Measure the residuals at the values as they are returned."""
         self.value = self.value.to(self.dtype)
         states = self.value.nan_to_num(0.0, 0.0, 0.0)
-        _, self.energy, residual, tolerance = self._at(self.asked, states, self.shape, 2)
-        status = self.record.status
+        mapped, self.energy, _, tolerance = self._at(self.asked, states, self.shape, 2)
+        # A value that is not finite, as one may be that was rounded, has no finite residual.
+        status, residual = self.record.status, norm(mapped - self.value)
         lost = status == Status.NONFINITE
         if not self.solver.fixed_budget:
             small = torch.isfinite(residual) & (residual <= tolerance) & ~lost

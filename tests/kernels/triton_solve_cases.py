@@ -924,6 +924,13 @@ def gmres_calls_a_pivot_small_beside_the_largest_product():
     assert int(found.status) == Status.STALLED
 
 
+@case
+def gmres_gives_up_products_whose_length_overflows():
+    matrix = 1e20 * torch.tensor([[2.0, 1.0], [-1.0, 3.0]], device=harness.DEVICE)
+    found = solved_alike(applied(matrix), torch.ones(1, 2, device=harness.DEVICE), rtol=1e-5)
+    assert int(found.status) == Status.STALLED
+
+
 @cases(small={"size": 1e-25}, large={"size": 1e25})
 def gmres_solves_right_hand_sides_of_any_size(size):
     b = (size * drawn(3, 20, seed=4)).to(FP32)

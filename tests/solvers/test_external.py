@@ -18,6 +18,7 @@ from implicit_attention import (
     FixedPointMap,
     Implicit,
     LogSumExp,
+    PerSample,
     Picard,
     Status,
     solve,
@@ -183,6 +184,14 @@ def test_fixed_budget_of_scipy_makes_every_step():
     assert solution.status.item() == Status.BUDGET
     assert solution.num_steps.item() == 4
     torch.testing.assert_close(solution.value.item(), math.cos(math.cos(math.cos(math.cos(0.0)))))
+
+
+def test_a_value_that_overflows_as_it_is_rounded_is_no_solution():
+    problem = FixedPointMap(lambda z, x: 0.99 * z + 1e37 * z.tanh() + x, PerSample(torch.zeros(1, 4)), event_ndim=1)
+    solver = SciPy("df-sane", max_steps=12)
+    solution = solve(problem, torch.ones(1, 4), solver=solver, on_failure="ignore")
+    assert solution.value.isinf().all()
+    assert (solution.residual.tolist(), solution.status.tolist()) == ([math.inf], [Status.STALLED])
 
 
 @few_solvers

@@ -255,7 +255,8 @@ def _rotate_kernel(
         twice = height < LOST * size
         # Which vectors take part in a second pass; which numbers the last row of Q has: in the first step it is 1.
         until, known = tl.where(twice, number, -1), tl.where(number > 0, number, -1)
-        removed, diagonal = height * 0.0, height * 0.0
+        removed = tl.full([], 0.0, memory.basis.dtype.element_ty)
+        diagonal = removed
         line = tl.arange(0, SLOTS)
         column = tl.zeros([SLOTS], memory.basis.dtype.element_ty)
         for first in range(0, number + 1, SIDE):
@@ -271,7 +272,7 @@ def _rotate_kernel(
                 column += tl.sum(tl.load(memory.turned + at, mask=real, other=0.0) * along[None, :], 1)
         # What a second pass removes is orthogonal to the rest.
         rest = height * height - removed
-        height = tl.where(twice, tl.sqrt(tl.where(rest > 0, rest, rest * 0.0)), height)
+        height = tl.where(twice, tl.sqrt(tl.where(rest > 0, rest, 0.0)), height)
         tiny, residual = TINY * tl.load(memory.stiffness + row), tl.load(memory.residual_norm + row)
         steps = tl.load(memory.num_steps + row) + 1
         tl.debug_barrier()  # every thread has read what another may write
