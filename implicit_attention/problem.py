@@ -104,9 +104,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _own_buffers(module: nn.Module, state: dict[str, Any]) -> None:
-    """For `_tree`: with buffers of its own where it may write to them."""
+    """For `_tree`: with buffers of its own where it may write to them; one that requires grad may be a parameter, too."""
     if module.training:
-        state["_buffers"] = {n: b if b is None else b.clone() for n, b in state["_buffers"].items()}
+        kept = {name: b for name, b in state["_buffers"].items() if b is None or b.requires_grad}
+        state["_buffers"] = {name: kept[name] if name in kept else b.clone() for name, b in state["_buffers"].items()}
 
 
 def _is_parametrized(module: nn.Module) -> bool:

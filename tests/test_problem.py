@@ -145,9 +145,21 @@ def parametrised(kind):
     return seeded(Halved, lambda: kind(nn.Linear(4, 4))).eval()
 
 
+class Tied(nn.Module):
+    """A module whose weight is a buffer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("again", self.linear.weight)
+
+    def forward(self, z):
+        return torch.tanh(self.linear(z) + z @ self.again.T) / 4
+
+
 @pytest.mark.parametrize(
     "make",
-    [normalised]
+    [normalised, lambda: seeded(Tied)]
     + [
         lambda kind=kind: parametrised(kind)
         for kind in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
