@@ -145,12 +145,12 @@ def parametrised(kind):
     return seeded(Halved, lambda: kind(nn.Linear(4, 4))).eval()
 
 
-class Tied(nn.Module):
+class KeptTwice(nn.Module):
     """A module whose weight is a buffer, too."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
         self.register_buffer("again", self.linear.weight)
 
     def forward(self, z):
@@ -159,7 +159,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [normalised, lambda: seeded(Tied)]
+    [normalised, lambda: seeded(KeptTwice)]
     + [
         lambda kind=kind: parametrised(kind)
         for kind in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
