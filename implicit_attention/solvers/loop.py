@@ -496,7 +496,8 @@ class Loop:
         energy = self.solver.needs_energy(problem, index) or self.bottomless is not None
         if index == 0 and self.given is not None and not energy:
             return z, self.given, None
-        z = flat(problem.retract(unflat(z, event)), event)
+        if type(problem).retract is not Problem.retract:
+            z = flat(problem.retract(unflat(z, event)), event)
         return imaged(problem, z, energy, index, event, self.point)
 
     def decide(self, found: Images, index: int) -> bool:
