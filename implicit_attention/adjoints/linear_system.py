@@ -298,7 +298,7 @@ def _gradient_error(
     # to the smallest eigenvalue, unless there are two signs.
     inverse = size / given
     if problem.symmetric:
-        cosine = (u / size[..., None] * g).sum(-1) / given
+        cosine = (u / size[..., None] * (g / given[..., None])).sum(-1)
         inverse = torch.where(answer.negative_curvature, inverse, inverse / cosine)
     # A state below this size is no scale: atol takes it for zero, where rtol takes over.
     scale = norm(state).clamp(min=root * solver.atol / (solver.rtol or SCALE))

@@ -179,6 +179,19 @@ def test_a_state_of_nearly_zero_is_no_alarm():
     assert solution.adjoint.gradient_error.max() < 0.01
 
 
+@pytest.mark.parametrize("size", [1e-44, 1e35])
+def test_the_estimate_is_the_same_for_a_loss_of_any_size(size):
+    torch.manual_seed(0)
+    energy = AnchoredEnergy(LogSumExp(torch.randn(6, 4096).requires_grad_(), 1 / 64), torch.randn(3, 4096), 0.5)
+    found = []
+    for cotangent in (1.0, size):
+        solution = solve(energy, energy.field)
+        torch.autograd.grad(solution.value, energy.potential.keys, torch.full_like(solution.value, cotangent))
+        found.append(solution.adjoint.gradient_error)
+    assert found[0].max() > 1e-6
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-9)
+
+
 def test_of_several_passes_the_worst_is_kept_and_heads_are_in_their_order():
     query, keys = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(0)), torch.eye(8).expand(2, 2, 8, 8)
     query = query.requires_grad_()
