@@ -121,9 +121,9 @@ class _Recorder:
     def _part(self, rows: Tensor) -> tuple[Problem, Tensor, torch.Size, Tensor]:
         """The problem of which f is evaluated for `rows`, its initial states (P, n), their shape, and where `rows` are.
 
-        One problem has as few others beside it as the whole allows.
+        A problem that is solved alone has as few others beside it as the whole allows.
         """
-        if len(rows) == 1 and self.lead:
+        if self.solver.alone and len(rows) == 1 and self.lead:
             place = rows % self.lead[-1]
             selected = self.problem.select(place.expand(*self.lead[:-1], 1))
             if selected is not None:
