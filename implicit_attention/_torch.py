@@ -309,13 +309,61 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def looks_every(wanted: int | None, *tensors: Tensor) -> int:
-    """The number of steps between two looks of the host whether a loop has finished; 0, for never, inside torch.vmap.
+    """The most steps between two looks of the host whether a loop has finished; 0, for never, inside torch.vmap.
 
     Where none is `wanted` the host looks less often at another device than the CPU, for which it has to wait.
     """
     if is_batched(*tensors):
         return 0
-    return wanted or (1 if tensors[0].device.type == "cpu" else 4)
+    return wanted or (1 if tensors[0].device.type == "cpu" else 8)
+
+
+class Looks:
+    """When the host looks how many problems of a loop are unfinished, for which it waits for another device.
+
+    The next look is where all will have finished, if the worst problem goes on as it did since the look before, and
+    `every` steps later at most. Nobody looks at the first evaluation, after which it is made, unless `every` is 1.
+
+    Args:
+        every: as of `looks_every`.
+        measured: which problems are unfinished, (*lead), their residuals and their tolerances.
+    """
+
+    def __init__(self, every: int, *measured: Tensor) -> None:
+        self.every, self.due = every, math.inf if every == 0 else int(every > 1)
+        self._step, self._needed, self._worst = 0, math.inf, _count_and_worst(*measured)[1]
+
+    def left(self, step: int, *measured: Tensor) -> int:
+        """The largest number of unfinished problems in a batch entry after so many steps: one look."""
+        if self.every == 1:
+            return int(_count(measured[0]))
+        left = self._look(step, *measured)
+        self.due = step + max(math.ceil(min(self._needed, self.every)), 1)
+        return left
+
+    def needed(self, step: int, *measured: Tensor) -> float:
+        """How many more steps the worst problem needs, if it goes on as it did between the last two looks."""
+        if step != self._step:
+            self._look(step, *measured)
+        return self._needed
+
+    def _look(self, step: int, *measured: Tensor) -> int:
+        count, worst = _count_and_worst(*measured)
+        left, before, now = torch.stack([t.float() for t in (count, self._worst, worst)]).tolist()
+        falls = 1 < now < before < math.inf
+        self._needed = math.log(now) / math.log(before / now) * (step - self._step) if falls else math.inf
+        self._step, self._worst = step, worst
+        return int(left)
+
+
+def _count(active: Tensor) -> Tensor:
+    return active.sum(-1).amax() if active.numel() else active.new_zeros((), dtype=torch.int64)
+
+
+def _count_and_worst(active: Tensor, residual: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
+    """The most unfinished problems in a batch entry, and the largest residual of one in units of its tolerance."""
+    ratio = (residual / tolerance).detach().masked_fill(~active, 0.0)
+    return _count(active), ratio.amax() if ratio.numel() else ratio.sum()
 
 
 def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:

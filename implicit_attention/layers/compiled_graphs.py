@@ -20,7 +20,7 @@ from ..failure import outside
 from ..options import SolveOptions
 from ..problem import FixedPointMap, Problem, writes_to
 from ..solvers import Iteration, Picard, Solver
-from ..solvers._rows import Best, flat, steps_left, unflat
+from ..solvers._rows import Best, flat, unflat
 from ..solvers.loop import Images, Loop, plain_steps
 
 #: f(z, *inputs), a module.
@@ -87,7 +87,6 @@ class Stretches(Loop):
         self.rows.few_sizes = True
         self.ahead: list[Images] = []
         self.needed = self.solver.graphs.evaluations
-        self.residual_before: Tensor | None = None
 
     def run(self) -> tuple[Best, Iteration, Tensor]:
         best, point, tolerance = super().run()
@@ -109,21 +108,14 @@ class Stretches(Loop):
             self.ahead = [(flat(z, self.rows.event), flat(image, self.rows.event), None) for z, image in pairs]
         return self.ahead.pop(0)
 
-    def step(self, found: Images, index: int) -> Tensor:
-        # A kernel writes the next ones in the same place.
-        self.residual_before = self.point.residual.clone()
-        return super().step(found, index)
-
-    def looks(self, index: int) -> bool:
+    def due(self, index: int) -> bool:
         return not self.ahead
 
-    def leaving(self, left: int, index: int) -> Tensor | None:
-        if self.residual_before is None:
-            self.needed = self.solver.graphs.evaluations - 1
-        else:
-            last = self.residual_before, self.point.residual, self.tolerance
-            self.needed = math.ceil(min(steps_left(self.active, 1, *last), self.last))
-        return None if self.needed < WORTH else self.rows.compaction(left, self.active)
+    def leaving(self, left: int, index: int, *measured: Tensor) -> Tensor | None:
+        # One residual tells nothing; the last solve does.
+        expected = self.looks.needed(index, *measured) if index else self.solver.graphs.evaluations - 1
+        self.needed = math.ceil(min(expected, self.last))
+        return None if self.needed < WORTH else super().leaving(left, index, *measured)
 
 
 def may_compile(graphs: Graphs, problem: Problem, z: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,11 +26,6 @@ def flat(z: Tensor, event: torch.Size) -> Tensor:
 def unflat(z: Tensor, event: torch.Size) -> Tensor:
     """(*lead, n) -> (*lead, *event)."""
     return z.reshape((*z.shape[:-1], *event))
-
-
-def unfinished(active: Tensor) -> int:
-    """The largest number of active problems in a batch entry, by one look of the host."""
-    return int(active.sum(-1).amax()) if active.numel() else 0
 
 
 def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
@@ -111,25 +107,23 @@ class Rows:
             return min(1 << max(count - 1, 0).bit_length(), self.count)
         return -(-count // self.base.row_block) * self.base.row_block
 
-    def compaction(self, left: int, active: Tensor, *measured: Any) -> Tensor | None:
+    def compaction(self, left: int, active: Tensor, needed: Callable[[], float]) -> Tensor | None:
         """The working rows to keep, unfinished ones first, or None if too few have finished.
 
         left: the largest number of unfinished ones in a batch entry.
-        measured: as of `steps_left`, to let none leave where it is not worth while.
+        needed: how many steps they are expected to need, to let none leave where it is not worth while.
         """
         if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
-        needed = self._rounded_up(left)
-        if needed > COMPACT_BELOW * active.shape[-1]:
+        stay = self._rounded_up(left)
+        if stay > COMPACT_BELOW * active.shape[-1]:
             return None
         begins = self.rows is None
-        if begins and measured and not self.base.separates:
+        if begins and not self.base.separates and needed() * (1 - stay / active.shape[-1]) < 1:
             # The evaluation of all that judges them at the end has to be worth it.
-            spared = steps_left(active, *measured) * (1 - needed / active.shape[-1])
-            if not spared >= 1:
-                return None
+            return None
         # All distinct: finished rows fill up the block and are carried along unchanged.
-        order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
+        order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :stay]
         if begins:
             # Some problems cannot be restricted.
             self.compact = self.base.select(order) is not None
@@ -162,13 +156,3 @@ class Rows:
         assert self.full is not None
         record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
         return Best(put(self.full.value, self.rows, best.value), record)
-
-
-def steps_left(active: Tensor, step: int, first: Tensor, residual: Tensor, tolerance: Tensor) -> float:
-    """The number of steps that the slowest of the problems still needs if residuals go on to fall as they did.
-
-    first, residual: the first residuals, and those after so many steps.
-    """
-    fall = (first / residual).log().clamp(min=0.0) / step
-    steps = ((residual / tolerance).log() / fall).masked_fill(~active, 0.0)
-    return float(steps.nan_to_num(torch.inf).amax())

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._torch import LinearMap, length
+from ..._torch import LinearMap, Looks, length
 from ...linear import GMRES
 from ...linear._vectors import LOST as _LOST
 from ...linear._vectors import ROUNDOFF
@@ -46,7 +46,7 @@ class SweepMemory(NamedTuple):
     last: the last row of Q at even and at odd steps, (2, rows, S).
     triangle: the columns of R, (rows, S, S); target: the first entries of Q |r| e_1, (rows, S).
     used: steps in R, (rows).
-    active: which rows go on, at even and at odd steps, (2, rows); left: how many after every step, (steps).
+    active: which rows go on, at even and at odd steps, (2, rows).
     residual_norm, verdict, stiffness, num_steps: as in `GMRESState` and `LinearSolver`; aim: for the first.
     """
 
@@ -60,7 +60,6 @@ class SweepMemory(NamedTuple):
     target: Tensor
     used: Tensor
     active: Tensor
-    left: Tensor
     residual_norm: Tensor
     verdict: Tensor
     stiffness: Tensor
@@ -107,7 +106,6 @@ class TritonGMRES(GMRES):
             target=numbers(rows, most),
             used=numbers(rows, dtype=torch.int32),
             active=numbers(2, rows, dtype=torch.int8),
-            left=torch.zeros(steps, dtype=torch.int32, device=device),
             residual_norm=size,
             verdict=told["verdict"],
             stiffness=torch.zeros_like(size),
@@ -120,7 +118,10 @@ class TritonGMRES(GMRES):
         whole, tiny = {**constants, "PARTS": triton.next_power_of_2(parts)}, ROUNDOFF * torch.finfo(dtype).eps
         with on_device(device):
             for step in range(steps):
-                if step and step % every == 0 and not bool(memory.left[step - 1]):
+                measured = memory.active[step % 2].view(torch.bool), size.flatten(), memory.aim.flatten()
+                if step == 0:
+                    looks = Looks(every, *measured)
+                elif step >= looks.due and not looks.left(step, *measured):
                     break
                 if step + 1 == len(memory.basis):
                     basis = numbers(min(steps + 1, 2 * len(memory.basis)), *residual.shape)
@@ -309,7 +310,6 @@ def _rotate_kernel(
             tl.store(memory.used + row, 0)
     if part == 0:
         tl.store(memory.active + then, goes_on.to(tl.int8))
-        tl.atomic_add(memory.left + number, goes_on.to(tl.int32))
 
 
 @kernel
