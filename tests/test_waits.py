@@ -92,7 +92,8 @@ def test_a_solve_looks_where_it_expects_to_have_ended(made, solver):
     # One evaluation of all judges problems that may read each other, and one estimate lets problems leave the work.
     ends = {"_tell": 1} | ({"judged": 1} if made is block else {})
     looks = forward.counted()
-    assert 2 <= looks.pop("_look") <= 4 and looks == ends
+    assert 2 <= looks.pop("_look") <= 4
+    assert looks == ends
     # No evaluation is made after all have ended.
     assert made is attention or evaluated == int(report.num_evals.max()) > 12
     # At the end of a sweep, at what is rare of an answer, and at the error of the gradient.
@@ -112,7 +113,8 @@ def test_thermodynamics_looks_as_little():
     assert found.report.converged.all()
     # Of the states and of three linear systems, of which the last two are those of second derivatives, and of two.
     looks = forward.counted(), backward.counted()
-    assert looks[0].pop("_look") <= 4 * 3 and looks[1].pop("_look") <= 2 * 3
+    assert looks[0].pop("_look") <= 4 * 3
+    assert looks[1].pop("_look") <= 2 * 3
     # At the end of a linear system, at what is rare of it, and at its status.
     assert [[of[place] for place in ("solve", "_solve")] for of in looks] == [[3, 3], [2, 2]]
     # Couplings, whether they contract, whether they are stable, what is left out of a system, and failures.
