@@ -73,7 +73,8 @@ class Descent(NamedTuple):
 def descend(function: SampleFunction, course: Descent, max_steps: int) -> Descent:
     """The course after at most so many trials of one axis of samples, each on its own; status RUNNING becomes
     CONVERGED, STALLED where no step is short enough, or MAX_STEPS."""
-    every, record = looks_every(None, course.status), course
+    # Steps are few and long, and no residual tells how many follow.
+    every, record = min(looks_every(None, course.status), 4), course
     places = torch.arange(len(course.status), device=course.status.device)
     for index in range(max_steps + 1):
         running = course.status == RUNNING
