@@ -319,7 +319,7 @@ def looks_every(wanted: int | None, *tensors: Tensor) -> int:
 
 
 class Looks:
-    """When the host looks how many problems of a loop are unfinished, for which it waits for another device.
+    """Steps after which the host looks how many problems of a loop are unfinished, waiting for another device.
 
     The next look is where all will have finished, if the worst problem goes on as it did since the look before, and
     `every` steps later at most. Nobody looks at the first evaluation, after which it is made, unless `every` is 1.
@@ -329,41 +329,35 @@ class Looks:
         measured: which problems are unfinished, (*lead), their residuals and their tolerances.
     """
 
-    def __init__(self, every: int, *measured: Tensor) -> None:
+    def __init__(self, every: int, active: Tensor, residual: Tensor, tolerance: Tensor) -> None:
         self.every, self.due = every, math.inf if every == 0 else int(every > 1)
-        self._step, self._needed, self._worst = 0, math.inf, _count_and_worst(*measured)[1]
+        self._step, self._needed, self._ratios = 0, math.inf, (residual / tolerance).detach()
 
     def left(self, step: int, *measured: Tensor) -> int:
         """The largest number of unfinished problems in a batch entry after so many steps: one look."""
+        active = measured[0]
+        if not active.numel():
+            return 0
         if self.every == 1:
-            return int(_count(measured[0]))
+            return int(active.sum(-1).amax())
         left = self._look(step, *measured)
         self.due = step + max(math.ceil(min(self._needed, self.every)), 1)
         return left
 
     def needed(self, step: int, *measured: Tensor) -> float:
-        """How many more steps the worst problem needs, if it goes on as it did between the last two looks."""
+        """The number of steps that the worst problem still needs, if it goes on as between the last two looks."""
         if step != self._step:
             self._look(step, *measured)
         return self._needed
 
-    def _look(self, step: int, *measured: Tensor) -> int:
-        count, worst = _count_and_worst(*measured)
-        left, before, now = torch.stack([t.float() for t in (count, self._worst, worst)]).tolist()
+    def _look(self, step: int, active: Tensor, residual: Tensor, tolerance: Tensor) -> int:
+        ratios = (residual / tolerance).detach().masked_fill(~active, 0.0)
+        told = active.sum(-1).amax(), self._ratios.amax(), ratios.amax()
+        left, before, now = torch.stack([t.float() for t in told]).tolist()
         falls = 1 < now < before < math.inf
         self._needed = math.log(now) / math.log(before / now) * (step - self._step) if falls else math.inf
-        self._step, self._worst = step, worst
+        self._step, self._ratios = step, ratios
         return int(left)
-
-
-def _count(active: Tensor) -> Tensor:
-    return active.sum(-1).amax() if active.numel() else active.new_zeros((), dtype=torch.int64)
-
-
-def _count_and_worst(active: Tensor, residual: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
-    """The most unfinished problems in a batch entry, and the largest residual of one in units of its tolerance."""
-    ratio = (residual / tolerance).detach().masked_fill(~active, 0.0)
-    return _count(active), ratio.amax() if ratio.numel() else ratio.sum()
 
 
 def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
