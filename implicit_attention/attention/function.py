@@ -209,7 +209,7 @@ def equilibrium_attention(
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
     query_offset = _checked_offset(query_offset, is_causal)
-    chosen = _options(options)
+    chosen = _DEFAULTS.override(**options) if options else _DEFAULTS
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
@@ -241,10 +241,6 @@ def equilibrium_attention(
     call = Attention(query, key, scale, anchor, *masks, first, value, dropout_p)
     attended = attend(call, chosen, grouped=enable_gqa, potential=potential, return_solution=return_solution)
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
-
-
-def _options(given: SolveKeywords) -> SolveOptions:
-    return _DEFAULTS.override(**given) if given else _DEFAULTS
 
 
 def _checked_offset(offset: int, is_causal: bool) -> int:
@@ -292,12 +288,6 @@ class Attended(NamedTuple):
     report: SolveReport | Record | None
     solution: Solution | None
     weights: Tensor | None = None
-
-    @property
-    def num_evals(self) -> Tensor:
-        """(*batch, H, N), evaluations of the map."""
-        assert self.report is not None
-        return self.report.num_evals
 
 
 class AttentionKeywords(TypedDict, total=False):
@@ -358,7 +348,6 @@ def attend(
         attended = _answer(call, initial, options, False, True, **asked)
     else:
         check_whole()
-        attended = _exported(call, initial, options, asked) if is_exporting() else None
         if torch.compiler.is_compiling() and any(
             isinstance(part, Tensor) and may_have_tangent(part) for part in (*call, initial)
         ):
@@ -366,10 +355,19 @@ def attend(
                 "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
                 "torch.compile; call them outside of it"
             )
-        in_graph = torch.compiler.is_compiling() or is_fake(call.query)
-        if attended is None and in_graph and _fits_graph(call, options, asked):
-            attended = _exactly(call, initial, options, True, asked)
+        if exporting := is_exporting():
+            check_no_evidence(asked.get("return_solution", False), "return_solution")
+            check_no_evidence(asked.get("trace", False), "return_trajectory")
+        in_graph = exporting or torch.compiler.is_compiling() or is_fake(call.query)
+        if exporting and is_budget(options.effective_solver):
+            # Products written out take any number of keys, torch's kernels at least one.
+            options = options.override(impl="reference")
+        else:
+            in_graph = in_graph and not into_onnx() and _fits_graph(call, options, asked)
+        attended = _exactly(call, initial, options, True, asked) if in_graph else None
         if attended is None:
+            if exporting:
+                check_budget(options.effective_solver)
             attended = _outside_graph(call, initial, options, False, asked)
     assert attended is not None
     if groups > 1:
@@ -419,23 +417,6 @@ def _fits_graph(call: Attention, options: SolveOptions, asked: AttentionKeywords
         return call.values is not None
     exact = adjoint is None or (isinstance(adjoint, Implicit) and adjoint.linear_solver is None)
     return exact and not options.effective_solver.fixed_budget
-
-
-def _exported(
-    call: Attention, initial: Tensor | None, options: SolveOptions, asked: AttentionKeywords
-) -> Attended | None:
-    """The answer as operations of an exported program: plain ones of a fixed budget, or the one of a solve."""
-    check_no_evidence(asked.get("return_solution", False), "return_solution")
-    check_no_evidence(asked.get("trace", False), "return_trajectory")
-    solver, attended = options.effective_solver, None
-    if is_budget(solver):
-        # Products written out take any number of keys, torch's kernels at least one.
-        options = options.override(impl="reference")
-    if is_budget(solver) or (_fits_graph(call, options, asked) and not into_onnx()):
-        attended = _exactly(call, initial, options, True, asked)
-    if attended is None:
-        check_budget(solver)
-    return attended
 
 
 # The answer.

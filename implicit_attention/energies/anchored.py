@@ -17,7 +17,7 @@ from ..failure import ConvergenceWarning, Word, outside
 from ..kernels.problem import Attention
 from ..potentials import Potential
 from ..potentials._rays import Ray
-from ..potentials._shapes import PerBatch, States, per_state
+from ..potentials._shapes import PerBatch, States, of_part, per_state
 from ..potentials.log_sum_exp import as_log_sum_exp
 from ..problem import Evaluation, Linearization, Problem, restricted
 from .base import Energy
@@ -131,6 +131,10 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
+    event_ndim: int = of_part("potential.event_ndim")
+    row_block: int = of_part("potential.row_block")
+    #: Plain steps descend for every convex potential and every anchor.
+    plain_steps_descend: bool = of_part("potential.convex")
     # Whether the rays of the potential were checked, and the energy falls along none of them.
     _checked: bool = False
     #: The attributes of the class: its closed forms do not hold for a subclass with more.
@@ -149,19 +153,6 @@ class AnchoredEnergy(Anchored, Energy):
         # A subclass that overrides `bottomless` may have an energy with a bound.
         if type(self).bottomless is AnchoredEnergy.bottomless and check_bounded(potential, self.anchor, unbounded):
             self._checked = True
-
-    @property
-    def event_ndim(self) -> int:  # type: ignore[override]
-        return self.potential.event_ndim
-
-    @property
-    def plain_steps_descend(self) -> bool:  # type: ignore[override]
-        """Plain steps descend for every convex potential and every anchor."""
-        return self.potential.convex
-
-    @property
-    def row_block(self) -> int:  # type: ignore[override]
-        return self.potential.row_block
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""

@@ -247,7 +247,8 @@ class ImplicitAttention(Remembering):
         )
         self._remember(attended.report, eager=plain_call)
         if cache is not None:
-            cache.commit(context_keys, attended.state, attended.num_evals)
+            assert attended.report is not None
+            cache.commit(context_keys, attended.state, attended.report.num_evals)
         output = attended.output
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)

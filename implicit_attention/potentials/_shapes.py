@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, TypeAlias
 
 from jaxtyping import Bool, Float
@@ -25,6 +26,11 @@ ReadOut: TypeAlias = Float[Tensor, "*batch N E"]
 #: The keys that each query reads, and numbers that are added to its scores: both broadcast to (*batch, N, M).
 Mask: TypeAlias = Bool[Tensor, "..."] | None
 Bias: TypeAlias = Float[Tensor, "..."] | None
+
+
+def of_part(path: str) -> Any:
+    """A property: an attribute of a part, such as "potential.row_block"."""
+    return property(operator.attrgetter(path))
 
 
 def per_state(name: str, axes: int = 2, *, high: float = math.inf, open_low: bool = True) -> Any:
