@@ -131,10 +131,10 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
-    event_ndim: int = of_part("potential.event_ndim")
-    row_block: int = of_part("potential.row_block")
+    event_ndim: int = of_part("potential", "event_ndim")
+    row_block: int = of_part("potential", "row_block")
     #: Plain steps descend for every convex potential and every anchor.
-    plain_steps_descend: bool = of_part("potential.convex")
+    plain_steps_descend: bool = of_part("potential", "convex")
     # Whether the rays of the potential were checked, and the energy falls along none of them.
     _checked: bool = False
     #: The attributes of the class: its closed forms do not hold for a subclass with more.

@@ -76,7 +76,7 @@ class Epanechnikov(Energy):
     """
 
     event_ndim = 1
-    row_block: int = of_part("memory.row_block")
+    row_block: int = of_part("memory", "row_block")
     plain_steps_descend = True
     steps_rescaled = True
     if_bottomless = ""

@@ -21,8 +21,8 @@ from .base import Energy, check_fixed_budget
 class _Activated(Problem, general=True):
     """A problem whose states x act through g = grad L(x)."""
 
-    event_ndim: int = of_part("potential.event_ndim")
-    row_block: int = of_part("potential.row_block")
+    event_ndim: int = of_part("potential", "event_ndim")
+    row_block: int = of_part("potential", "row_block")
 
     def _hold(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
         for name, value, kind in (("lagrangian", lagrangian, LayerNormPotential), ("potential", potential, Potential)):
@@ -101,7 +101,7 @@ class LegendreEnergy(_Activated, Fielded):
     has_energy = True
     has_metric = True
     #: Plain steps descend for every convex potential.
-    plain_steps_descend: bool = of_part("potential.convex")
+    plain_steps_descend: bool = of_part("potential", "convex")
     #: The attributes of the class: closed forms do not hold for a subclass with more.
     _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "potential", "field")
 

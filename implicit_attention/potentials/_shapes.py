@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, TypeAlias
 
 from jaxtyping import Bool, Float
@@ -28,9 +27,9 @@ Mask: TypeAlias = Bool[Tensor, "..."] | None
 Bias: TypeAlias = Float[Tensor, "..."] | None
 
 
-def of_part(path: str) -> Any:
-    """A property: an attribute of a part, such as "potential.row_block"."""
-    return property(operator.attrgetter(path))
+def of_part(part: str, name: str) -> Any:
+    """A property: the attribute `name` of a part, such as that of the potential of an energy."""
+    return property(lambda owner: getattr(getattr(owner, part), name))
 
 
 def per_state(name: str, axes: int = 2, *, high: float = math.inf, open_low: bool = True) -> Any:
