@@ -339,6 +339,10 @@ class Declared:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
 
+    def _filled(self, good: Callable[[Tensor], Tensor]) -> Self:
+        """The same object with 1 in the place of all numbers of its tensors that are not `good`."""
+        return self.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in self.tensors()))
+
     def apart(self) -> Self:
         """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
 
@@ -784,13 +788,10 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
         with torch.no_grad():
             return problem.fixed_point_map(z.detach()).detach().masked_fill(rows, 0.0)
 
-    def filled(good: Callable[[Tensor], Tensor]) -> Problem:
-        return problem.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in problem.tensors()))
-
     expected = others(problem)
     # Others may read what looks like a row's own, as with a table of as many rows.
     problem = apart if same(others(apart), expected) else problem
-    for found in map(filled, (torch.isfinite, lambda t: ~torch.isnan(t))):
+    for found in map(problem._filled, (torch.isfinite, lambda t: ~torch.isnan(t))):
         if same(others(found), expected):
             return found, z
     return problem, z
@@ -963,6 +964,7 @@ class UserProblem(Problem):
         return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
     def _restricted(self, index: Tensor) -> Self | None:
+        """The problems `index`, for the `select` of subclasses, each of which says what f is."""
         return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
 
     def without(self, left_out: Tensor) -> Self:
@@ -1114,9 +1116,7 @@ class FixedPointMap(UserProblem):
 
     # Whole samples: to add some would be as much work again.
     row_block = 1
-
-    def select(self, index: Tensor) -> Self | None:
-        return self._restricted(index)
+    select = UserProblem._restricted
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self._check_output(self._called(z), z, z.shape, "of z")

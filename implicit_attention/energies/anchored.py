@@ -38,12 +38,9 @@ class Fielded(Problem):
         self.field = field
 
     def without(self, left_out: Tensor) -> Self:
-        tensors = self.tensors()
-        if self.all_declared:
-            # A bias of -inf masks.
-            good = (torch.isfinite(t) | (t == -torch.inf) for t in tensors)
-            tensors = tuple(t.where(g, 1.0) if t.is_floating_point() else t for t, g in zip(tensors, good, strict=True))
-        clone = self.replace(*tensors)
+        # A bias of -inf masks.
+        known = self._filled(lambda t: torch.isfinite(t) | (t == -torch.inf)) if self.all_declared else self
+        clone = copy.copy(known)
         clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
         return clone
 
@@ -279,8 +276,7 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
     ray = potential.falling_ray(1 - lowest)
     if ray is None or not bool(falls(ray, anchor).any()):
         return ray is not None
-    ray = potential.falling_ray()
-    if ray is not None and unbounded != "ignore":
+    if unbounded != "ignore":
         message = _message(potential, ray, anchor)
         if unbounded == "raise":
             raise ValueError(f"{message}. Pass unbounded='warn' or 'ignore' to look for a local minimum all the same.")
@@ -290,9 +286,9 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
 
 def _beyond(ray: Ray, anchor: float | Tensor) -> Tensor:
     """(1 - anchor)/limit, (*batch): above 1 the energy falls."""
-    pull = 1 - (anchor.detach().to(ray.limit) if isinstance(anchor, Tensor) else anchor)
+    pull = 1 - torch.as_tensor(anchor, dtype=ray.limit.dtype, device=ray.limit.device).detach()
     # At anchor 1 the potential is not read, and 0/0 must not count.
-    return torch.where(torch.as_tensor(pull, device=ray.limit.device) > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
+    return torch.where(pull > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
 
 
 def _message(potential: Potential, ray: Ray, anchor: float | Tensor) -> str:

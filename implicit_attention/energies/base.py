@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._torch import check_graph, exact_precision, grad, transforms_active, vjp
@@ -110,9 +109,7 @@ class EnergyFunction(UserProblem, Energy):
     """
 
     row_block = 1
-
-    def select(self, index: Tensor) -> Self | None:
-        return self._restricted(index)
+    select = UserProblem._restricted
 
     def energy(self, z: Tensor) -> Tensor:
         result, lead = self._called(z), z.shape[: z.ndim - self.event_ndim]
