@@ -87,7 +87,7 @@ def test_a_solve_looks_every_four_evaluations_and_at_its_end(made, solver):
     assert report.converged.all()
     evaluations, products = int(report.num_evals.max()), int(report.adjoint.num_steps.max())
     # One evaluation of all judges problems that may read each other, and one estimate lets problems leave the work.
-    ends = {"_tell": 1} | ({"judged": 1} if made is block else {})
+    ends = {"tell": 1} | ({"judged": 1} if made is block else {})
     assert (
         forward.counted() - collections.Counter(steps_left=1)
         == {"unfinished": 1 + math.ceil((evaluations - 1) / 4)} | ends

@@ -46,15 +46,7 @@ from .._torch import (
 )
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
-from ..failure import (
-    FailurePolicy,
-    FailureSite,
-    Located,
-    UnsupportedImplementation,
-    Word,
-    policy_of,
-    without_gradient,
-)
+from ..failure import FailurePolicy, FailureSite, Located, UnsupportedImplementation, Word, policy_of, without_gradient
 from ..kernels.operations import solved_in_graph
 from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions

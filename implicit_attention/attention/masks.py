@@ -13,12 +13,7 @@ from ..potentials._attention import triangle as triangle
 
 
 def mask_and_bias(
-    mask: Tensor | None,
-    *,
-    shape: tuple[int, ...],
-    like: Tensor,
-    key_mask: Tensor | None = None,
-    name: str = "mask",
+    mask: Tensor | None, *, shape: tuple[int, ...], like: Tensor, key_mask: Tensor | None = None, name: str = "mask"
 ) -> tuple[Tensor | None, Tensor | None]:
     """(mask, bias), each None or broadcasting to `shape`.
 
