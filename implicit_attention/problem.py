@@ -860,7 +860,11 @@ def pullback(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PerSample:
+class _Input:
+    value: Any
+
+
+class PerSample(_Input):
     """An input of a map of which every problem has its own part: its leading axes are those of the state.
 
     With such an input the problem can be restricted: finished problems leave the work, and a NaN in the part of one
@@ -881,11 +885,8 @@ class PerSample:
         [True, True, True]
     """
 
-    value: Any
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
+class Shared(_Input):
     """An input of a map that all problems read, whatever its shape.
 
     A map of which every tensor is wrapped can be restricted to some of its problems; see `PerSample`.
@@ -902,8 +903,6 @@ class Shared:
         >>> solve(problem, torch.zeros(3, 1)).converged.tolist()
         [True, True, True]
     """
-
-    value: Any
 
 
 class UserProblem(Problem):
@@ -924,15 +923,15 @@ class UserProblem(Problem):
             )
         event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
         for i, given in enumerate(inputs):
-            if isinstance(given, PerSample | Shared):
+            if isinstance(given, _Input):
                 required = f"be a tensor, or a tuple, list or dict of tensors, inside {type(given).__name__}"
                 kinds, remedy = (Tensor, tuple, list, dict), "pass other objects as they are"
                 _validate.check_instance(f"inputs[{i}]", given.value, kinds, required, remedy)
         self.function = function
-        self.inputs = tuple(given.value if isinstance(given, PerSample | Shared) else given for given in inputs)
+        self.inputs = tuple(given.value if isinstance(given, _Input) else given for given in inputs)
         self.event_ndim = event_ndim
         self._own = tuple(isinstance(given, PerSample) for given in inputs)
-        wrapped = [isinstance(given, PerSample | Shared) for given in inputs]
+        wrapped = [isinstance(given, _Input) for given in inputs]
         # Modules have no tensors of single problems.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))

@@ -18,17 +18,7 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from .. import _validate
-from .._solve import (
-    HALF_SOLVER,
-    energy_of,
-    fits_kernels,
-    for_graph,
-    in_half,
-    in_one_piece,
-    is_finite,
-    solve,
-    solve_plainly,
-)
+from .._solve import HALF_SOLVER, fits_kernels, for_graph, in_half, in_one_piece, is_finite, solve, solve_plainly
 from .._torch import (
     HALF,
     at_least_single,
@@ -459,8 +449,9 @@ def _answer(
         return _made(_in_single(call), potential, options) if energy is None else energy.potential
 
     def one_step() -> Tensor:
-        whole = energy_of(_in_single(call)) if energy is None else energy
-        return whole.fixed_point_map(whole.field)
+        wide = _in_single(call)
+        whole = AnchoredEnergy(made(), wide.query, wide.anchor, unbounded="ignore") if energy is None else energy
+        return whole.fixed_point_map(wide.query)
 
     try:
         if found is None:
@@ -562,14 +553,10 @@ def _by_anchor(output: Tensor, call: Attention) -> Tensor:
 
 def _with_masked_key(call: Attention) -> Attention:
     """The call with one masked key in the place of no key: a query attends to nothing either way."""
-    keys, values = call.keys, call.values
-    return call._replace(
-        keys=keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1]),
-        values=None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1]),
-        mask=torch.zeros(1, dtype=torch.bool, device=keys.device),
-        bias=None,
-        first=None,
-    )
+    keys, values = (t if t is None else t.new_zeros(*t.shape[:-2], 1, t.shape[-1]) for t in (call.keys, call.values))
+    assert keys is not None
+    masked = torch.zeros(1, dtype=torch.bool, device=keys.device)
+    return call._replace(keys=keys, values=values, mask=masked, bias=None, first=None)
 
 
 def _in_single(call: Attention) -> Attention:
@@ -683,15 +670,12 @@ def split_groups(given: T, heads: int, groups: int, axis: int, tiled: bool) -> T
 def _split(call: Attention, groups: int, tiled: bool) -> Attention:
     """The call with an axis along which the keys broadcast, in the place of heads that share keys."""
     heads, shared = call.query.shape[-3], -4 if tiled else -3
-    return call._replace(
-        query=split_groups(call.query, heads, groups, -3, tiled),
-        keys=call.keys.unsqueeze(shared),
-        values=None if call.values is None else call.values.unsqueeze(shared),
-        beta=split_groups(call.beta, heads, groups, -1, tiled),
-        anchor=split_groups(call.anchor, heads, groups, -1, tiled),
-        mask=split_groups(call.mask, heads, groups, -3, tiled),
-        bias=split_groups(call.bias, heads, groups, -3, tiled),
-    )
+    axes = {"query": -3, "beta": -1, "anchor": -1, "mask": -3, "bias": -3}
+    parts: dict[str, Any] = {
+        name: split_groups(getattr(call, name), heads, groups, axis, tiled) for name, axis in axes.items()
+    }
+    values = None if call.values is None else call.values.unsqueeze(shared)
+    return call._replace(keys=call.keys.unsqueeze(shared), values=values, **parts)
 
 
 def _merged(attended: Attended) -> Attended:
