@@ -426,7 +426,9 @@ def _answer(
     able, dtype = potential is LogSumExp and not (empty or trace), given.query.dtype
     # On a card keys and values stay in half precision, in the kernels and where values are read out.
     half = able and given.keys.dtype in HALF and not options.explicit and in_half(given, options.impl)
-    on_card = half and not in_graph
+    on_card, chosen = half and not in_graph, options
+    if half:
+        chosen = options.override(solver=options.solver or HALF_SOLVER, max_steps=options.max_steps)
     call = given._replace(query=given.query.float()) if on_card else _in_single(given)
     start = call.query if initial is None else at_least_single(initial)
     found: tuple[Tensor, SolveReport | Record, bool] | None = None
@@ -438,9 +440,8 @@ def _answer(
                 told = SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1))
                 return Attended(output, call.query, told, None)
         else:
-            plan = _for_half(options).plan if half else options.plan
             adjoint = AdjointReport(on_failure=options.on_failure, site=site)
-            found = solve_plainly(given if half else call, start, plan, adjoint, whole=return_solution or half)
+            found = solve_plainly(given if half else call, start, chosen.plan, adjoint, whole=return_solution or half)
     # What a kernel has solved needs no energy.
     energy: AnchoredEnergy | None = None
     explicit = found is None and options.explicit
@@ -459,8 +460,8 @@ def _answer(
             energy = AnchoredEnergy(made(), call.query, call.anchor, unbounded="ignore" if explicit else unbounded)
             if call.values is not None or return_weights:
                 reads_out(made())
-            options, keys = (_for_half(options), given.keys) if half else (options, None)
-            found = _by_loop(energy, start, options, site, in_graph, return_solution, trace, keys)
+            chosen, keys = (chosen, given.keys) if half else (options, None)
+            found = _by_loop(energy, start, chosen, site, in_graph, return_solution, trace, keys)
             if found is None:
                 return None
         state, evidence, failed = found
@@ -471,7 +472,8 @@ def _answer(
             half = isinstance(scores := made(), ScoredKeys) and scores.bias is call.bias
         if call.values is None:
             output = one_step() if explicit else state
-        elif half and _reads_half(given):
+        # A wide bias is not rounded.
+        elif half and all(t is None or t.dtype == given.keys.dtype for t in (given.values, given.bias)):
             output = _read_in_half(given._replace(beta=call.beta), state, potential, options)
         elif (
             not (failed or energy) and call.mask is call.bias is None and (call.first is None or is_finite(call.values))
@@ -491,19 +493,6 @@ def _answer(
         return Attended(output, state, evidence, None, weights)
     report = None if is_batched(evidence.status) else evidence.report
     return Attended(output, state, report, evidence, weights)
-
-
-def _for_half(options: SolveOptions) -> SolveOptions:
-    """The options of keys that stay in half precision."""
-    solver = HALF_SOLVER if options.solver is None else options.solver
-    return options.override(solver=solver, max_steps=options.max_steps)
-
-
-def _reads_half(given: Attention) -> bool:
-    """Whether keys, values and what is added to the scores have one half precision: a wide bias is not rounded."""
-    dtype, bias = given.keys.dtype, given.bias
-    same = given.values is not None and given.values.dtype == dtype and (bias is None or bias.dtype == dtype)
-    return dtype in HALF and same
 
 
 def _read_in_half(given: Attention, z: Tensor, potential: PotentialFactory, options: SolveOptions) -> Tensor:
