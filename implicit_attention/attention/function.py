@@ -621,17 +621,6 @@ def _stood_in(
 # Heads.
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
-    *lead, width = x.shape
-    return x.reshape(*lead, heads, width // heads).transpose(-3, -2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
-    return x.transpose(-3, -2).flatten(-2)
-
-
 def group_size(query: Tensor, keys: Tensor) -> int:
     """Return the number of query heads that share one head of keys."""
     heads, kv_heads = query.shape[-3], keys.shape[-3]

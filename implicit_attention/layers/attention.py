@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.function import PotentialFactory, attend, eager, merge_heads
+from ..attention.function import PotentialFactory, attend, eager
 from ..attention.masks import check_causal, check_order, mask_and_bias
 from ..failure import Word
 from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
 from .cache import CachedKeys, KeyValueCache, check_cache
-from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
+from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta, merge_heads
 from .remembering import Remembering
 from .sharding import called, head_shard, projected, weight_of
 

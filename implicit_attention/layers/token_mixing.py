@@ -10,13 +10,12 @@ from typing_extensions import TypedDict
 
 from .. import _validate
 from ..adjoints import Adjoint
-from ..attention.function import merge_heads, split_heads
 from ..attention.masks import check_key_mask
 from ..failure import OnFailure
 from ..options import SolveOptions
 from ..solvers import Solver
 from .causal_tokens import Lost, without_nonfinite
-from .projections import check_sizes
+from .projections import check_sizes, merge_heads, split_heads
 from .remembering import Remembering
 from .sharding import check_whole
 
