@@ -106,8 +106,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def _own_buffers(module: nn.Module, state: dict[str, Any]) -> None:
     """For `_tree`: with buffers of its own where it may write to them; one that requires grad is a parameter, too."""
     if module.training:
-        kept = {name: b for name, b in state["_buffers"].items() if b is None or b.requires_grad}
-        state["_buffers"] = {name: kept[name] if name in kept else b.clone() for name, b in state["_buffers"].items()}
+        buffers = state["_buffers"].items()
+        state["_buffers"] = {name: b if b is None or b.requires_grad else b.clone() for name, b in buffers}
 
 
 def _is_parametrized(module: nn.Module) -> bool:

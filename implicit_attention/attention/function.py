@@ -465,8 +465,10 @@ def _answer(
             if found is None:
                 return None
         state, evidence, failed = found
-        if failed:
-            state = _stood_in(one_step, call, options, state, evidence.failed)
+        if failed and policy_of(options.on_failure).forward == "explicit":
+            lost = evidence.failed
+            if not host_may_look(lost) or bool(lost.any()):
+                state = torch.where(lost[..., None], one_step() if call.values is None else call.query, state)
         if explicit and given.keys.dtype == dtype in HALF:
             # A potential that computes a bias from its keys and beta would compute another in half precision.
             half = isinstance(scores := made(), ScoredKeys) and scores.bias is call.bias
@@ -607,15 +609,6 @@ def _by_loop(
     adjoint = options.effective_adjoint
     found = solve(energy, start, solver=solver, adjoint=adjoint, impl=impl, on_failure=on_failure, trace=trace)
     return found.value, found, True
-
-
-def _stood_in(
-    one_step: Callable[[], Tensor], call: Attention, options: SolveOptions, state: Tensor, failed: Tensor
-) -> Tensor:
-    """The states; with forward="explicit" those of failed queries are replaced by the states of max_steps=0."""
-    if policy_of(options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
-        return state
-    return torch.where(failed[..., None], one_step() if call.values is None else call.query, state)
 
 
 # Heads.

@@ -133,13 +133,10 @@ class EnergyFunction(UserProblem, Energy):
     if_random = "call model.eval(): what draws random numbers, as dropout does, has no minimum"
 
     def cause(self, z: Tensor) -> str:
-        return super().cause(z) or self._mixes(z)
-
-    def _mixes(self, z: Tensor) -> str:
-        """Say that problems read each other, as in batch normalisation, if the energy of the first is not its own."""
         lead = z.shape[: z.ndim - self.event_ndim]
-        if transforms_active() or lead.numel() < 2:
-            return ""
+        if (random := super().cause(z)) or transforms_active() or lead.numel() < 2:
+            return random
+        # Problems read each other, as in batch normalisation, if the energy of the first is not its own.
         others = torch.arange(lead.numel(), device=z.device).reshape(*lead, *(1,) * self.event_ndim) > 0
         problem, z = self.apart(), z.detach()
         with torch.no_grad(), exact_precision(z):
