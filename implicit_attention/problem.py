@@ -43,7 +43,7 @@ from .solution import LEVERS, Status, advice
 _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Changes the attributes of a copy of a module, and returns its class, if that is another.
-_Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
+_Change: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
 
 
 def parts_of(module: nn.Module, prefix: str = "", found: dict[nn.Module, str] | None = None) -> dict[nn.Module, str]:
@@ -69,8 +69,8 @@ def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
-def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
-    """A copy of the module tree, shared parts shared, each of which `own` changes.
+def _tree(module: nn.Module, change: _Change, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
+    """A copy of the module tree, shared parts shared, each of which `change` changes.
 
     compiled: whether copies of what torch.compile made are compiled, too.
     """
@@ -79,11 +79,11 @@ def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compile
     if id(module) not in copies:
         state = dict(module.__dict__)
         state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
-        kind = own(module, state) or type(module)
+        kind = change(module, state) or type(module)
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
         clone.__dict__, inner = state, state["_modules"]
-        inner |= {name: _tree(part, own, copies, compiled=compiled) for name, part in inner.items() if part is not None}
+        inner |= {n: _tree(part, change, copies, compiled=compiled) for n, part in inner.items() if part is not None}
         if "dynamo_ctx" in state:
             # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
@@ -320,7 +320,7 @@ class Declared:
         new = iter(tensors)
         news: dict[int, Tensor] = {}
 
-        def own(module: nn.Module, state: dict[str, Any]) -> None:
+        def change(module: nn.Module, state: dict[str, Any]) -> None:
             if parametrize._cache_enabled and _is_parametrized(module):
                 raise ValueError(
                     "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
@@ -332,7 +332,7 @@ class Declared:
             if isinstance(leaf, Tensor):
                 return next(new)
             news.update({id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
-            return _tree(leaf, own, {})
+            return _tree(leaf, change, {})
 
         result = self._mapped(replaced)
         if next(new, None) is not None:
@@ -363,12 +363,12 @@ class Declared:
         """
         return self._with_copies(_computes, _computed)
 
-    def _with_copies(self, changes: Callable[[nn.Module], bool], own: _Own, *, compiled: bool = True) -> Self:
+    def _with_copies(self, changes: Callable[[nn.Module], bool], change: _Change, *, compiled: bool = True) -> Self:
         """The same object with copies of its modules as `_tree` makes them, if any part of these `changes`."""
         if not any(map(changes, modules_in(self))):
             return self
         copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, own, copies, compiled=compiled))
+        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, change, copies, compiled=compiled))
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -545,11 +545,12 @@ class Problem(Declared, general=True):
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
-    #: Whether that holds in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0, and df/dz = H M with a
-    #: symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and `Linearization.outer`.
+    #: Whether f(z) - z is a negative gradient in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0, and
+    #: df/dz = H M with a symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and
+    #: `Linearization.outer`.
     has_metric: bool = False
-    #: Whether it is that only after multiplication by a number > 0 that depends on z (mean shift, steps on a sphere):
-    #: E then tells whether a step descends, but not how far it should.
+    #: Whether f(z) - z is a negative gradient only times a number > 0 that depends on z (mean shift, steps on a
+    #: sphere): E then tells whether a step descends, but not how far it should.
     steps_rescaled: bool = False
     #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
     #: kernels do not promise that; attention was measured to give a row the same bits for all multiples of 32.
@@ -1113,7 +1114,7 @@ class FixedPointMap(UserProblem):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.symmetric = symmetric
 
-    # Whole samples: to add some would be as much work again.
+    # A row may be a whole sample, so that padding would be expensive.
     row_block = 1
     select = UserProblem._restricted
 

@@ -326,7 +326,7 @@ def attend(
         initial = split_groups(initial, call.query.shape[-3], groups, -3, grouped == "tiled")
         call = _split(call, groups, grouped == "tiled")
     if type(call.query) is Tensor and call.query.is_cpu and (eager() if plain is None else plain):
-        # The contexts and wrappers below have nothing to keep out.
+        # No compiler, mode or autocast is active that the call would have to be kept from.
         attended = _answer(call, initial, options, False, True, **asked)
     else:
         check_whole()
@@ -719,7 +719,7 @@ def _refuse_shapes(call: Attention, potential: Any, error: RuntimeError | ValueE
 
 def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
     """softmax(beta z K^T) V. A state that is not finite reads NaN and adds nothing to other gradients."""
-    # Bits depend on whether z is aligned as new memory is, which a copy without its lost rows would be.
+    # Bits depend on the alignment of z. They are those of the copy below, which is aligned, as all new memory is.
     if isinstance(potential, ScoredKeys) and surely_finite(z) and z.data_ptr() % LINE == 0:
         return potential.readout(z, values, dropout_p=dropout_p)
     lost = ~torch.isfinite(z).all(-1, keepdim=True)
