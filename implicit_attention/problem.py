@@ -545,8 +545,8 @@ class Problem(Declared, general=True):
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
-    #: Whether f(z) - z is a negative gradient in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0, and
-    #: df/dz = H M with a symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and
+    #: Whether f(z) - z is a negative gradient in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0,
+    #: and df/dz = H M with a symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and
     #: `Linearization.outer`.
     has_metric: bool = False
     #: Whether f(z) - z is a negative gradient only times a number > 0 that depends on z (mean shift, steps on a
