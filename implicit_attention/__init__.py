@@ -64,10 +64,8 @@ _NAMES = {
     "_solve": ("solve",),
     "adjoints": ("Implicit", "OneStep", "Phantom", "Reversible", "Unrolled"),
     "attention": ("equilibrium_attention",),
-    "diagnostics": (),
     "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
     "failure": ("ConvergenceError", "ConvergenceWarning", "FailurePolicy", "UnsupportedImplementation"),
-    "integrations": (),
     "layers": (
         "AttentionPooling",
         "EnergyTransformer",
@@ -79,19 +77,16 @@ _NAMES = {
         "Rotary",
         "tie",
     ),
-    "linear": (),
-    "models": (),
-    "kernels": (),
     "options": ("SolveOptions",),
-    "plotting": (),
     "potentials": ("LogSumExp", "Potential", "SquaredScores"),
     "problem": ("FixedPointMap", "PerSample", "Shared"),
     "solution": ("Solution", "SolveReport", "Status"),
     "solvers": ("Anderson", "Broyden", "GradientDescent", "NewtonKrylov", "Picard"),
-    "spins": (),
     "studies.comparison": ("compare_solvers",),
-    "testing": (),
-    "training": (),
+    # Of these the modules alone.
+    **dict.fromkeys(
+        ("diagnostics", "integrations", "kernels", "linear", "models", "plotting", "spins", "testing", "training"), ()
+    ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

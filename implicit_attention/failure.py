@@ -8,7 +8,7 @@ import itertools
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -284,16 +284,6 @@ RARE = FailurePolicy(tolerate=1e-3, window=100, over="warn")
 _UNSURE_KIND, OTHER_KIND = 100, 101
 
 
-def table(cells: Sequence[Sequence[str]]) -> str:
-    """The rows of a table as text, the first column aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
 def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
     """Raise unless it is a word, or a policy where these are known."""
     given, site = located(on_failure)
@@ -341,29 +331,17 @@ def report_failures(
             f"{record.message(first[0], remedies)}{because}"
         )
 
-    _tell(on_failure, site, side, failed, message, f"{what} is not reliable", status=record.status)
+    tell(on_failure, failed, message, f"{what} is not reliable", site=site, side=side, status=record.status)
 
 
 def tell(
-    on_failure: Any, failed: Tensor, message: Callable[[], str], *, received: str = "the solution", but: str = ""
-) -> None:
-    """Raise or warn of failures that a layer finds by itself.
-
-    `but` follows a warning, and `received` names the value that is returned.
-    """
-    # Checkpointing computes a forward pass again, whose failures were reported before.
-    if not backward_running():
-        _tell(on_failure, None, "layer", failed, message, received=received, but=but)
-
-
-def _tell(
     on_failure: Any,
-    site: FailureSite | None,
-    side: Side,
     failed: Tensor,
     message: Callable[[], str],
     otherwise: str = "",
     *,
+    site: FailureSite | None = None,
+    side: Side = "layer",
     status: Tensor | None = None,
     received: str = "the solution",
     but: str = "",
@@ -371,9 +349,14 @@ def _tell(
     """Raise or warn if more problems failed than are tolerated, with the `message` on those of this call.
 
     otherwise: what to say where only calls before this one had failures; nothing if it is empty.
+    received: the value that is returned, which an error names.
+    but: what follows a warning.
     """
     policy, site = policy_of(on_failure), site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(failed):
+        return
+    if side == "layer" and backward_running():
+        # Checkpointing computes a forward pass again, whose failures were reported before.
         return
     too_many = (site or policy._site).count(side, policy, failed) if policy.counts else ""
     now = too_many is not None and bool(failed.any())
@@ -385,7 +368,7 @@ def _tell(
         remedy = f"Pass on_failure='warn' or 'ignore' to receive {received} all the same."
         raise ConvergenceError(f"{text}{follows}. {remedy}")
     kind = OTHER_KIND if status is None else int(status.max()) if now else int(Status.MAX_STEPS)
-    _warn(site, "forward" if side == "layer" else side, kind, f"{text}{follows}{but}")
+    warn_at(site, "forward" if side == "layer" else side, kind, f"{text}{follows}{but}")
 
 
 def report_gradients(
@@ -419,23 +402,10 @@ def report_gradients(
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )
-        _warn(site, "backward", _UNSURE_KIND, message)
+        warn_at(site, "backward", _UNSURE_KIND, message)
 
 
-def warn_of_unstable(on_failure: Any, what: str, status: Tensor, *, site: FailureSite | None = None) -> None:
-    """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
-    if policy_of(on_failure).over == "ignore" or is_batched(status):
-        return
-    count = int((status == Status.UNSTABLE).sum())
-    if count:
-        message = (
-            f"{what} ended on an unstable solution (status UNSTABLE) for {count} of {status.numel()} problems: "
-            "a small field, or another solver, may lead to a stable one"
-        )
-        _warn(site, "forward", int(Status.UNSTABLE), message)
-
-
-def _warn(site: FailureSite | None, side: Side, kind: int, message: str) -> None:
+def warn_at(site: FailureSite | None, side: Side, kind: int, message: str) -> None:
     again = "" if site is None else site.again(side, kind)
     if again is not None:
         warnings.warn(f"{message}{again}", ConvergenceWarning, stacklevel=outside())

@@ -43,7 +43,7 @@ from .solution import LEVERS, Status, advice
 _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Changes the attributes of a copy of a module, and returns its class, if that is another.
-_Own: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
+_Change: TypeAlias = Callable[[nn.Module, dict[str, Any]], type[nn.Module] | None]
 
 
 def parts_of(module: nn.Module, prefix: str = "", found: dict[nn.Module, str] | None = None) -> dict[nn.Module, str]:
@@ -69,8 +69,8 @@ def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
-def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
-    """A copy of the module tree, shared parts shared, each of which `own` changes.
+def _tree(module: nn.Module, change: _Change, copies: dict[int, nn.Module], *, compiled: bool = True) -> nn.Module:
+    """A copy of the module tree, shared parts shared, each of which `change` changes.
 
     compiled: whether copies of what torch.compile made are compiled, too.
     """
@@ -79,11 +79,11 @@ def _tree(module: nn.Module, own: _Own, copies: dict[int, nn.Module], *, compile
     if id(module) not in copies:
         state = dict(module.__dict__)
         state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
-        kind = own(module, state) or type(module)
+        kind = change(module, state) or type(module)
         # As copy.copy, which parametrized modules refuse.
         clone = copies[id(module)] = kind.__new__(kind)
         clone.__dict__, inner = state, state["_modules"]
-        inner |= {name: _tree(part, own, copies, compiled=compiled) for name, part in inner.items() if part is not None}
+        inner |= {n: _tree(part, change, copies, compiled=compiled) for n, part in inner.items() if part is not None}
         if "dynamo_ctx" in state:
             # A result of torch.compile(module): the same code with other tensors is not compiled again.
             clone._initialize()  # type: ignore[operator]
@@ -106,8 +106,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def _own_buffers(module: nn.Module, state: dict[str, Any]) -> None:
     """For `_tree`: with buffers of its own where it may write to them; one that requires grad is a parameter, too."""
     if module.training:
-        kept = {name: b for name, b in state["_buffers"].items() if b is None or b.requires_grad}
-        state["_buffers"] = {name: kept[name] if name in kept else b.clone() for name, b in state["_buffers"].items()}
+        buffers = state["_buffers"].items()
+        state["_buffers"] = {name: b if b is None or b.requires_grad else b.clone() for name, b in buffers}
 
 
 def _is_parametrized(module: nn.Module) -> bool:
@@ -320,7 +320,7 @@ class Declared:
         new = iter(tensors)
         news: dict[int, Tensor] = {}
 
-        def own(module: nn.Module, state: dict[str, Any]) -> None:
+        def change(module: nn.Module, state: dict[str, Any]) -> None:
             if parametrize._cache_enabled and _is_parametrized(module):
                 raise ValueError(
                     "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
@@ -332,12 +332,16 @@ class Declared:
             if isinstance(leaf, Tensor):
                 return next(new)
             news.update({id(tensor): next(new) for _, tensor in _module_tensors(leaf)})
-            return _tree(leaf, own, {})
+            return _tree(leaf, change, {})
 
         result = self._mapped(replaced)
         if next(new, None) is not None:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
+
+    def _filled(self, good: Callable[[Tensor], Tensor]) -> Self:
+        """The same object with 1 in the place of all numbers of its tensors that are not `good`."""
+        return self.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in self.tensors()))
 
     def apart(self) -> Self:
         """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
@@ -359,12 +363,12 @@ class Declared:
         """
         return self._with_copies(_computes, _computed)
 
-    def _with_copies(self, changes: Callable[[nn.Module], bool], own: _Own, *, compiled: bool = True) -> Self:
+    def _with_copies(self, changes: Callable[[nn.Module], bool], change: _Change, *, compiled: bool = True) -> Self:
         """The same object with copies of its modules as `_tree` makes them, if any part of these `changes`."""
         if not any(map(changes, modules_in(self))):
             return self
         copies: dict[int, nn.Module] = {}
-        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, own, copies, compiled=compiled))
+        return self._mapped(lambda t: t if isinstance(t, Tensor) else _tree(t, change, copies, compiled=compiled))
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -541,11 +545,12 @@ class Problem(Declared, general=True):
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
-    #: Whether that holds in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0, and df/dz = H M with a
-    #: symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and `Linearization.outer`.
+    #: Whether f(z) - z is a negative gradient in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0,
+    #: and df/dz = H M with a symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and
+    #: `Linearization.outer`.
     has_metric: bool = False
-    #: Whether it is that only after multiplication by a number > 0 that depends on z (mean shift, steps on a sphere):
-    #: E then tells whether a step descends, but not how far it should.
+    #: Whether f(z) - z is a negative gradient only times a number > 0 that depends on z (mean shift, steps on a
+    #: sphere): E then tells whether a step descends, but not how far it should.
     steps_rescaled: bool = False
     #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
     #: kernels do not promise that; attention was measured to give a row the same bits for all multiples of 32.
@@ -784,13 +789,10 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
         with torch.no_grad():
             return problem.fixed_point_map(z.detach()).detach().masked_fill(rows, 0.0)
 
-    def filled(good: Callable[[Tensor], Tensor]) -> Problem:
-        return problem.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in problem.tensors()))
-
     expected = others(problem)
     # Others may read what looks like a row's own, as with a table of as many rows.
     problem = apart if same(others(apart), expected) else problem
-    for found in map(filled, (torch.isfinite, lambda t: ~torch.isnan(t))):
+    for found in map(problem._filled, (torch.isfinite, lambda t: ~torch.isnan(t))):
         if same(others(found), expected):
             return found, z
     return problem, z
@@ -859,7 +861,11 @@ def pullback(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PerSample:
+class _Input:
+    value: Any
+
+
+class PerSample(_Input):
     """An input of a map of which every problem has its own part: its leading axes are those of the state.
 
     With such an input the problem can be restricted: finished problems leave the work, and a NaN in the part of one
@@ -880,11 +886,8 @@ class PerSample:
         [True, True, True]
     """
 
-    value: Any
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
+class Shared(_Input):
     """An input of a map that all problems read, whatever its shape.
 
     A map of which every tensor is wrapped can be restricted to some of its problems; see `PerSample`.
@@ -901,8 +904,6 @@ class Shared:
         >>> solve(problem, torch.zeros(3, 1)).converged.tolist()
         [True, True, True]
     """
-
-    value: Any
 
 
 class UserProblem(Problem):
@@ -923,15 +924,15 @@ class UserProblem(Problem):
             )
         event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
         for i, given in enumerate(inputs):
-            if isinstance(given, PerSample | Shared):
+            if isinstance(given, _Input):
                 required = f"be a tensor, or a tuple, list or dict of tensors, inside {type(given).__name__}"
                 kinds, remedy = (Tensor, tuple, list, dict), "pass other objects as they are"
                 _validate.check_instance(f"inputs[{i}]", given.value, kinds, required, remedy)
         self.function = function
-        self.inputs = tuple(given.value if isinstance(given, PerSample | Shared) else given for given in inputs)
+        self.inputs = tuple(given.value if isinstance(given, _Input) else given for given in inputs)
         self.event_ndim = event_ndim
         self._own = tuple(isinstance(given, PerSample) for given in inputs)
-        wrapped = [isinstance(given, PerSample | Shared) for given in inputs]
+        wrapped = [isinstance(given, _Input) for given in inputs]
         # Modules have no tensors of single problems.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))
@@ -963,6 +964,7 @@ class UserProblem(Problem):
         return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
     def _restricted(self, index: Tensor) -> Self | None:
+        """The problems `index`, for the `select` of subclasses, each of which says what f is."""
         return self._with_own(lambda t: counted(picked(t, index, index.ndim - 1))) if self._restrictable else None
 
     def without(self, left_out: Tensor) -> Self:
@@ -1112,11 +1114,9 @@ class FixedPointMap(UserProblem):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.symmetric = symmetric
 
-    # Whole samples: to add some would be as much work again.
+    # A row may be a whole sample, so that padding would be expensive.
     row_block = 1
-
-    def select(self, index: Tensor) -> Self | None:
-        return self._restricted(index)
+    select = UserProblem._restricted
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self._check_output(self._called(z), z, z.shape, "of z")

@@ -37,39 +37,33 @@ class Status(enum.IntEnum):
         ('MAX_STEPS', True)
     """
 
-    CONVERGED = 0
-    EXPLICIT = 1
-    BUDGET = 2
-    UNSTABLE = 3
-    MAX_STEPS = 4
-    STALLED = 5
-    DIVERGED = 6
-    NONFINITE = 7
-    OUT_OF_RANGE = 8
+    CONVERGED = 0, "converged: residual {residual:.1e} <= {tolerance:.1e} after {steps} steps"
+    EXPLICIT = 1, "no step was asked for (max_steps=0), the initial state is returned; residual {residual:.1e}"
+    BUDGET = 2, "fixed budget of {steps} steps used as asked (rtol = atol = 0); residual {residual:.1e}"
+    UNSTABLE = 3, "converged to a stationary point with negative curvature (a saddle): residual {residual:.1e}"
+    MAX_STEPS = 4, "residual {residual:.1e} > {tolerance:.1e} after {steps} steps"
+    STALLED = 5, "residual {residual:.1e} > {tolerance:.1e} and no step improves it after {steps} steps"
+    DIVERGED = (
+        6,
+        "the iteration left the finite numbers, or an energy without a lower bound fell without end; the "
+        "best state, after {steps} steps, has residual {residual:.1e}",
+    )
+    NONFINITE = 7, "the problem reads a NaN or an infinity: its map is not finite at the initial state"
+    OUT_OF_RANGE = 8, "solved (residual {residual:.1e}), but out of the range of the approximation or energy"
 
-    @property
-    def sentence(self) -> str:
-        """Return the message of the status, with places for `residual`, `tolerance` and `steps`."""
-        return _SENTENCES[self]
+    #: The message of the status, with places for `residual`, `tolerance` and `steps`.
+    sentence: str
+
+    def __new__(cls, code: int, sentence: str = "") -> Status:
+        status = int.__new__(cls, code)
+        status._value_, status.sentence = code, sentence
+        return status
 
     @property
     def failed(self) -> bool:
         """Whether the value that carries this status is not an answer."""
         return self > Status.UNSTABLE
 
-
-_SENTENCES = {
-    Status.CONVERGED: "converged: residual {residual:.1e} <= {tolerance:.1e} after {steps} steps",
-    Status.EXPLICIT: "no step was asked for (max_steps=0), the initial state is returned; residual {residual:.1e}",
-    Status.BUDGET: "fixed budget of {steps} steps used as asked (rtol = atol = 0); residual {residual:.1e}",
-    Status.UNSTABLE: "converged to a stationary point with negative curvature (a saddle): residual {residual:.1e}",
-    Status.MAX_STEPS: "residual {residual:.1e} > {tolerance:.1e} after {steps} steps",
-    Status.STALLED: "residual {residual:.1e} > {tolerance:.1e} and no step improves it after {steps} steps",
-    Status.DIVERGED: "the iteration left the finite numbers, or an energy without a lower bound fell without end; the "
-    "best state, after {steps} steps, has residual {residual:.1e}",
-    Status.NONFINITE: "the problem reads a NaN or an infinity: its map is not finite at the initial state",
-    Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but out of the range of the approximation or energy",
-}
 
 #: The remedy that helps plain steps, and with them every method; the problem adds which of its numbers do it.
 CONTRACT = "make f contract more"

@@ -25,7 +25,7 @@ TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 CHOICES = (ROOT / "docs" / "choosing.md").read_text()
 PACKAGE = ROOT / "implicit_attention"
 #: Functions with strings that a user reads, by the positions of these.
-TOLD = {"warn": [0], "ConvergenceError": [0], "_warn": [3], "_tell": [4, 5], "tell": [2]}
+TOLD = {"warn": [0], "ConvergenceError": [0], "warn_at": [3], "tell": [2, 3]}
 SYMPTOMS = (
     "All outputs are equal",
     "Query weights do not train",

@@ -90,7 +90,7 @@ def test_a_solve_looks_where_it_expects_to_have_ended(made, solver):
     report = layer.last_solve
     assert report.converged.all()
     # One evaluation of all judges problems that may read each other, and one estimate lets problems leave the work.
-    ends = {"_tell": 1} | ({"judged": 1} if made is block else {})
+    ends = {"tell": 1} | ({"judged": 1} if made is block else {})
     looks = forward.counted()
     assert 2 <= looks.pop("_look") <= 4
     assert looks == ends

@@ -18,17 +18,7 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from .. import _validate
-from .._solve import (
-    HALF_SOLVER,
-    energy_of,
-    fits_kernels,
-    for_graph,
-    in_half,
-    in_one_piece,
-    is_finite,
-    solve,
-    solve_plainly,
-)
+from .._solve import HALF_SOLVER, fits_kernels, for_graph, in_half, in_one_piece, is_finite, solve, solve_plainly
 from .._torch import (
     HALF,
     at_least_single,
@@ -40,21 +30,13 @@ from .._torch import (
     is_exporting,
     is_fake,
     may_have_tangent,
+    state_dtype,
     uncompiled,
     unobserved,
 )
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
-from ..failure import (
-    FailurePolicy,
-    FailureSite,
-    Located,
-    UnsupportedImplementation,
-    Word,
-    located,
-    policy_of,
-    without_gradient,
-)
+from ..failure import FailurePolicy, FailureSite, Located, UnsupportedImplementation, Word, policy_of, without_gradient
 from ..kernels.operations import solved_in_graph
 from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
@@ -209,7 +191,7 @@ def equilibrium_attention(
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
     query_offset = _checked_offset(query_offset, is_causal)
-    chosen = _options(options)
+    chosen = _DEFAULTS.override(**options) if options else _DEFAULTS
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
@@ -241,10 +223,6 @@ def equilibrium_attention(
     call = Attention(query, key, scale, anchor, *masks, first, value, dropout_p)
     attended = attend(call, chosen, grouped=enable_gqa, potential=potential, return_solution=return_solution)
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
-
-
-def _options(given: SolveKeywords) -> SolveOptions:
-    return _DEFAULTS.override(**given) if given else _DEFAULTS
 
 
 def _checked_offset(offset: int, is_causal: bool) -> int:
@@ -292,12 +270,6 @@ class Attended(NamedTuple):
     report: SolveReport | Record | None
     solution: Solution | None
     weights: Tensor | None = None
-
-    @property
-    def num_evals(self) -> Tensor:
-        """(*batch, H, N), evaluations of the map."""
-        assert self.report is not None
-        return self.report.num_evals
 
 
 class AttentionKeywords(TypedDict, total=False):
@@ -354,11 +326,10 @@ def attend(
         initial = split_groups(initial, call.query.shape[-3], groups, -3, grouped == "tiled")
         call = _split(call, groups, grouped == "tiled")
     if type(call.query) is Tensor and call.query.is_cpu and (eager() if plain is None else plain):
-        # The contexts and wrappers below have nothing to keep out.
+        # No compiler, mode or autocast is active that the call would have to be kept from.
         attended = _answer(call, initial, options, False, True, **asked)
     else:
         check_whole()
-        attended = _exported(call, initial, options, asked) if is_exporting() else None
         if torch.compiler.is_compiling() and any(
             isinstance(part, Tensor) and may_have_tangent(part) for part in (*call, initial)
         ):
@@ -366,10 +337,19 @@ def attend(
                 "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
                 "torch.compile; call them outside of it"
             )
-        in_graph = torch.compiler.is_compiling() or is_fake(call.query)
-        if attended is None and in_graph and _fits_graph(call, options, asked):
-            attended = _exactly(call, initial, options, True, asked)
+        if exporting := is_exporting():
+            check_no_evidence(asked.get("return_solution", False), "return_solution")
+            check_no_evidence(asked.get("trace", False), "return_trajectory")
+        in_graph = exporting or torch.compiler.is_compiling() or is_fake(call.query)
+        if exporting and is_budget(options.effective_solver):
+            # Products written out take any number of keys, torch's kernels at least one.
+            options = options.override(impl="reference")
+        else:
+            in_graph = in_graph and not into_onnx() and _fits_graph(call, options, asked)
+        attended = _exactly(call, initial, options, True, asked) if in_graph else None
         if attended is None:
+            if exporting:
+                check_budget(options.effective_solver)
             attended = _outside_graph(call, initial, options, False, asked)
     assert attended is not None
     if groups > 1:
@@ -421,23 +401,6 @@ def _fits_graph(call: Attention, options: SolveOptions, asked: AttentionKeywords
     return exact and not options.effective_solver.fixed_budget
 
 
-def _exported(
-    call: Attention, initial: Tensor | None, options: SolveOptions, asked: AttentionKeywords
-) -> Attended | None:
-    """The answer as operations of an exported program: plain ones of a fixed budget, or the one of a solve."""
-    check_no_evidence(asked.get("return_solution", False), "return_solution")
-    check_no_evidence(asked.get("trace", False), "return_trajectory")
-    solver, attended = options.effective_solver, None
-    if is_budget(solver):
-        # Products written out take any number of keys, torch's kernels at least one.
-        options = options.override(impl="reference")
-    if is_budget(solver) or (_fits_graph(call, options, asked) and not into_onnx()):
-        attended = _exactly(call, initial, options, True, asked)
-    if attended is None:
-        check_budget(solver)
-    return attended
-
-
 # The answer.
 
 
@@ -460,69 +423,82 @@ def _answer(
         given = _with_masked_key(given)
     if site is None and isinstance(options.on_failure, FailurePolicy):
         site = options.on_failure._site
-    able = potential is LogSumExp and not (empty or trace)
+    able, dtype = potential is LogSumExp and not (empty or trace), given.query.dtype
     # On a card keys and values stay in half precision, in the kernels and where values are read out.
     half = able and given.keys.dtype in HALF and not options.explicit and in_half(given, options.impl)
-    if (half and not in_graph) or (able and plain and not (return_weights or given.dropout)):
-        attended = _by_kernel(given, initial, options, site, half, return_solution, return_weights)
-        if attended is not None:
-            return attended
-        half = False
-    call, dtype = _in_single(given), given.query.dtype
-    initial = call.query if initial is None else at_least_single(initial)
-    make = functools.partial(_made, potential=potential, options=options)
-    try:
-        made = make(call)
-        energy = AnchoredEnergy(made, call.query, call.anchor, unbounded="ignore" if options.explicit else unbounded)
-        if call.values is not None or return_weights:
-            reads_out(made)
-        if options.explicit:
-            if (impl := options.impl) in ("native", "triton"):
-                reason = "solves, and max_steps=0 solves nothing; use impl='auto'"
-                raise UnsupportedImplementation(f"`impl={impl!r}` {reason}")
-            measured = return_solution or trace
-            state, solution = call.query, _explicit_solution(energy, in_graph, measured=measured, trace=trace)
-            output = _explicit_output(energy, call, given, make)
+    on_card, chosen = half and not in_graph, options
+    if half:
+        chosen = options.override(solver=options.solver or HALF_SOLVER, max_steps=options.max_steps)
+    call = given._replace(query=given.query.float()) if on_card else _in_single(given)
+    start = call.query if initial is None else at_least_single(initial)
+    found: tuple[Tensor, SolveReport | Record, bool] | None = None
+    if on_card or (able and plain and not (return_weights or given.dropout)):
+        if options.plan.solver.max_steps == 0:
+            # A read-out in half precision widens nothing.
+            output = None if return_solution or dtype in HALF or options.impl != "auto" else _explicit(call)
+            if output is not None:
+                told = SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1))
+                return Attended(output, call.query, told, None)
         else:
-            options = _for_half(options) if half else options
-            on_failure = options.on_failure if site is None else Located(options.on_failure, site)
-            solved = _solved(energy, initial, options, on_failure, in_graph, trace, given.keys if half else None)
-            if solved is None:
+            adjoint = AdjointReport(on_failure=options.on_failure, site=site)
+            found = solve_plainly(given if half else call, start, chosen.plan, adjoint, whole=return_solution or half)
+    # What a kernel has solved needs no energy.
+    energy: AnchoredEnergy | None = None
+    explicit = found is None and options.explicit
+
+    def made() -> Potential:
+        return _made(_in_single(call), potential, options) if energy is None else energy.potential
+
+    def one_step() -> Tensor:
+        wide = _in_single(call)
+        whole = AnchoredEnergy(made(), wide.query, wide.anchor, unbounded="ignore") if energy is None else energy
+        return whole.fixed_point_map(wide.query)
+
+    try:
+        if found is None:
+            call, half = _in_single(call), half and in_graph
+            energy = AnchoredEnergy(made(), call.query, call.anchor, unbounded="ignore" if explicit else unbounded)
+            if call.values is not None or return_weights:
+                reads_out(made())
+            chosen, keys = (chosen, given.keys) if half else (options, None)
+            found = _by_loop(energy, start, chosen, site, in_graph, return_solution, trace, keys)
+            if found is None:
                 return None
-            state, solution = solved
-            state = _stood_in(energy.fixed_point_map, call, options, state, solution.failed)
-            if half and _reads_half(given):
-                output = _read_in_half(given, state, make)
-            else:
-                output = state if call.values is None else read_out(made, state, call.values, call.dropout)
+        state, evidence, failed = found
+        if failed and policy_of(options.on_failure).forward == "explicit":
+            lost = evidence.failed
+            if not host_may_look(lost) or bool(lost.any()):
+                state = torch.where(lost[..., None], one_step() if call.values is None else call.query, state)
+        if explicit and given.keys.dtype == dtype in HALF:
+            # A potential that computes a bias from its keys and beta would compute another in half precision.
+            half = isinstance(scores := made(), ScoredKeys) and scores.bias is call.bias
+        if call.values is None:
+            output = one_step() if explicit else state
+        # A wide bias is not rounded.
+        elif half and all(t is None or t.dtype == given.keys.dtype for t in (given.values, given.bias)):
+            output = _read_in_half(given._replace(beta=call.beta), state, potential, options)
+        elif (
+            not (failed or energy) and call.mask is call.bias is None and (call.first is None or is_finite(call.values))
+        ):
+            output = read_out_plain(state, call)
+        else:
+            output = read_out(made(), state, at_least_single(call.values), call.dropout)
     except (RuntimeError, ValueError) as error:
         _refuse_shapes(call, potential, error)
         raise
-    weights = reads_out(made).probabilities(state) if return_weights else None
+    weights = reads_out(made()).probabilities(state) if return_weights else None
     if empty and weights is not None:
         weights = weights[..., :0]
+    output = _by_anchor(output, call) if explicit else output
     output = output.to(dtype)
-    if isinstance(solution, Record):
-        return Attended(output, state, solution, None, weights)
-    report = None if is_batched(solution.status) else solution.report
-    return Attended(output, state, report, solution, weights)
+    if not isinstance(evidence, Solution):
+        return Attended(output, state, evidence, None, weights)
+    report = None if is_batched(evidence.status) else evidence.report
+    return Attended(output, state, report, evidence, weights)
 
 
-def _for_half(options: SolveOptions) -> SolveOptions:
-    """The options of keys that stay in half precision."""
-    solver = HALF_SOLVER if options.solver is None else options.solver
-    return options.override(solver=solver, max_steps=options.max_steps)
-
-
-def _reads_half(given: Attention) -> bool:
-    """Whether keys, values and what is added to the scores have one half precision: a wide bias is not rounded."""
-    dtype, bias = given.keys.dtype, given.bias
-    same = given.values is not None and given.values.dtype == dtype and (bias is None or bias.dtype == dtype)
-    return dtype in HALF and same
-
-
-def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Potential]) -> Tensor:
-    """The values read out at z in the half precision of keys and values, by the potential that is `made`."""
+def _read_in_half(given: Attention, z: Tensor, potential: PotentialFactory, options: SolveOptions) -> Tensor:
+    """The values read out at z in the half precision of keys and values."""
     beta, values = given.beta, given.values
     if isinstance(beta, Tensor):
         # A rounded temperature would shift all scores alike; the rounding of a product does not.
@@ -531,54 +507,8 @@ def _read_in_half(given: Attention, z: Tensor, made: Callable[[Attention], Poten
     # Scores that large have one key, which a shorter z attends to as well.
     most = torch.finfo(values.dtype).max / z.detach().abs().amax(-1, keepdim=True)
     z = z * most.clamp(max=1.0).nan_to_num(1.0)
-    return read_out(made(given._replace(beta=beta)), z.to(values.dtype), values, given.dropout)
-
-
-def _by_kernel(
-    given: Attention,
-    initial: Tensor | None,
-    options: SolveOptions,
-    site: FailureSite | None,
-    half: bool,
-    wanted: bool,
-    weighed: bool,
-) -> Attended | None:
-    """The answer by one call of a kernel, and a read-out by torch's; None where the kernel has none.
-
-    half: whether keys and values stay in half precision, for a card's kernel; else it is the native library's.
-    wanted, weighed: whether the caller wants the solution, and the weights, which are float32.
-    """
-    call = given._replace(query=given.query.float()) if half else _in_single(given)
-    options, dtype = _for_half(options) if half else options, given.query.dtype
-    if options.plan.solver.max_steps == 0:
-        # A read-out in half precision widens nothing.
-        output = None if wanted or dtype in HALF or options.impl != "auto" else _explicit(call)
-        if output is None:
-            return None
-        return Attended(output, call.query, SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1)), None)
-    start = call.query if initial is None else at_least_single(initial)
-    report = AdjointReport(on_failure=options.on_failure, site=site)
-    found = solve_plainly(given if half else call, start, options.plan, report, whole=wanted or half)
-    if found is None:
-        return None
-    state, told, failed = found
-
-    def wide() -> Attention:
-        return _in_single(given) if half else call
-
-    if failed:
-        state = _stood_in(lambda z: energy_of(wide()).fixed_point_map(z), call, options, state, told.failed)
-    if call.values is None:
-        output = state
-    elif half and _reads_half(given):
-        output = _read_in_half(given, state, functools.partial(_made, potential=LogSumExp, options=options))
-    elif not (half or failed) and call.mask is call.bias is None and (call.first is None or is_finite(call.values)):
-        output = read_out_plain(state, call)
-    else:
-        output = read_out(_made(wide(), LogSumExp, options), state, at_least_single(call.values), call.dropout)
-    weights = reads_out(_made(wide(), LogSumExp, options)).probabilities(state) if weighed else None
-    solution = told if isinstance(told, Solution) else None
-    return Attended(output.to(dtype), state, told if solution is None else solution.report, solution, weights)
+    made = _made(given._replace(beta=beta), potential, options)
+    return read_out(made, z.to(values.dtype), values, given.dropout)
 
 
 def eager() -> bool:
@@ -588,7 +518,7 @@ def eager() -> bool:
 
 def _explicit(call: Attention) -> Tensor | None:
     """The values read out at the query, by torch's kernel; None where it may not answer as the potential does."""
-    query, keys, values, first, anchor = call.query, call.keys, call.values, call.first, call.anchor
+    query, keys, values, first = call.query, call.keys, call.values, call.first
     if values is None or call.mask is not None or call.bias is not None or not fits_kernels(call):
         return None
     query = query if in_one_piece(query) else query.contiguous()
@@ -600,32 +530,33 @@ def _explicit(call: Attention) -> Tensor | None:
         return None
     if first is not None and not is_finite(values):
         return None
-    output = read_out_plain(query, call)
+    return _by_anchor(read_out_plain(query, call), call)
+
+
+def _by_anchor(output: Tensor, call: Attention) -> Tensor:
+    """The output of max_steps=0, on which the anchor has no effect.
+
+    A parameter without any gradient stops distributed training.
+    """
+    anchor = call.anchor
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
 
 
 def _with_masked_key(call: Attention) -> Attention:
     """The call with one masked key in the place of no key: a query attends to nothing either way."""
-    keys, values = call.keys, call.values
-    return call._replace(
-        keys=keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1]),
-        values=None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1]),
-        mask=torch.zeros(1, dtype=torch.bool, device=keys.device),
-        bias=None,
-        first=None,
-    )
+    keys, values = (t if t is None else t.new_zeros(*t.shape[:-2], 1, t.shape[-1]) for t in (call.keys, call.values))
+    assert keys is not None
+    masked = torch.zeros(1, dtype=torch.bool, device=keys.device)
+    return call._replace(keys=keys, values=values, mask=masked, bias=None, first=None)
 
 
 def _in_single(call: Attention) -> Attention:
     """The call in the precision of the solve: float32 where it came in half precision."""
+    dtype = state_dtype(call.query.dtype)
     for part in call:
-        if isinstance(part, Tensor) and (part.dtype in HALF or part.dtype not in (call.query.dtype, torch.bool)):
-            break
-    else:
-        return call
-    query, keys, values, bias = map(at_least_single, (call.query, call.keys, call.values, call.bias))
-    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
-    return call._replace(query=query, keys=keys, values=values, bias=bias, beta=beta, anchor=anchor)
+        if isinstance(part, Tensor) and part.dtype not in (dtype, torch.bool):
+            return call.to(dtype)
+    return call
 
 
 def _made(call: Attention, potential: PotentialFactory, options: SolveOptions) -> Potential:
@@ -636,88 +567,51 @@ def _made(call: Attention, potential: PotentialFactory, options: SolveOptions) -
     return made
 
 
-def _solved(
+def _by_loop(
     energy: AnchoredEnergy,
-    initial: Tensor,
+    start: Tensor,
     options: SolveOptions,
-    on_failure: Any,
+    site: FailureSite | None,
     in_graph: bool,
+    wanted: bool,
     trace: bool,
     keys: Tensor | None,
-) -> tuple[Tensor, Solution | Record] | None:
-    """The states and their evidence; in a graph `keys` that stay in half precision are those of the operation."""
-    solver = options.effective_solver
+) -> tuple[Tensor, Solution | Record, bool] | None:
+    """The states, their evidence, and whether some may have failed; None if a graph has no operation for them.
+
+    wanted: whether the residual is wanted where nothing is solved.
+    keys: those of the operation of a graph, where they stay in half precision.
+    """
+    solver, impl, query = options.effective_solver, options.impl, energy.field
+    if solver.max_steps == 0:
+        if impl in ("native", "triton"):
+            reason = "solves, and max_steps=0 solves nothing; use impl='auto'"
+            raise UnsupportedImplementation(f"`impl={impl!r}` {reason}")
+        record = Record.unmeasured(query, Status.EXPLICIT, 1)
+        found = record if in_graph else Solution(record, value=query.detach())
+        if wanted or trace:
+            # Without tolerances the status is EXPLICIT even where the query solves its problem.
+            solver = Picard(rtol=0, atol=0, max_steps=0)
+            energy = energy.replace(*(t.detach() for t in energy.tensors()))
+            with torch.no_grad():
+                found = solve(energy, energy.field, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=trace)
+        return query, found, False
     if in_graph and is_budget(solver):
-        return stepped(solver, energy, initial), Record.unmeasured(energy.field, solver.exhausted, 1)
+        return stepped(solver, energy, start), Record.unmeasured(query, solver.exhausted, 1), False
     if in_graph:
-        # An exported program keeps no site, and counts nothing.
-        site = None if is_exporting() else located(on_failure)[1]
-        given = for_graph(energy, initial, solver, options.impl, keys)
+        given = for_graph(energy, start, solver, impl, keys)
         if given is None:
             return None
-        state, record = solved_in_graph(*given, options.impl, options.on_failure, site)
-        return without_gradient(options.on_failure, record.failed, state), record
-    adjoint, impl = options.effective_adjoint, options.impl
-    solution = solve(energy, initial, solver=solver, adjoint=adjoint, impl=impl, on_failure=on_failure, trace=trace)
-    return solution.value, solution
-
-
-def _stood_in(
-    step: Callable[[Tensor], Tensor], call: Attention, options: SolveOptions, state: Tensor, failed: Tensor
-) -> Tensor:
-    """The states; with forward="explicit" those of failed queries are replaced by the states of max_steps=0."""
-    if policy_of(options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
-        return state
-    instead = step(call.query) if call.values is None else call.query
-    return torch.where(failed[..., None], instead, state)
-
-
-# Explicit steps.
-
-
-def _explicit_solution(energy: AnchoredEnergy, in_graph: bool, *, measured: bool, trace: bool) -> Solution | Record:
-    """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
-    query = energy.field.detach()
-    if not measured:
-        record = Record.unmeasured(query, Status.EXPLICIT, 1)
-        return record if in_graph else Solution(record, value=query)
-    # Without tolerances the status is EXPLICIT even where the query solves its problem.
-    solver = Picard(rtol=0, atol=0, max_steps=0)
-    with torch.no_grad():
-        detached = energy.replace(*(t.detach() for t in energy.tensors()))
-        return solve(detached, query, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=trace)
-
-
-def _explicit_output(
-    energy: AnchoredEnergy, call: Attention, given: Attention, made: Callable[[Attention], Potential]
-) -> Tensor:
-    """One step of the map, or the values read out at the query: in half precision if the whole call `given` has it."""
-    if call.values is None or given.values is None:
-        return energy.fixed_point_map(call.query)
-    potential = energy.potential
-    # A potential that computes a bias from its keys and beta differs from the one of keys and beta in half precision.
-    scores_alone = isinstance(potential, ScoredKeys) and potential.bias is call.bias
-    if given.keys.dtype == given.query.dtype and scores_alone and _reads_half(given):
-        output = _read_in_half(given._replace(beta=call.beta), given.query, made)
-    else:
-        output = read_out(potential, call.query, call.values, call.dropout)
-    # The output does not depend on the anchor, but a parameter without any gradient stops distributed training.
-    anchor = given.anchor
-    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
+        # An exported program keeps no site, and counts nothing.
+        state, record = solved_in_graph(*given, impl, options.on_failure, None if is_exporting() else site)
+        return without_gradient(options.on_failure, record.failed, state), record, True
+    on_failure: Any = options.on_failure if site is None else Located(options.on_failure, site)
+    adjoint = options.effective_adjoint
+    found = solve(energy, start, solver=solver, adjoint=adjoint, impl=impl, on_failure=on_failure, trace=trace)
+    return found.value, found, True
 
 
 # Heads.
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
-    *lead, width = x.shape
-    return x.reshape(*lead, heads, width // heads).transpose(-3, -2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
-    return x.transpose(-3, -2).flatten(-2)
 
 
 def group_size(query: Tensor, keys: Tensor) -> int:
@@ -747,15 +641,12 @@ def split_groups(given: T, heads: int, groups: int, axis: int, tiled: bool) -> T
 def _split(call: Attention, groups: int, tiled: bool) -> Attention:
     """The call with an axis along which the keys broadcast, in the place of heads that share keys."""
     heads, shared = call.query.shape[-3], -4 if tiled else -3
-    return call._replace(
-        query=split_groups(call.query, heads, groups, -3, tiled),
-        keys=call.keys.unsqueeze(shared),
-        values=None if call.values is None else call.values.unsqueeze(shared),
-        beta=split_groups(call.beta, heads, groups, -1, tiled),
-        anchor=split_groups(call.anchor, heads, groups, -1, tiled),
-        mask=split_groups(call.mask, heads, groups, -3, tiled),
-        bias=split_groups(call.bias, heads, groups, -3, tiled),
-    )
+    axes = {"query": -3, "beta": -1, "anchor": -1, "mask": -3, "bias": -3}
+    parts: dict[str, Any] = {
+        name: split_groups(getattr(call, name), heads, groups, axis, tiled) for name, axis in axes.items()
+    }
+    values = None if call.values is None else call.values.unsqueeze(shared)
+    return call._replace(keys=call.keys.unsqueeze(shared), values=values, **parts)
 
 
 def _merged(attended: Attended) -> Attended:
@@ -828,7 +719,7 @@ def _refuse_shapes(call: Attention, potential: Any, error: RuntimeError | ValueE
 
 def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
     """softmax(beta z K^T) V. A state that is not finite reads NaN and adds nothing to other gradients."""
-    # Bits depend on whether z is aligned as new memory is, which a copy without its lost rows would be.
+    # Bits depend on the alignment of z. They are those of the copy below, which is aligned, as all new memory is.
     if isinstance(potential, ScoredKeys) and surely_finite(z) and z.data_ptr() % LINE == 0:
         return potential.readout(z, values, dropout_p=dropout_p)
     lost = ~torch.isfinite(z).all(-1, keepdim=True)

@@ -1,8 +1,9 @@
-"""All diagnostics of a solution at once."""
+"""All diagnostics of a solution at once, and tables of such numbers as text."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -77,3 +78,13 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
         effective_keys=effective_keys(potential, z) if isinstance(potential, ScoredKeys) else None,
         certified_error=certified_error(problem, solution),
     )
+
+
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """The rows of a table as text, the first column aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

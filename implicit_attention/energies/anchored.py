@@ -17,7 +17,7 @@ from ..failure import ConvergenceWarning, Word, outside
 from ..kernels.problem import Attention
 from ..potentials import Potential
 from ..potentials._rays import Ray
-from ..potentials._shapes import PerBatch, States, per_state
+from ..potentials._shapes import PerBatch, States, of_part, per_state
 from ..potentials.log_sum_exp import as_log_sum_exp
 from ..problem import Evaluation, Linearization, Problem, restricted
 from .base import Energy
@@ -38,12 +38,9 @@ class Fielded(Problem):
         self.field = field
 
     def without(self, left_out: Tensor) -> Self:
-        tensors = self.tensors()
-        if self.all_declared:
-            # A bias of -inf masks.
-            good = (torch.isfinite(t) | (t == -torch.inf) for t in tensors)
-            tensors = tuple(t.where(g, 1.0) if t.is_floating_point() else t for t, g in zip(tensors, good, strict=True))
-        clone = self.replace(*tensors)
+        # A bias of -inf masks.
+        known = self._filled(lambda t: torch.isfinite(t) | (t == -torch.inf)) if self.all_declared else self
+        clone = copy.copy(known)
         clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
         return clone
 
@@ -131,6 +128,10 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
+    event_ndim: int = of_part("potential", "event_ndim")
+    row_block: int = of_part("potential", "row_block")
+    #: Plain steps descend for every convex potential and every anchor.
+    plain_steps_descend: bool = of_part("potential", "convex")
     # Whether the rays of the potential were checked, and the energy falls along none of them.
     _checked: bool = False
     #: The attributes of the class: its closed forms do not hold for a subclass with more.
@@ -149,19 +150,6 @@ class AnchoredEnergy(Anchored, Energy):
         # A subclass that overrides `bottomless` may have an energy with a bound.
         if type(self).bottomless is AnchoredEnergy.bottomless and check_bounded(potential, self.anchor, unbounded):
             self._checked = True
-
-    @property
-    def event_ndim(self) -> int:  # type: ignore[override]
-        return self.potential.event_ndim
-
-    @property
-    def plain_steps_descend(self) -> bool:  # type: ignore[override]
-        """Plain steps descend for every convex potential and every anchor."""
-        return self.potential.convex
-
-    @property
-    def row_block(self) -> int:  # type: ignore[override]
-        return self.potential.row_block
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
@@ -288,8 +276,7 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
     ray = potential.falling_ray(1 - lowest)
     if ray is None or not bool(falls(ray, anchor).any()):
         return ray is not None
-    ray = potential.falling_ray()
-    if ray is not None and unbounded != "ignore":
+    if unbounded != "ignore":
         message = _message(potential, ray, anchor)
         if unbounded == "raise":
             raise ValueError(f"{message}. Pass unbounded='warn' or 'ignore' to look for a local minimum all the same.")
@@ -299,9 +286,9 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
 
 def _beyond(ray: Ray, anchor: float | Tensor) -> Tensor:
     """(1 - anchor)/limit, (*batch): above 1 the energy falls."""
-    pull = 1 - (anchor.detach().to(ray.limit) if isinstance(anchor, Tensor) else anchor)
+    pull = 1 - torch.as_tensor(anchor, dtype=ray.limit.dtype, device=ray.limit.device).detach()
     # At anchor 1 the potential is not read, and 0/0 must not count.
-    return torch.where(torch.as_tensor(pull, device=ray.limit.device) > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
+    return torch.where(pull > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
 
 
 def _message(potential: Potential, ray: Ray, anchor: float | Tensor) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._torch import check_graph, exact_precision, grad, transforms_active, vjp
@@ -110,9 +109,7 @@ class EnergyFunction(UserProblem, Energy):
     """
 
     row_block = 1
-
-    def select(self, index: Tensor) -> Self | None:
-        return self._restricted(index)
+    select = UserProblem._restricted
 
     def energy(self, z: Tensor) -> Tensor:
         result, lead = self._called(z), z.shape[: z.ndim - self.event_ndim]
@@ -136,13 +133,10 @@ class EnergyFunction(UserProblem, Energy):
     if_random = "call model.eval(): what draws random numbers, as dropout does, has no minimum"
 
     def cause(self, z: Tensor) -> str:
-        return super().cause(z) or self._mixes(z)
-
-    def _mixes(self, z: Tensor) -> str:
-        """Say that problems read each other, as in batch normalisation, if the energy of the first is not its own."""
         lead = z.shape[: z.ndim - self.event_ndim]
-        if transforms_active() or lead.numel() < 2:
-            return ""
+        if (random := super().cause(z)) or transforms_active() or lead.numel() < 2:
+            return random
+        # Problems read each other, as in batch normalisation, if the energy of the first is not its own.
         others = torch.arange(lead.numel(), device=z.device).reshape(*lead, *(1,) * self.event_ndim) > 0
         problem, z = self.apart(), z.detach()
         with torch.no_grad(), exact_precision(z):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
@@ -183,26 +181,6 @@ class CausalTokens(_Causal, Fielded):
         if self.keys is not None:
             clone.keys = self.keys.masked_fill(left_out[..., None, None, None], 0.0)
         return clone
-
-    def token(self, index: int, keys: Float[Tensor, "*batch H K Y"] | None) -> Self:
-        """The problem of one token, given the keys of all earlier tokens, those of this problem included."""
-        attention, memory, rows = copy.copy(self.attention), self.memory, slice(index, index + 1)
-        if attention.mask is not None:
-            before = 0 if keys is None else keys.shape[-2]
-            count, total = self.field.shape[-2], self.field.shape[-2] + before - index
-            mask = attention.mask.broadcast_to(*attention.mask.shape[:-2], count, total)
-            attention.mask = mask[..., rows, : before + 1]
-        if memory is not None and self.field.shape[-2] > 1:
-            chosen = torch.full((*self.field.shape[:-2], 1), index, device=self.field.device)
-            memory = memory.select(chosen)
-            if memory is None:
-                required, received = "tell what it is for one token alone", type(self.memory).__name__
-                remedy = "define its `select`, or solve all tokens at once"
-                raise ValueError(_validate.message("memory", required, f"{received}, which cannot", remedy))
-        found = type(self)(self.lagrangian, attention, memory, self.field[..., rows, :], keys=keys)
-        # A single token has no order, so that any solver can solve it.
-        found.token_order = None
-        return found
 
 
 class CausalDynamics(_Causal):

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._torch import host_may_look
 from ..potentials._attention import common
-from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
+from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States, of_part
 from ..potentials.masked_keys import MaskedKeys, Read
 from ..problem import Evaluation, Linearization, pullback
 from ..solution import Status
@@ -76,6 +76,7 @@ class Epanechnikov(Energy):
     """
 
     event_ndim = 1
+    row_block: int = of_part("memory", "row_block")
     plain_steps_descend = True
     steps_rescaled = True
     if_bottomless = ""
@@ -83,10 +84,6 @@ class Epanechnikov(Energy):
     def __init__(self, keys: Keys, beta: PerBatch, eps: float = 0.0, *, mask: Mask = None, bias: Bias = None) -> None:
         self.memory = MaskedKeys(keys, beta, mask=mask, bias=bias)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
-
-    @property
-    def row_block(self) -> int:  # type: ignore[override]
-        return self.memory.row_block
 
     def check_state(self, z: Tensor) -> None:
         self.memory.check_state("initial", z)

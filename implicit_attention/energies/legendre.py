@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from ..potentials import Potential
-from ..potentials._shapes import States
+from ..potentials._shapes import States, of_part
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation, Linearization, Problem, pullback
 from .anchored import Fielded
@@ -21,18 +21,13 @@ from .base import Energy, check_fixed_budget
 class _Activated(Problem, general=True):
     """A problem whose states x act through g = grad L(x)."""
 
+    event_ndim: int = of_part("potential", "event_ndim")
+    row_block: int = of_part("potential", "row_block")
+
     def _hold(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
         for name, value, kind in (("lagrangian", lagrangian, LayerNormPotential), ("potential", potential, Potential)):
             _validate.check_instance(name, value, kind)
         self.lagrangian, self.potential = lagrangian, potential
-
-    @property
-    def event_ndim(self) -> int:  # type: ignore[override]
-        return self.potential.event_ndim
-
-    @property
-    def row_block(self) -> int:  # type: ignore[override]
-        return self.potential.row_block
 
     def activation(self, z: States) -> States:
         """g = grad L(x), the normalised tokens."""
@@ -105,6 +100,8 @@ class LegendreEnergy(_Activated, Fielded):
     declares_all = True
     has_energy = True
     has_metric = True
+    #: Plain steps descend for every convex potential.
+    plain_steps_descend: bool = of_part("potential", "convex")
     #: The attributes of the class: closed forms do not hold for a subclass with more.
     _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "potential", "field")
 
@@ -113,11 +110,6 @@ class LegendreEnergy(_Activated, Fielded):
         super().__init__(field)
         lagrangian.check_state("field", field)
         potential.check_state("field", field)
-
-    @property
-    def plain_steps_descend(self) -> bool:  # type: ignore[override]
-        """Plain steps descend for every convex potential."""
-        return self.potential.convex
 
     def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(x), one number per problem."""

@@ -129,13 +129,7 @@ class RepeatedSelfAttention(Anchored):
     declares_all = True
 
     def __init__(
-        self,
-        field: States,
-        beta: PerBatch,
-        anchor: PerBatch = 0.0,
-        *,
-        mask: Mask = None,
-        bias: Bias = None,
+        self, field: States, beta: PerBatch, anchor: PerBatch = 0.0, *, mask: Mask = None, bias: Bias = None
     ) -> None:
         self.attention = SelfAttention(beta, mask=mask, bias=bias)
         self.attention.check_state("field", field)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.function import merge_heads, split_heads
-from ..layers.projections import LearnedBeta, Scalar, anchor_or_beta
+from ..layers.projections import LearnedBeta, Scalar, anchor_or_beta, merge_heads, split_heads
 from ..options import SolveKeywords
 from ._base import HostAttention
 from ._multihead_input import check_tokens, mask_and_bias

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.function import merge_heads
 from ..attention.masks import check_causal, mask_and_bias
-from ..layers.projections import Scalar
+from ..layers.projections import Scalar, merge_heads
 from ..layers.sharding import check_whole
 from ..options import SolveKeywords
 from ._base import HostAttention, check_shape

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.function import PotentialFactory, attend, eager, merge_heads
+from ..attention.function import PotentialFactory, attend, eager
 from ..attention.masks import check_causal, check_order, mask_and_bias
 from ..failure import Word
 from ..kernels.problem import Attention
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
 from .cache import CachedKeys, KeyValueCache, check_cache
-from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
+from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta, merge_heads
 from .remembering import Remembering
 from .sharding import called, head_shard, projected, weight_of
 
@@ -247,7 +247,8 @@ class ImplicitAttention(Remembering):
         )
         self._remember(attended.report, eager=plain_call)
         if cache is not None:
-            cache.commit(context_keys, attended.state, attended.num_evals)
+            assert attended.report is not None
+            cache.commit(context_keys, attended.state, attended.report.num_evals)
         output = attended.output
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)

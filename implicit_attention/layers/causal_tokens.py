@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ def solve_in_order(
     for index in range(initial.shape[-2]):
         try:
             solution = solve(
-                problem.token(index, keys),
+                _token(problem, index, keys),
                 initial[..., index : index + 1, :],
                 solver=solver,
                 adjoint=adjoint,
@@ -116,6 +117,27 @@ def solve_in_order(
     record = Record(*(torch.stack(fields, dim=-1) for fields in zip(*(r.record for r in reports), strict=True)))
     report = SolveReport(record, remedies=reports[0].remedies, tolerances=reports[0].tolerances)
     return InOrder(torch.cat(values, dim=-2), keys, report, tuple(r.adjoint for r in reports))
+
+
+def _token(problem: CausalTokens, index: int, keys: Float[Tensor, "*batch H K Y"] | None) -> CausalTokens:
+    """The problem of one token, given the keys of all earlier tokens, those of the problem included."""
+    attention, memory, rows = copy.copy(problem.attention), problem.memory, slice(index, index + 1)
+    count = problem.field.shape[-2]
+    if attention.mask is not None:
+        before = 0 if keys is None else keys.shape[-2]
+        mask = attention.mask.broadcast_to(*attention.mask.shape[:-2], count, count + before - index)
+        attention.mask = mask[..., rows, : before + 1]
+    if memory is not None and count > 1:
+        chosen = torch.full((*problem.field.shape[:-2], 1), index, device=problem.field.device)
+        memory = memory.select(chosen)
+        if memory is None:
+            required, received = "tell what it is for one token alone", type(problem.memory).__name__
+            remedy = "define its `select`, or solve all tokens at once"
+            raise ValueError(_validate.message("memory", required, f"{received}, which cannot", remedy))
+    found = type(problem)(problem.lagrangian, attention, memory, problem.field[..., rows, :], keys=keys)
+    # A single token has no order, so that any solver can solve it.
+    found.token_order = None
+    return found
 
 
 @in_own_precision

@@ -13,7 +13,6 @@ from .. import _validate
 from .._solve import solve
 from .._torch import at_least_single, host_may_look, transforms_active, uncompiled
 from ..adjoints import Unrolled
-from ..attention.masks import for_heads, pairs_that_read
 from ..problem import FixedPointMap, PerSample, Shared, TokenOrder
 from ..solution import SolveReport
 from ..solvers import Anderson, Picard
@@ -31,7 +30,7 @@ from .mean_field_map import (
     watch,
     within,
 )
-from .token_mixing import TokenMixing, TokenOptions
+from .token_mixing import TokenMixing, TokenOptions, for_heads, pairs_that_read
 
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None

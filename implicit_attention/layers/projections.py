@@ -1,4 +1,4 @@
-"""Parts of layers: learned and fixed anchors and temperatures, and rotary positions."""
+"""Parts of layers: learned and fixed anchors and temperatures, rotary positions, and heads."""
 
 from __future__ import annotations
 
@@ -228,3 +228,14 @@ def per_head(beta: Tensor, heads: int) -> Tensor:
     _validate.require(beta.shape == (heads,), "beta", f"have shape ({heads},)", f"shape {tuple(beta.shape)}")
     _validate.check_per_batch("beta", beta, low=0.0, open_low=True)
     return beta.detach().clone()
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
+    *lead, width = x.shape
+    return x.reshape(*lead, heads, width // heads).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
+    return x.transpose(-3, -2).flatten(-2)

@@ -12,7 +12,6 @@ from typing_extensions import Unpack
 from .. import _validate
 from .._torch import at_least_single, host_may_look, uncompiled
 from ..adjoints import Unrolled
-from ..attention.masks import for_heads, pairs_that_read
 from ..failure import without_gradient
 from ..potentials import AmosResponse, SphericalLaw
 from ..problem import TokenOrder
@@ -35,7 +34,7 @@ from .calls import plain
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta
-from .token_mixing import TokenMixing, TokenOptions
+from .token_mixing import TokenMixing, TokenOptions, for_heads, pairs_that_read
 
 
 class SpinAttention(TokenMixing):

@@ -12,11 +12,11 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from .._torch import at_least_single, uncompiled
-from ..attention.function import merge_heads, split_heads
 from ..failure import OnFailure, tell
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .calls import TokenMasks, plain
+from .projections import merge_heads, split_heads
 from .spin import SpinAttention
 
 

@@ -10,13 +10,12 @@ from typing_extensions import TypedDict
 
 from .. import _validate
 from ..adjoints import Adjoint
-from ..attention.function import merge_heads, split_heads
 from ..attention.masks import check_key_mask
 from ..failure import OnFailure
 from ..options import SolveOptions
 from ..solvers import Solver
 from .causal_tokens import Lost, without_nonfinite
-from .projections import check_sizes
+from .projections import check_sizes, merge_heads, split_heads
 from .remembering import Remembering
 from .sharding import check_whole
 
@@ -107,3 +106,45 @@ class TokenMixing(Remembering):
         """The sizes, these parts and the flags of the layer, for `extra_repr`."""
         flags = [name for name in ("symmetric", "causal", "bare") if getattr(self, name, False)]
         return ", ".join([f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}", *parts, *flags])
+
+
+def pairs_that_read(
+    x: Tensor,
+    mask: Any,
+    sites: Tensor | None,
+    *,
+    causal: bool,
+    own: bool = False,
+    symmetric: str = "",
+    remedy: str = "",
+) -> Tensor:
+    """Which site reads which, (*#batch, #heads, N, N): every other one, or with `causal` itself and those before it.
+
+    Args:
+        x: (*batch, N, dim).
+        mask: the user's, boolean, (N, N) or (*batch, N, N), or None.
+        sites: which sites exist, (*batch, 1, N), or None for all.
+        causal: see above.
+        own: whether a site reads itself without `causal`, too.
+        symmetric: what needs a mask that is its own transpose, for the error; empty if nothing does.
+        remedy: for that error.
+    """
+    count = x.shape[-2]
+    everything = torch.ones(count, count, dtype=torch.bool, device=x.device)
+    others = everything if own else ~torch.eye(count, dtype=torch.bool, device=x.device)
+    pairs = everything.tril() if causal else others
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            received = getattr(mask, "dtype", type(mask).__name__)
+            raise TypeError(_validate.message("mask", "be boolean, True = i may read j", received))
+        _validate.check_broadcast("mask", mask.shape, (*x.shape[:-2], count, count), "(*batch, N, N)")
+        if symmetric and not bool((mask == mask.mT).all()):
+            required = f"be symmetric for {symmetric}"
+            raise ValueError(_validate.message("mask", required, "a pair in one order only", remedy))
+        pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
+    return pairs if sites is None else pairs & sites[..., :, None] & sites[..., None, :]
+
+
+def for_heads(key_mask: Tensor) -> Tensor:
+    """(*batch, N) with an axis for heads."""
+    return key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask

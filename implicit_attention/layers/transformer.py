@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.function import merge_heads, split_heads
 from ..attention.masks import mask_and_bias, triangle
 from ..problem import PerSample, Shared
 from .attention import ImplicitAttention
 from .block import Equilibrium
 from .calls import PlainCall, StepKeywords
 from .past import BlockCache, Past
-from .projections import Rotary
+from .projections import Rotary, merge_heads, split_heads
 from .sharding import check_whole
 from .token_window import Reads, takes_past
 

@@ -27,6 +27,11 @@ Mask: TypeAlias = Bool[Tensor, "..."] | None
 Bias: TypeAlias = Float[Tensor, "..."] | None
 
 
+def of_part(part: str, name: str) -> Any:
+    """A property: the attribute `name` of a part, such as that of the potential of an energy."""
+    return property(lambda owner: getattr(getattr(owner, part), name))
+
+
 def per_state(name: str, axes: int = 2, *, high: float = math.inf, open_low: bool = True) -> Any:
     """A property: the attribute `name`, a number or a tensor (*batch), shaped to multiply states (or so many axes).
 

@@ -7,8 +7,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from .. import _validate
-from .._torch import backward_running, host_may_look, readable
-from ..failure import OnFailure, check_on_failure, located, report_failures, warn_of_unstable
+from .._torch import backward_running, host_may_look, is_batched, readable
+from ..failure import FailureSite, OnFailure, check_on_failure, located, policy_of, report_failures, warn_at
 from ..problem import widened
 from ..solution import Record, SolveReport, Status
 from .approximation import Approximation, Check
@@ -50,8 +50,20 @@ def reported(
     if not backward_running():
         report_failures(on_failure, name, report.record, method.remedies, site=site)
         if check == "stability":
-            warn_of_unstable(on_failure, name, report.status, site=site)
+            _warn_of_unstable(on_failure, name, report.status, site)
     return report
+
+
+def _warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor, site: FailureSite | None) -> None:
+    """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
+    if policy_of(on_failure).over == "ignore" or is_batched(status):
+        return
+    if count := int((status == Status.UNSTABLE).sum()):
+        message = (
+            f"{what} ended on an unstable solution (status UNSTABLE) for {count} of {status.numel()} problems: "
+            "a small field, or another solver, may lead to a stable one"
+        )
+        warn_at(site, "forward", int(Status.UNSTABLE), message)
 
 
 def closed_form(value: Tensor, residual: Tensor | None = None, tolerance: Tensor | None = None) -> SolveReport:

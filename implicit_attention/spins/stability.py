@@ -13,7 +13,8 @@ from torch import Tensor
 from .. import _validate
 from .._torch import LinearMap, grad, in_own_precision
 from ..diagnostics import first_fixed_points
-from ..failure import OnFailure, check_on_failure, report_failures, table
+from ..diagnostics.diagnosis import table
+from ..failure import OnFailure, check_on_failure, report_failures
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
 from ..problem import widened
 from ..solution import SolveReport, Status

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..failure import table
+from ..diagnostics.diagnosis import table
 from ..solution import Status
 from .tally import BACKWARD, BINS, CALLS, EVALUATIONS, FORWARD, LOST, STATUSES
 

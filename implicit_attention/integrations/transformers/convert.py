@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
 from ... import _validate
-from ...failure import table
+from ...diagnostics.diagnosis import table
 from ...options import SolveKeywords, SolveOptions
 from .anchors import check_none_learned
 from .attach import Partial, checked, registered, resolved, seated

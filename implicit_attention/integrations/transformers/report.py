@@ -7,14 +7,13 @@ import math
 from itertools import starmap
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...diagnostics import distinct_fixed_points, effective_keys
-from ...failure import table
+from ...diagnostics.diagnosis import table
 from ...layers.block import Equilibrium
 from ...layers.remembering import report_from_graph
-from ...solution import Record, SolveReport, Status
+from ...solution import Record, SolveReport, Status, status_counts
 from ...training.observed import or_dash
 from .anchors import PART
 from .attach import attention_of, is_ours
@@ -183,7 +182,7 @@ def report_of(last: Last) -> SolveReport:
 def _row(name: str, last: Last) -> LayerReport:
     solve, sample = report_of(last), last.sample
     assert sample is not None
-    statuses = _statuses(solve)
+    statuses = status_counts(solve.status)
     anchor = last.anchor.mean() if isinstance(last.anchor, Tensor) else last.anchor
     states, evals = sample.state, solve.num_evals
     if evals.numel() == 0 or states.numel() == 0:
@@ -217,7 +216,7 @@ def _row_of_block(name: str, solve: SolveReport) -> LayerReport:
     mean, most = (float(evals.double().mean()), int(evals.max())) if evals.numel() else (0.0, 0)
     residual = float(solve.residual.max()) if evals.numel() else nan
     shares = _converged(solve), _share(solve.adjoint.status)
-    told: dict[str, Any] = {"statuses": _statuses(solve), **_relative(solve)}
+    told: dict[str, Any] = {"statuses": status_counts(solve.status), **_relative(solve)}
     return LayerReport(name, nan, mean, most, residual, *shares, nan, nan, 0, **told)
 
 
@@ -235,11 +234,6 @@ def _converged(solve: SolveReport) -> float:
 def _share(backward: Tensor | None) -> float:
     """The share of backward solves that converged."""
     return math.nan if backward is None else float((backward <= Status.UNSTABLE).double().mean())
-
-
-def _statuses(solve: SolveReport) -> dict[str, int]:
-    found, counts = torch.unique(solve.status, return_counts=True)
-    return {Status(status).name: count for status, count in zip(found.tolist(), counts.tolist(), strict=True)}
 
 
 #: How many layers a table has from either end, and in all where many failed.
