@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
 import re
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +30,17 @@ OF_SHAPES = re.compile(
 OF_DTYPES = re.compile(r"(same|the|expected|Found) dtype|\.dtype|dtypes match|scalar type (of|\w+ but)|Input type \(")
 
 
-def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
-    """Raise ValueError "`argument` must requirement, got received; remedy" unless condition holds."""
+def require(
+    condition: bool,
+    argument: str,
+    requirement: str,
+    received: object,
+    remedy: str = "",
+    kind: type[Exception] = ValueError,
+) -> None:
+    """Raise "`argument` must requirement, got received; remedy" unless condition holds."""
     if not condition:
-        raise ValueError(message(argument, requirement, received, remedy))
+        raise kind(message(argument, requirement, received, remedy))
 
 
 def message(argument: str, requirement: str, received: object, remedy: str = "") -> str:
@@ -165,10 +173,9 @@ def store_plain(options: Any) -> None:
     """Store the numbers of a frozen dataclass as Python's own."""
     if torch.compiler.is_compiling():
         return
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+    for name, value in vars(options).items():
         if (number := plain(value)) is not value:
-            object.__setattr__(options, field.name, number)
+            object.__setattr__(options, name, number)
 
 
 def check_number(
@@ -198,6 +205,13 @@ def _bounds(low: float, high: float, open_low: bool) -> str:
     if math.isinf(high):
         return f"{'>' if open_low else '>='} {low:g}"
     return f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+
+
+def check_part(argument: str, value: Any, *, open_low: bool = False, remedy: str = "") -> Any:
+    """A number in [0, 1), or in (0, 1), returned as Python's own."""
+    value = check_number(argument, value, low=0.0, high=1.0, open_low=open_low)
+    require(value < 1, argument, "be < 1", value, remedy)
+    return value
 
 
 def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> Any:
@@ -268,3 +282,42 @@ def check_fits_batch(argument: str, value: float | Tensor, name: str, states: Te
     if isinstance(value, Tensor):
         check_same_kind([(name, states), (argument, value)])
         check_broadcast(argument, value.shape, states.shape[:-2], f"the leading axes of `{name}`")
+
+
+# Options, whose fields declare their checks.
+
+
+def option(check: Callable[..., Any], default: Any, *limits: Any, **named: Any) -> Any:
+    """A field of `Options` with this default, and check(its name, its value, *limits, **named); None if that is it."""
+    return dataclasses.field(default=default, metadata={"check": lambda *given: check(*given, *limits, **named)})
+
+
+number = functools.partial(option, check_number)
+integer = functools.partial(option, check_integer)
+part = functools.partial(option, check_part)
+choice = functools.partial(option, check_choice)
+instance = functools.partial(option, check_instance)
+
+
+class Options:
+    """Base of frozen dataclasses whose fields declare their checks, as `rtol: float = number(1e-4, low=0.0)`.
+
+    A field whose default is None may be None. One that a subclass declares anew, with another default, keeps its check.
+    """
+
+    #: The check of each field that has one, and whether it may be None.
+    _checks: ClassVar[dict[str, tuple[Callable[[str, Any], Any], bool]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # The decorator, which comes later, leaves defaults in the place of the fields.
+        fields = [(name, f) for name, f in vars(cls).items() if isinstance(f, dataclasses.Field)]
+        declared = {name: (f.metadata["check"], f.default is None) for name, f in fields if "check" in f.metadata}
+        cls._checks = cls._checks | declared
+
+    def __post_init__(self) -> None:
+        store_plain(self)
+        for name, (check, may_be_none) in self._checks.items():
+            value = getattr(self, name)
+            if value is not None or not may_be_none:
+                check(name, value)

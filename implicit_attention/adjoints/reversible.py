@@ -79,12 +79,12 @@ class Reversible(Adjoint):
     Adams (2015), who keep what products drop.
     """
 
-    damping: float = 0.5
-
-    def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        least, remedy = 1 / DENOMINATORS, "at 0 no step can be undone, and at 1 nothing moves"
-        _validate.check_number("damping", self.damping, low=least, high=1 - least, remedy=remedy)
+    damping: float = _validate.number(
+        0.5,
+        low=1 / DENOMINATORS,
+        high=1 - 1 / DENOMINATORS,
+        remedy="at 0 no step can be undone, and at 1 nothing moves",
+    )
 
     @property
     def fraction(self) -> Fraction:

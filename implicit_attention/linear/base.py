@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import HALF, LinearMap, host_may_look, looks_every, norm
-from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
+from .._validate import Options, check_float_tensor, check_same_kind, integer, message, number, require
 from ..solution import Record, Recorded, Remedies, Status
 from ._vectors import ROUNDOFF, choose, freeze, normalised
 
@@ -97,7 +97,7 @@ S = TypeVar("S", bound=SweepState)
 
 
 @dataclass(frozen=True)
-class LinearSolver(abc.ABC, Generic[S]):
+class LinearSolver(Options, abc.ABC, Generic[S]):
     """Options of a matrix-free solver of A x = b; a new method is `begin`, `step` and `correction`.
 
     Not for use as it is: use one of its subclasses, such as `CG()`.
@@ -134,10 +134,10 @@ class LinearSolver(abc.ABC, Generic[S]):
         tensor([True, True])
     """
 
-    rtol: float = 1e-6
-    atol: float = 0.0
-    max_steps: int | None = None
-    check_every: int | None = None
+    rtol: float = number(1e-6, low=0.0, high=1.0)
+    atol: float = number(0.0, low=0.0)
+    max_steps: int | None = integer(None, low=1, remedy="use None for the default")
+    check_every: int | None = integer(None, low=1, remedy="use None for the default")
 
     #: Whether the method needs A = A^T on each problem.
     symmetric: ClassVar[bool]
@@ -154,15 +154,6 @@ class LinearSolver(abc.ABC, Generic[S]):
     }
     #: Whether the method finds directions of negative curvature.
     keeps_direction: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        store_plain(self)
-        check_number("rtol", self.rtol, low=0.0, high=1.0)
-        check_number("atol", self.atol, low=0.0)
-        if self.max_steps is not None:
-            check_integer("max_steps", self.max_steps, low=1, remedy="use None for the default")
-        if self.check_every is not None:
-            check_integer("check_every", self.check_every, low=1, remedy="use None for the default")
 
     @abc.abstractmethod
     def begin(self, residual: Tensor) -> S:

@@ -36,17 +36,13 @@ class GradientDescent(Solver):
         (True, True)
     """
 
-    step_size: float = 0.1
+    step_size: float = _validate.number(0.1, low=0.0, open_low=True)
 
     remedies: ClassVar[Remedies] = {
         **Solver.remedies,
         Status.MAX_STEPS: "use Anderson(), or raise step_size or max_steps",
         Status.DIVERGED: "lower step_size, or use Anderson()",
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_number("step_size", self.step_size, low=0.0, open_low=True)
 
     def check_problem(self, problem: Problem) -> None:
         _validate.require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
     history: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Safeguarded(Solver):
     """Base of solvers that propose a direction from every accepted point and test where it leads.
 
@@ -76,11 +76,7 @@ class Safeguarded(Solver):
         tensor([2.])
     """
 
-    guard: Guard = dataclasses.field(default="auto", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_choice("guard", self.guard, ("auto", "energy", "residual", "none"))
+    guard: Guard = _validate.choice("auto", get_args(Guard))
 
     def check_problem(self, problem: Problem) -> None:
         if self.guard == "energy":
