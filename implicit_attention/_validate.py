@@ -7,9 +7,10 @@ import functools
 import inspect
 import math
 import numbers
+import operator
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -38,9 +39,19 @@ def require(
     remedy: str = "",
     kind: type[Exception] = ValueError,
 ) -> None:
-    """Raise "`argument` must requirement, got received; remedy" unless condition holds."""
+    """Refuse the argument unless the condition holds."""
     if not condition:
-        raise kind(message(argument, requirement, received, remedy))
+        refuse(argument, requirement, received, remedy, kind)
+
+
+def refuse(
+    argument: str, requirement: str, received: object, remedy: str = "", kind: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise "`argument` must requirement, got received; remedy".
+
+    For texts that take time, or fix sizes that torch.compile keeps open: `require` is given its text in any case.
+    """
+    raise kind(message(argument, requirement, received, remedy))
 
 
 def message(argument: str, requirement: str, received: object, remedy: str = "") -> str:
@@ -63,7 +74,7 @@ def check_instance(
         received = f"the class {value.__name__}"
         if issubclass(value, kind):
             remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"
-    raise TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
+    refuse(argument, requirement or f"be a {kinds[0].__name__}", received, remedy, TypeError)
 
 
 def _called(name: str, kinds: Iterable[type]) -> type | None:
@@ -85,21 +96,23 @@ def _needs_arguments(kind: type) -> bool:
     return any(p.default is p.empty for p in named)
 
 
+def check_callable(argument: str, value: object, remedy: str) -> None:
+    require(callable(value), argument, "be callable", type(value).__name__, remedy, TypeError)
+
+
 def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
     """A dense tensor of at least 16 bits with at least `min_ndim` axes."""
     if not isinstance(value, Tensor):
         remedy = joined(value) or "convert it with torch.as_tensor"
-        raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, remedy))
+        refuse(argument, "be a torch.Tensor", type(value).__name__, remedy, TypeError)
     check_dense(argument, value)
     if not value.is_floating_point():
-        raise TypeError(
-            message(argument, "have a floating-point dtype", value.dtype, f"convert it with {argument}.float()")
-        )
+        remedy = f"convert it with {argument}.float()"
+        refuse(argument, "have a floating-point dtype", value.dtype, remedy, TypeError)
     if value.dtype.itemsize < 2:
-        required = "have at least 16 bits"
-        raise TypeError(message(argument, required, value.dtype, f"convert it with {argument}.bfloat16()"))
+        refuse(argument, "have at least 16 bits", value.dtype, f"convert it with {argument}.bfloat16()", TypeError)
     if value.ndim < min_ndim:
-        raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
+        refuse(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}")
     check_local(argument, value)
 
 
@@ -124,16 +137,29 @@ def check_local(argument: str, value: Tensor) -> None:
             "heads of ImplicitAttention are sharded by parallelize_module(layer, mesh, layer.parallel_plan())"
         )
         received = f"a DTensor of shape {tuple(value.shape)}"
-        raise TypeError(message(argument, "be a tensor of this process", received, remedy))
+        refuse(argument, "be a tensor of this process", received, remedy, TypeError)
 
 
 def check_dense(argument: str, value: Tensor) -> None:
     """One tensor whose entries all lie in memory."""
     if value.is_nested:
         remedy = "pad it with torch.nested.to_padded_tensor(tensor, 0.0), and mask what is added"
-        raise TypeError(message(argument, "be one dense tensor", "a nested one", remedy))
+        refuse(argument, "be one dense tensor", "a nested one", remedy, TypeError)
     if value.layout != torch.strided:
-        raise TypeError(message(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()"))
+        refuse(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()", TypeError)
+
+
+def check_boolean(argument: str, value: Any, requirement: str, remedy: str = "", *, or_float: bool = False) -> None:
+    """A boolean tensor, or a floating-point one where that may be, too."""
+    if not isinstance(value, Tensor) or not (value.dtype == torch.bool or (or_float and value.is_floating_point())):
+        refuse(argument, requirement, getattr(value, "dtype", type(value).__name__), remedy, TypeError)
+
+
+def check_tensors(named: list[tuple[str, Any]], *, min_ndim: int) -> None:
+    """Dense floating-point tensors of one device and dtype."""
+    for name, value in named:
+        check_float_tensor(name, value, min_ndim=min_ndim)
+    check_same_kind(named)
 
 
 def check_same_kind(tensors: Iterable[tuple[str, Tensor]], *, dtypes: bool = True) -> None:
@@ -147,7 +173,7 @@ def check_same_kind(tensors: Iterable[tuple[str, Tensor]], *, dtypes: bool = Tru
         for name, kind in group[1:]:
             first_name, first = group[0]
             if kind != first:
-                raise ValueError(message(name, f"have the {what} of `{first_name}` ({first})", kind, remedy))
+                refuse(name, f"have the {what} of `{first_name}` ({first})", kind, remedy)
 
 
 def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: tuple[int, ...], meaning: str) -> None:
@@ -155,9 +181,8 @@ def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: 
     fits = len(shape) <= len(target) and all(
         s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
     )
-    # The text is made for an error only: sizes that torch.compile keeps open would be fixed by it.
     if not fits:
-        raise ValueError(message(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}"))
+        refuse(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}")
 
 
 def plain(value: Any) -> Any:
@@ -167,15 +192,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, int | float) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def store_plain(options: Any) -> None:
-    """Store the numbers of a frozen dataclass as Python's own."""
-    if torch.compiler.is_compiling():
-        return
-    for name, value in vars(options).items():
-        if (number := plain(value)) is not value:
-            object.__setattr__(options, name, number)
 
 
 def check_number(
@@ -190,10 +206,10 @@ def check_number(
     """A finite real number in [low, high] (or (low, high] with `open_low`), returned as Python's own."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(message(argument, "be a number", repr(value), remedy))
+        refuse(argument, "be a number", repr(value), remedy, TypeError)
     finite = torch.compiler.is_compiling() or math.isfinite(value)
-    fits = _within(value, low, high, open_low) and finite
-    require(fits, argument, f"be {_bounds(low, high, open_low)}", value, remedy)
+    if not (_within(value, low, high, open_low) and finite):
+        refuse(argument, f"be {_bounds(low, high, open_low)}", value, remedy)
     return value
 
 
@@ -218,29 +234,35 @@ def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> A
     """An integer >= low, returned as Python's own."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(message(argument, "be an integer", repr(value), remedy))
+        refuse(argument, "be an integer", repr(value), remedy, TypeError)
     require(value >= low, argument, f"be >= {low}", value, remedy)
     return value
 
 
-def check_offset(argument: str, value: Any) -> int:
+def check_offset(argument: str, value: Any, *, causal: bool = True, remedy: str = "") -> int:
     """The index of the first query among the keys; those of all queries can be added to it without overflow."""
+    if type(value) is int and value == 0:
+        return 0
     offset: int = check_integer(argument, value, low=0)
-    remedy = "pass min(offset, number of keys), beyond which every query attends to every key"
-    require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, remedy)
+    smaller = "pass min(offset, number of keys), beyond which every query attends to every key"
+    require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, smaller)
+    require(causal or offset == 0, argument, "come with is_causal=True", offset, remedy)
     return offset
 
 
-def check_choice(argument: str, value: Any, choices: Iterable[Any]) -> None:
+def check_flag(argument: str, value: Any) -> None:
+    require(isinstance(value, bool), argument, "be True or False", repr(value), kind=TypeError)
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[Any], remedy: str = "") -> None:
     listed = list(choices)
-    require(value in listed, argument, f"be one of {', '.join(map(repr, listed))}", repr(value))
+    require(value in listed, argument, f"be one of {', '.join(map(repr, listed))}", repr(value), remedy)
 
 
 def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning: str) -> None:
     """`shape` and `other` broadcast with each other."""
-    fits = all(s == t or 1 in (s, t) for s, t in zip(reversed(shape), reversed(other), strict=False))
-    if not fits:
-        raise ValueError(message(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}"))
+    if not all(s == t or 1 in (s, t) for s, t in zip(reversed(shape), reversed(other), strict=False)):
+        refuse(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}")
 
 
 def inside(value: _Number, *, low: float, high: float = math.inf, open_low: bool = False) -> _Number:
@@ -258,22 +280,32 @@ def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
     """Raise for a tensor that has a shape but no numbers."""
     if is_fake(tensor):
         received = "a tensor on the device meta" if tensor.device.type == "meta" else "a FakeTensor"
-        raise ValueError(message(argument, "hold numbers", received, remedy))
+        refuse(argument, "hold numbers", received, remedy)
 
 
 def check_per_batch(
-    argument: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
+    argument: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    open_low: bool = False,
+    remedy: str = "",
+    of: tuple[str, Tensor] | None = None,
 ) -> Any:
     """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own.
 
-    Tensors are looked at where the host need not wait; NaN is bad data, not a bad argument.
+    Tensors are looked at where the host need not wait; NaN is bad data, not a bad argument. They broadcast to the
+    leading axes of the tensor `of`, (*batch, N, D), which is given with its name.
     """
     if not isinstance(value, Tensor):
         return check_number(argument, value, low=low, high=high, open_low=open_low)
     check_float_tensor(argument, value)
+    if of is not None:
+        check_broadcast(argument, value.shape, of[1].shape[:-2], f"the leading axes of `{of[0]}`")
     if host_may_look(value) and not bool((fits := _within(value, low, high, open_low) | value.isnan()).all()):
         worst = value.detach()[~fits].flatten()[0].item()
-        raise ValueError(message(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy))
+        refuse(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy)
     return value
 
 
@@ -288,7 +320,10 @@ def check_fits_batch(argument: str, value: float | Tensor, name: str, states: Te
 
 
 def option(check: Callable[..., Any], default: Any, *limits: Any, **named: Any) -> Any:
-    """A field of `Options` with this default, and check(its name, its value, *limits, **named); None if that is it."""
+    """A field of `Options` with this default, and check(its name, its value, *limits, **named); None if that is it.
+
+    Limits are integers or constants in a function, as torch.compile may keep open a float that it finds elsewhere.
+    """
     return dataclasses.field(default=default, metadata={"check": lambda *given: check(*given, *limits, **named)})
 
 
@@ -300,9 +335,10 @@ instance = functools.partial(option, check_instance)
 
 
 class Options:
-    """Base of frozen dataclasses whose fields declare their checks, as `rtol: float = number(1e-4, low=0.0)`.
+    """Base of frozen dataclasses whose fields declare their checks, as `rtol: float = number(1e-4, low=0)`.
 
-    A field whose default is None may be None. One that a subclass declares anew, with another default, keeps its check.
+    Numbers are stored as Python's own. A field whose default is None may be None. One that a subclass declares anew,
+    with another default, keeps its check.
     """
 
     #: The check of each field that has one, and whether it may be None.
@@ -313,10 +349,12 @@ class Options:
         # The decorator, which comes later, leaves defaults in the place of the fields.
         fields = [(name, f) for name, f in vars(cls).items() if isinstance(f, dataclasses.Field)]
         declared = {name: (f.metadata["check"], f.default is None) for name, f in fields if "check" in f.metadata}
-        cls._checks = cls._checks | declared
+        inherited = [vars(base).get("_checks", {}) for base in reversed(cls.__mro__[1:])]
+        cls._checks = functools.reduce(operator.or_, (*inherited, declared))
 
     def __post_init__(self) -> None:
-        store_plain(self)
+        if not torch.compiler.is_compiling():
+            vars(self).update({name: plain(value) for name, value in vars(self).items()})
         for name, (check, may_be_none) in self._checks.items():
             value = getattr(self, name)
             if value is not None or not may_be_none:

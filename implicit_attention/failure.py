@@ -136,7 +136,7 @@ class FailurePolicy(_validate.Options):
     forward: Literal["best", "explicit"] = _validate.choice("best", ("best", "explicit"))
     backward: Literal["keep", "zero"] = _validate.choice("keep", ("keep", "zero"))
     tolerate: float = _validate.number(
-        1e-3, low=0.0, high=1.0, remedy="it is a share of all problems: 0.01 tolerates one in a hundred"
+        1e-3, low=0, high=1, remedy="it is a share of all problems: 0.01 tolerates one in a hundred"
     )
     window: int = _validate.integer(100, low=1, remedy="1 looks at each call by itself")
     over: Word = _validate.choice("raise", WORDS)
@@ -298,16 +298,12 @@ def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
         if not policies and site is None:
             required = "be 'raise', 'warn' or 'ignore' here"
             remedy = "a policy is of layers, `solve` and `equilibrium_attention`"
-            raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
+            _validate.refuse("on_failure", required, repr(given), remedy)
         return
     if isinstance(given, type) and issubclass(given, FailurePolicy):
-        raise TypeError(
-            _validate.message("on_failure", "be an instance", "the class FailurePolicy", "pass FailurePolicy()")
-        )
-    if given not in WORDS:
-        required = f"be one of {', '.join(map(repr, WORDS))}"
-        remedy = "or pass a FailurePolicy" if policies else ""
-        raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
+        received, remedy = "the class FailurePolicy", "pass FailurePolicy()"
+        _validate.refuse("on_failure", "be an instance", received, remedy, TypeError)
+    _validate.check_choice("on_failure", given, WORDS, "or pass a FailurePolicy" if policies else "")
 
 
 def report_failures(

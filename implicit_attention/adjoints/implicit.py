@@ -103,7 +103,7 @@ class Implicit(Adjoint):
             required = "not be Implicit() for a fixed number of steps: where they end is no solution"
             received = f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}"
             remedy = "use Unrolled() or Phantom(), or a positive rtol"
-            raise ValueError(_validate.message("adjoint", required, received, remedy))
+            _validate.refuse("adjoint", required, received, remedy)
 
     def run(self, request: Request) -> Outcome:
         outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)

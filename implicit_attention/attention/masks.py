@@ -44,10 +44,8 @@ def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor
     """(mask, bias) from a boolean or an additive mask."""
     if mask is None:
         return None, None
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-        required = "be boolean (True = attend) or additive floating-point"
-        raise TypeError(_validate.message(argument, required, received, f"use {argument}.bool()"))
+    required, remedy = "be boolean (True = attend) or additive floating-point", f"use {argument}.bool()"
+    _validate.check_boolean(argument, mask, required, remedy, or_float=True)
     _validate.check_dense(argument, mask)
     remedy = "move it with .to(device)"
     _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
@@ -70,21 +68,14 @@ def check_order(argument: str, make: Any) -> None:
 def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:
     """Raise if a mask beside a causal flag says more than which keys exist."""
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        raise ValueError(
-            _validate.message(
-                argument,
-                f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which it may contradict",
-                f"shape {tuple(mask.shape)}",
-                f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()",
-            )
-        )
+        required = f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which it may contradict"
+        remedy = f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()"
+        _validate.refuse(argument, required, f"shape {tuple(mask.shape)}", remedy)
 
 
 def check_key_mask(key_mask: Any, batch: tuple[int, ...], count: int) -> None:
     """A boolean for each of `count` keys; all samples may have the same one."""
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        received = getattr(key_mask, "dtype", type(key_mask).__name__)
-        raise TypeError(_validate.message("key_mask", "be boolean, True = the token exists", received))
+    _validate.check_boolean("key_mask", key_mask, "be boolean, True = the token exists")
     fits, received = key_mask.shape[-1:] == (count,), f"shape {tuple(key_mask.shape)}"
     _validate.require(fits, "key_mask", f"have one entry for each of the {count} keys", received)
     _validate.check_broadcast("key_mask", key_mask.shape, (*batch, count), "(*batch, M)")
@@ -116,13 +107,10 @@ def pairs_that_read(
     others = everything if own else ~torch.eye(count, dtype=torch.bool, device=x.device)
     pairs = everything.tril() if causal else others
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            received = getattr(mask, "dtype", type(mask).__name__)
-            raise TypeError(_validate.message("mask", "be boolean, True = i may read j", received))
+        _validate.check_boolean("mask", mask, "be boolean, True = i may read j")
         _validate.check_broadcast("mask", mask.shape, (*x.shape[:-2], count, count), "(*batch, N, N)")
         if symmetric and not bool((mask == mask.mT).all()):
-            required = f"be symmetric for {symmetric}"
-            raise ValueError(_validate.message("mask", required, "a pair in one order only", remedy))
+            _validate.refuse("mask", f"be symmetric for {symmetric}", "a pair in one order only", remedy)
         pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
     return pairs if sites is None else pairs & sites[..., :, None] & sites[..., None, :]
 

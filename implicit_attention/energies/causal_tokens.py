@@ -198,7 +198,7 @@ class CausalTokens(_Causal, Fielded):
             if memory is None:
                 required, received = "tell what it is for one token alone", type(self.memory).__name__
                 remedy = "define its `select`, or solve all tokens at once"
-                raise ValueError(_validate.message("memory", required, f"{received}, which cannot", remedy))
+                _validate.refuse("memory", required, f"{received}, which cannot", remedy)
         found = type(self)(self.lagrangian, attention, memory, self.field[..., rows, :], keys=keys)
         # A single token has no order, so that any solver can solve it.
         found.token_order = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import HALF, LinearMap, host_may_look, looks_every, norm
-from .._validate import Options, check_float_tensor, check_same_kind, integer, message, number, require
+from .._validate import Options, check_callable, check_float_tensor, check_same_kind, integer, number, refuse, require
 from ..solution import Record, Recorded, Remedies, Status
 from ._vectors import ROUNDOFF, choose, freeze, normalised
 
@@ -134,8 +134,8 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
         tensor([True, True])
     """
 
-    rtol: float = number(1e-6, low=0.0, high=1.0)
-    atol: float = number(0.0, low=0.0)
+    rtol: float = number(1e-6, low=0, high=1)
+    atol: float = number(0.0, low=0)
     max_steps: int | None = integer(None, low=1, remedy="use None for the default")
     check_every: int | None = integer(None, low=1, remedy="use None for the default")
 
@@ -331,7 +331,7 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
     def apply(vector: Tensor) -> Tensor:
         product = matvec(vector)
         if product.shape != b.shape:
-            raise ValueError(message("matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape)))
+            refuse("matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape))
         if product.dtype != b.dtype or product.device != b.device:
             check_same_kind([("b", b), ("matvec(x)", product)])
         return product
@@ -376,11 +376,10 @@ def adjoint_rtol(of_state: float, dtype: torch.dtype) -> float:
 
 def check_arguments(rtol: float, matvec: LinearMap, b: Tensor, initial: Tensor | None) -> None:
     """Types, shapes, dtypes and devices; nothing here reads the numbers in a tensor."""
-    if not callable(matvec):
-        raise TypeError(message("matvec", "be callable", type(matvec).__name__, "pass lambda x: A @ x"))
+    check_callable("matvec", matvec, "pass lambda x: A @ x")
     check_float_tensor("b", b, min_ndim=1)
-    if b.dtype not in (torch.float32, torch.float64):
-        raise TypeError(message("b", "have the dtype float32 or float64", b.dtype, "convert it with b.float()"))
+    wide, remedy = b.dtype in (torch.float32, torch.float64), "convert it with b.float()"
+    require(wide, "b", "have the dtype float32 or float64", b.dtype, remedy, TypeError)
     if b.dtype == torch.float32:
         remedy = "use rtol >= 1e-6 or convert the problem to float64"
         require(rtol >= 0.9 * FLOAT32_RTOL, "rtol", f"be >= {FLOAT32_RTOL:g} for float32", rtol, remedy)

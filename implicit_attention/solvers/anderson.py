@@ -66,7 +66,7 @@ class Anderson(Safeguarded):
     """
 
     history: int | None = _validate.integer(None, low=1)
-    ridge: float = _validate.number(1e-10, low=0.0)
+    ridge: float = _validate.number(1e-10, low=0)
     plain_steps: int | None = _validate.integer(None, low=1, remedy="the first step has nothing to mix")
 
     by_token: ClassVar[bool] = True

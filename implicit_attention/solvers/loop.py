@@ -143,8 +143,8 @@ class Solver(_validate.Options):
         (True, 0.739)
     """
 
-    rtol: float = _validate.number(1e-4, low=0.0)
-    atol: float = _validate.number(1e-8, low=0.0)
+    rtol: float = _validate.number(1e-4, low=0)
+    atol: float = _validate.number(1e-8, low=0)
     max_steps: int = _validate.integer(200, low=0)
     check_every: int | None = _validate.integer(None, low=1)
 

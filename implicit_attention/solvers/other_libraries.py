@@ -189,8 +189,8 @@ class _Options(Mapping[str, Any]):
     """Options of a foreign solver: a copy that cannot be changed."""
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(_validate.message("options", "be a mapping from names to values", repr(given)))
+        known, required = given is None or isinstance(given, Mapping), "be a mapping from names to values"
+        _validate.require(known, "options", required, repr(given), kind=TypeError)
         self._items = deepcopy(dict(given or {}))
 
     def __getitem__(self, name: str) -> Any:

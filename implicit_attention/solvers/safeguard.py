@@ -79,13 +79,8 @@ class Safeguarded(Solver):
     guard: Guard = _validate.choice("auto", get_args(Guard))
 
     def check_problem(self, problem: Problem) -> None:
-        if self.guard == "energy":
-            _validate.require(
-                problem.has_energy,
-                "guard",
-                "be 'residual', 'none' or 'auto' for a map without an energy",
-                repr(self.guard),
-            )
+        fits, required = problem.has_energy, "be 'residual', 'none' or 'auto' for a map without an energy"
+        _validate.require(fits or self.guard != "energy", "guard", required, repr(self.guard))
 
     def needs_energy(self, problem: Problem, step: int) -> bool:
         return self._guard(problem) == "energy" and step >= self.plain_start(problem)
