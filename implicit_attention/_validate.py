@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
 from ._torch import host_may_look, is_fake
 
@@ -194,30 +195,30 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def check_number(
-    argument: str,
-    value: Any,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    open_low: bool = False,
-    remedy: str = "",
-) -> Any:
-    """A finite real number in [low, high] (or (low, high] with `open_low`), returned as Python's own."""
+class Limits(TypedDict, total=False):
+    """Numbers in [low, high], or in (low, high] with `open_low`; without limits all of them."""
+
+    low: float
+    high: float
+    open_low: bool
+
+
+def check_number(argument: str, value: Any, *, remedy: str = "", **limits: Unpack[Limits]) -> Any:
+    """A finite real number within limits, returned as Python's own."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(argument, "be a number", repr(value), remedy, TypeError)
     finite = torch.compiler.is_compiling() or math.isfinite(value)
-    if not (_within(value, low, high, open_low) and finite):
-        refuse(argument, f"be {_bounds(low, high, open_low)}", value, remedy)
+    if not (_within(value, **limits) and finite):
+        refuse(argument, f"be {_bounds(**limits)}", value, remedy)
     return value
 
 
-def _within(value: Any, low: float, high: float, open_low: bool) -> Any:
+def _within(value: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> Any:
     return (value > low if open_low else value >= low) & (value <= high)
 
 
-def _bounds(low: float, high: float, open_low: bool) -> str:
+def _bounds(low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> str:
     if math.isinf(high):
         return f"{'>' if open_low else '>='} {low:g}"
     return f"in {'(' if open_low else '['}{low:g}, {high:g}]"
@@ -265,15 +266,15 @@ def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning:
         refuse(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}")
 
 
-def inside(value: _Number, *, low: float, high: float = math.inf, open_low: bool = False) -> _Number:
-    """A tensor with NaN where it lies outside [low, high], so that the problems that read it report it.
+def inside(value: _Number, **limits: Unpack[Limits]) -> _Number:
+    """A tensor with NaN where it lies outside of limits, so that the problems that read it report it.
 
     For numbers that the host cannot read without waiting, and for parameters that change after they were checked. A
     Python number, which was checked before, is returned as it is.
     """
     if not isinstance(value, Tensor):
         return value
-    return torch.where(_within(value, low, high, open_low), value, torch.nan)  # type: ignore[return-value]
+    return torch.where(_within(value, **limits), value, torch.nan)  # type: ignore[return-value]
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
@@ -287,25 +288,23 @@ def check_per_batch(
     argument: str,
     value: Any,
     *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
     remedy: str = "",
     of: tuple[str, Tensor] | None = None,
+    **limits: Unpack[Limits],
 ) -> Any:
-    """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own.
+    """A number, or a tensor with one number per batch entry, within limits; returned, a number as Python's own.
 
     Tensors are looked at where the host need not wait; NaN is bad data, not a bad argument. They broadcast to the
     leading axes of the tensor `of`, (*batch, N, D), which is given with its name.
     """
     if not isinstance(value, Tensor):
-        return check_number(argument, value, low=low, high=high, open_low=open_low)
+        return check_number(argument, value, **limits)
     check_float_tensor(argument, value)
     if of is not None:
         check_broadcast(argument, value.shape, of[1].shape[:-2], f"the leading axes of `{of[0]}`")
-    if host_may_look(value) and not bool((fits := _within(value, low, high, open_low) | value.isnan()).all()):
+    if host_may_look(value) and not bool((fits := _within(value, **limits) | value.isnan()).all()):
         worst = value.detach()[~fits].flatten()[0].item()
-        refuse(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy)
+        refuse(argument, f"be {_bounds(**limits)} everywhere", worst, remedy)
     return value
 
 
@@ -324,7 +323,13 @@ def option(check: Callable[..., Any], default: Any, *limits: Any, **named: Any) 
 
     Limits are integers or constants in a function, as torch.compile may keep open a float that it finds elsewhere.
     """
-    return dataclasses.field(default=default, metadata={"check": lambda *given: check(*given, *limits, **named)})
+    optional = default is None
+
+    def checked(name: str, value: Any) -> None:
+        if value is not None or not optional:
+            check(name, value, *limits, **named)
+
+    return dataclasses.field(default=default, metadata={"check": checked})
 
 
 number = functools.partial(option, check_number)
@@ -341,21 +346,19 @@ class Options:
     with another default, keeps its check.
     """
 
-    #: The check of each field that has one, and whether it may be None.
-    _checks: ClassVar[dict[str, tuple[Callable[[str, Any], Any], bool]]] = {}
+    #: The check of each field that has one.
+    _checks: ClassVar[dict[str, Callable[[str, Any], None]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # The decorator, which comes later, leaves defaults in the place of the fields.
-        fields = [(name, f) for name, f in vars(cls).items() if isinstance(f, dataclasses.Field)]
-        declared = {name: (f.metadata["check"], f.default is None) for name, f in fields if "check" in f.metadata}
+        fields = {name: field for name, field in vars(cls).items() if isinstance(field, dataclasses.Field)}
+        declared = {name: field.metadata["check"] for name, field in fields.items() if "check" in field.metadata}
         inherited = [vars(base).get("_checks", {}) for base in reversed(cls.__mro__[1:])]
         cls._checks = functools.reduce(operator.or_, (*inherited, declared))
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
             vars(self).update({name: plain(value) for name, value in vars(self).items()})
-        for name, (check, may_be_none) in self._checks.items():
-            value = getattr(self, name)
-            if value is not None or not may_be_none:
-                check(name, value)
+        for name, check in self._checks.items():
+            check(name, getattr(self, name))
