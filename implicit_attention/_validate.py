@@ -167,14 +167,11 @@ def check_same_kind(tensors: Iterable[tuple[str, Tensor]], *, dtypes: bool = Tru
     """All tensors on one device; all floating-point ones of one dtype, unless they may have several `dtypes`."""
     named = list(tensors)
     floating = [(name, tensor) for name, tensor in named if dtypes and tensor.is_floating_point()]
-    for what, group, remedy in (
-        ("device", [(name, tensor.device) for name, tensor in named], "move it with .to(device)"),
-        ("dtype", [(name, tensor.dtype) for name, tensor in floating], "convert it with .to(dtype)"),
-    ):
-        for name, kind in group[1:]:
+    for what, group, verb in (("device", named, "move"), ("dtype", floating, "convert")):
+        for name, tensor in group[1:]:
             first_name, first = group[0]
-            if kind != first:
-                refuse(name, f"have the {what} of `{first_name}` ({first})", kind, remedy)
+            if (kind := getattr(tensor, what)) != (wanted := getattr(first, what)):
+                refuse(name, f"have the {what} of `{first_name}` ({wanted})", kind, f"{verb} it with .to({what})")
 
 
 def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: tuple[int, ...], meaning: str) -> None:

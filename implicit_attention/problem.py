@@ -336,7 +336,7 @@ class Declared:
 
         result = self._mapped(replaced)
         if next(new, None) is not None:
-            raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
+            _validate.refuse("tensors", f"have {len(self.tensors())} entries", len(tensors))
         return result
 
     def apart(self) -> Self:
