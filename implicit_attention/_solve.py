@@ -225,7 +225,7 @@ def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     adjoint = EXACT if adjoint is None else adjoint
     _validate.check_instance("solver", solver, Solver, "be an instance of Solver", "for example Anderson()")
     _validate.check_instance("adjoint", adjoint, Adjoint, "be an instance of Adjoint", "for example Implicit()")
-    check_impl(impl)
+    check_impl("impl", impl)
     return Plan(solver, adjoint, impl, adjoint.advice(advice(solver.remedies, OF_ATTENTION)))
 
 
@@ -249,7 +249,7 @@ def _report(on_failure: Any) -> AdjointReport:
     """The report that a backward pass will fill, by the policy about failures, which is checked."""
     if type(on_failure) is str and on_failure in WORDS:
         return AdjointReport(on_failure=on_failure)
-    check_on_failure(on_failure)
+    check_on_failure("on_failure", on_failure)
     on_failure, site = located(on_failure)
     if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
         required = "have forward='best' here: only attention has an explicit step"

@@ -290,7 +290,7 @@ def table(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
+def check_on_failure(argument: str, on_failure: Any, *, policies: bool = True) -> None:
     """Raise unless it is a word, or a policy where these are known."""
     given, site = located(on_failure)
     if isinstance(given, FailurePolicy):
@@ -298,12 +298,12 @@ def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
         if not policies and site is None:
             required = "be 'raise', 'warn' or 'ignore' here"
             remedy = "a policy is of layers, `solve` and `equilibrium_attention`"
-            _validate.refuse("on_failure", required, repr(given), remedy)
+            _validate.refuse(argument, required, repr(given), remedy)
         return
     if isinstance(given, type) and issubclass(given, FailurePolicy):
         received, remedy = "the class FailurePolicy", "pass FailurePolicy()"
-        _validate.refuse("on_failure", "be an instance", received, remedy, TypeError)
-    _validate.check_choice("on_failure", given, WORDS, "or pass a FailurePolicy" if policies else "")
+        _validate.refuse(argument, "be an instance", received, remedy, TypeError)
+    _validate.check_choice(argument, given, WORDS, "or pass a FailurePolicy" if policies else "")
 
 
 def report_failures(

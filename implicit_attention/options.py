@@ -66,14 +66,9 @@ class SolveOptions(_validate.Options):
 
     solver: Solver | None = _validate.instance(None, Solver, "be None or a Solver", "for example Anderson()")
     adjoint: Adjoint | None = _validate.instance(None, Adjoint, "be None or an Adjoint", "for example Implicit()")
-    impl: Impl = "auto"
+    impl: Impl = _validate.option(check_impl, "auto")
     max_steps: int | None = _validate.integer(None, low=0)
-    on_failure: OnFailure = "warn"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_impl(self.impl)
-        check_on_failure(self.on_failure)
+    on_failure: OnFailure = _validate.option(check_on_failure, "warn")
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
         """These options with some replaced; None keeps an option as it is."""

@@ -276,7 +276,7 @@ def hopfield_solve(
     plain, remedy = mask is None or not mask.requires_grad, "use solve() with LogSumExp(bias=mask)"
     _validate.require(plain, "mask", "not require grad", "one that does", remedy)
     refuse_tangents("hopfield_solve", *call, start)
-    check_impl(impl)
+    check_impl("impl", impl)
     check_kernel(impl, call)
     return Solved(*solve_op(*_arguments(call), start, rtol, atol, max_steps, plain_steps, impl, "warn"))
 
@@ -346,7 +346,7 @@ def hopfield_adjoint(
     refuse_tangents("hopfield_adjoint", *call, state, cotangent)
     rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
-    check_impl(impl)
+    check_impl("impl", impl)
     check_kernel(impl, call)
     return AdjointAnswer(*adjoint_op(*_arguments(call), state, cotangent, rtol, max_steps, impl, "ignore"))
 
