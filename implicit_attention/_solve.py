@@ -225,7 +225,7 @@ def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     adjoint = EXACT if adjoint is None else adjoint
     _validate.check_instance("solver", solver, Solver, "be an instance of Solver", "for example Anderson()")
     _validate.check_instance("adjoint", adjoint, Adjoint, "be an instance of Adjoint", "for example Implicit()")
-    check_impl(impl)
+    check_impl("impl", impl)
     return Plan(solver, adjoint, impl, adjoint.advice(advice(solver.remedies, OF_ATTENTION)))
 
 
@@ -249,11 +249,11 @@ def _report(on_failure: Any) -> AdjointReport:
     """The report that a backward pass will fill, by the policy about failures, which is checked."""
     if type(on_failure) is str and on_failure in WORDS:
         return AdjointReport(on_failure=on_failure)
-    check_on_failure(on_failure)
+    check_on_failure("on_failure", on_failure)
     on_failure, site = located(on_failure)
     if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
         required = "have forward='best' here: only attention has an explicit step"
-        raise ValueError(_validate.message("on_failure", required, repr(on_failure)))
+        _validate.refuse("on_failure", required, repr(on_failure))
     return AdjointReport(on_failure=on_failure, site=site)
 
 
@@ -301,9 +301,9 @@ def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> 
 
 def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
     """The callback for every step, which prints, too; an error where no step can be reported."""
-    if callback is not None and not callable(callback):
+    if callback is not None:
         remedy = "for example lambda step, residual, active: print(step, residual.max())"
-        raise TypeError(_validate.message("callback", "be callable", type(callback).__name__, remedy))
+        _validate.check_callable("callback", callback, remedy)
     every = _validate.check_integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, low=0)
     if callback is None and not every:
         return None
@@ -393,7 +393,7 @@ def _checked(problem: Problem, initial: Tensor, solver: Solver) -> tuple[Problem
     named = [*problem.named_tensors(), ("initial", initial)]
     for name, tensor in named:
         if tensor.is_complex():
-            raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
+            _validate.refuse(name, "be real", tensor.dtype, "declare its real and imaginary part", TypeError)
         if not is_exporting():
             # The number of evaluations depends on the numbers.
             _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
@@ -645,14 +645,12 @@ def _has_all_gradients(call: Attention, impl: Impl) -> bool:
     return impl != "triton" and (bias.ndim < 2 or bias.shape[-2] == 1)
 
 
-def check_kernel(impl: Impl, call: Attention) -> Impl:
-    """Return `impl`, or raise if it is named and cannot take the call; it reads no numbers, which torch may trace."""
-    check_impl(impl)
+def check_kernel(impl: Impl, call: Attention) -> None:
+    """Raise if a kernel is named that cannot take the call; it reads no numbers, which torch may trace."""
     reasons = {"native": native.unsupported, "triton": triton.unsupported}
     reason = reasons[impl](call) if impl in reasons else None
     if reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
-    return impl
 
 
 def in_half(call: Attention, impl: Impl) -> bool:

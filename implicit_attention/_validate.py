@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
+import operator
 import re
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
 from ._torch import host_may_look, is_fake
 
@@ -29,10 +32,27 @@ OF_SHAPES = re.compile(
 OF_DTYPES = re.compile(r"(same|the|expected|Found) dtype|\.dtype|dtypes match|scalar type (of|\w+ but)|Input type \(")
 
 
-def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
-    """Raise ValueError "`argument` must requirement, got received; remedy" unless condition holds."""
+def require(
+    condition: bool,
+    argument: str,
+    requirement: str,
+    received: object,
+    remedy: str = "",
+    kind: type[Exception] = ValueError,
+) -> None:
+    """Refuse the argument unless the condition holds."""
     if not condition:
-        raise ValueError(message(argument, requirement, received, remedy))
+        refuse(argument, requirement, received, remedy, kind)
+
+
+def refuse(
+    argument: str, requirement: str, received: object, remedy: str = "", kind: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise "`argument` must requirement, got received; remedy".
+
+    For texts that take time, or fix sizes that torch.compile keeps open: `require` is given its text in any case.
+    """
+    raise kind(message(argument, requirement, received, remedy))
 
 
 def message(argument: str, requirement: str, received: object, remedy: str = "") -> str:
@@ -55,7 +75,7 @@ def check_instance(
         received = f"the class {value.__name__}"
         if issubclass(value, kind):
             remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"
-    raise TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
+    refuse(argument, requirement or f"be a {kinds[0].__name__}", received, remedy, TypeError)
 
 
 def _called(name: str, kinds: Iterable[type]) -> type | None:
@@ -77,21 +97,23 @@ def _needs_arguments(kind: type) -> bool:
     return any(p.default is p.empty for p in named)
 
 
+def check_callable(argument: str, value: object, remedy: str) -> None:
+    require(callable(value), argument, "be callable", type(value).__name__, remedy, TypeError)
+
+
 def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
     """A dense tensor of at least 16 bits with at least `min_ndim` axes."""
     if not isinstance(value, Tensor):
         remedy = joined(value) or "convert it with torch.as_tensor"
-        raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, remedy))
+        refuse(argument, "be a torch.Tensor", type(value).__name__, remedy, TypeError)
     check_dense(argument, value)
     if not value.is_floating_point():
-        raise TypeError(
-            message(argument, "have a floating-point dtype", value.dtype, f"convert it with {argument}.float()")
-        )
+        remedy = f"convert it with {argument}.float()"
+        refuse(argument, "have a floating-point dtype", value.dtype, remedy, TypeError)
     if value.dtype.itemsize < 2:
-        required = "have at least 16 bits"
-        raise TypeError(message(argument, required, value.dtype, f"convert it with {argument}.bfloat16()"))
+        refuse(argument, "have at least 16 bits", value.dtype, f"convert it with {argument}.bfloat16()", TypeError)
     if value.ndim < min_ndim:
-        raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
+        refuse(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}")
     check_local(argument, value)
 
 
@@ -116,30 +138,40 @@ def check_local(argument: str, value: Tensor) -> None:
             "heads of ImplicitAttention are sharded by parallelize_module(layer, mesh, layer.parallel_plan())"
         )
         received = f"a DTensor of shape {tuple(value.shape)}"
-        raise TypeError(message(argument, "be a tensor of this process", received, remedy))
+        refuse(argument, "be a tensor of this process", received, remedy, TypeError)
 
 
 def check_dense(argument: str, value: Tensor) -> None:
     """One tensor whose entries all lie in memory."""
     if value.is_nested:
         remedy = "pad it with torch.nested.to_padded_tensor(tensor, 0.0), and mask what is added"
-        raise TypeError(message(argument, "be one dense tensor", "a nested one", remedy))
+        refuse(argument, "be one dense tensor", "a nested one", remedy, TypeError)
     if value.layout != torch.strided:
-        raise TypeError(message(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()"))
+        refuse(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()", TypeError)
+
+
+def check_boolean(argument: str, value: Any, requirement: str, remedy: str = "", *, or_float: bool = False) -> None:
+    """A boolean tensor, or a floating-point one where that may be, too."""
+    if not isinstance(value, Tensor) or not (value.dtype == torch.bool or (or_float and value.is_floating_point())):
+        refuse(argument, requirement, getattr(value, "dtype", type(value).__name__), remedy, TypeError)
+
+
+def check_tensors(named: list[tuple[str, Any]], *, min_ndim: int) -> None:
+    """Dense floating-point tensors of one device and dtype."""
+    for name, value in named:
+        check_float_tensor(name, value, min_ndim=min_ndim)
+    check_same_kind(named)
 
 
 def check_same_kind(tensors: Iterable[tuple[str, Tensor]], *, dtypes: bool = True) -> None:
     """All tensors on one device; all floating-point ones of one dtype, unless they may have several `dtypes`."""
     named = list(tensors)
     floating = [(name, tensor) for name, tensor in named if dtypes and tensor.is_floating_point()]
-    for what, group, remedy in (
-        ("device", [(name, tensor.device) for name, tensor in named], "move it with .to(device)"),
-        ("dtype", [(name, tensor.dtype) for name, tensor in floating], "convert it with .to(dtype)"),
-    ):
-        for name, kind in group[1:]:
+    for what, group, verb in (("device", named, "move"), ("dtype", floating, "convert")):
+        for name, tensor in group[1:]:
             first_name, first = group[0]
-            if kind != first:
-                raise ValueError(message(name, f"have the {what} of `{first_name}` ({first})", kind, remedy))
+            if (kind := getattr(tensor, what)) != (wanted := getattr(first, what)):
+                refuse(name, f"have the {what} of `{first_name}` ({wanted})", kind, f"{verb} it with .to({what})")
 
 
 def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: tuple[int, ...], meaning: str) -> None:
@@ -147,9 +179,8 @@ def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: 
     fits = len(shape) <= len(target) and all(
         s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
     )
-    # The text is made for an error only: sizes that torch.compile keeps open would be fixed by it.
     if not fits:
-        raise ValueError(message(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}"))
+        refuse(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}")
 
 
 def plain(value: Any) -> Any:
@@ -161,105 +192,116 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def store_plain(options: Any) -> None:
-    """Store the numbers of a frozen dataclass as Python's own."""
-    if torch.compiler.is_compiling():
-        return
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if (number := plain(value)) is not value:
-            object.__setattr__(options, field.name, number)
+class Limits(TypedDict, total=False):
+    """Numbers in [low, high], or in (low, high] with `open_low`; without limits all of them."""
+
+    low: float
+    high: float
+    open_low: bool
 
 
-def check_number(
-    argument: str,
-    value: Any,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    open_low: bool = False,
-    remedy: str = "",
-) -> Any:
-    """A finite real number in [low, high] (or (low, high] with `open_low`), returned as Python's own."""
+def check_number(argument: str, value: Any, *, remedy: str = "", **limits: Unpack[Limits]) -> Any:
+    """A finite real number within limits, returned as Python's own."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(message(argument, "be a number", repr(value), remedy))
+        refuse(argument, "be a number", repr(value), remedy, TypeError)
     finite = torch.compiler.is_compiling() or math.isfinite(value)
-    fits = _within(value, low, high, open_low) and finite
-    require(fits, argument, f"be {_bounds(low, high, open_low)}", value, remedy)
+    if not (_within(value, **limits) and finite):
+        refuse(argument, f"be {_bounds(**limits)}", value, remedy)
     return value
 
 
-def _within(value: Any, low: float, high: float, open_low: bool) -> Any:
+def _within(value: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> Any:
     return (value > low if open_low else value >= low) & (value <= high)
 
 
-def _bounds(low: float, high: float, open_low: bool) -> str:
+def _bounds(low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> str:
     if math.isinf(high):
         return f"{'>' if open_low else '>='} {low:g}"
     return f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+
+
+def check_part(argument: str, value: Any, *, open_low: bool = False, remedy: str = "") -> Any:
+    """A number in [0, 1), or in (0, 1), returned as Python's own."""
+    value = check_number(argument, value, low=0.0, high=1.0, open_low=open_low)
+    require(value < 1, argument, "be < 1", value, remedy)
+    return value
 
 
 def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> Any:
     """An integer >= low, returned as Python's own."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(message(argument, "be an integer", repr(value), remedy))
+        refuse(argument, "be an integer", repr(value), remedy, TypeError)
     require(value >= low, argument, f"be >= {low}", value, remedy)
     return value
 
 
-def check_offset(argument: str, value: Any) -> int:
+def check_offset(argument: str, value: Any, *, causal: bool = True, remedy: str = "") -> int:
     """The index of the first query among the keys; those of all queries can be added to it without overflow."""
+    if type(value) is int and value == 0:
+        return 0
     offset: int = check_integer(argument, value, low=0)
-    remedy = "pass min(offset, number of keys), beyond which every query attends to every key"
-    require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, remedy)
+    smaller = "pass min(offset, number of keys), beyond which every query attends to every key"
+    require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, smaller)
+    require(causal or offset == 0, argument, "come with is_causal=True", offset, remedy)
     return offset
 
 
-def check_choice(argument: str, value: Any, choices: Iterable[Any]) -> None:
+def check_flag(argument: str, value: Any) -> None:
+    require(isinstance(value, bool), argument, "be True or False", repr(value), kind=TypeError)
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[Any], remedy: str = "") -> None:
     listed = list(choices)
-    require(value in listed, argument, f"be one of {', '.join(map(repr, listed))}", repr(value))
+    require(value in listed, argument, f"be one of {', '.join(map(repr, listed))}", repr(value), remedy)
 
 
 def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning: str) -> None:
     """`shape` and `other` broadcast with each other."""
-    fits = all(s == t or 1 in (s, t) for s, t in zip(reversed(shape), reversed(other), strict=False))
-    if not fits:
-        raise ValueError(message(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}"))
+    if not all(s == t or 1 in (s, t) for s, t in zip(reversed(shape), reversed(other), strict=False)):
+        refuse(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}")
 
 
-def inside(value: _Number, *, low: float, high: float = math.inf, open_low: bool = False) -> _Number:
-    """A tensor with NaN where it lies outside [low, high], so that the problems that read it report it.
+def inside(value: _Number, **limits: Unpack[Limits]) -> _Number:
+    """A tensor with NaN where it lies outside of limits, so that the problems that read it report it.
 
     For numbers that the host cannot read without waiting, and for parameters that change after they were checked. A
     Python number, which was checked before, is returned as it is.
     """
     if not isinstance(value, Tensor):
         return value
-    return torch.where(_within(value, low, high, open_low), value, torch.nan)  # type: ignore[return-value]
+    return torch.where(_within(value, **limits), value, torch.nan)  # type: ignore[return-value]
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
     """Raise for a tensor that has a shape but no numbers."""
     if is_fake(tensor):
         received = "a tensor on the device meta" if tensor.device.type == "meta" else "a FakeTensor"
-        raise ValueError(message(argument, "hold numbers", received, remedy))
+        refuse(argument, "hold numbers", received, remedy)
 
 
 def check_per_batch(
-    argument: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
+    argument: str,
+    value: Any,
+    *,
+    remedy: str = "",
+    of: tuple[str, Tensor] | None = None,
+    **limits: Unpack[Limits],
 ) -> Any:
-    """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own.
+    """A number, or a tensor with one number per batch entry, within limits; returned, a number as Python's own.
 
-    Tensors are looked at where the host need not wait; NaN is bad data, not a bad argument.
+    Tensors are looked at where the host need not wait; NaN is bad data, not a bad argument. They broadcast to the
+    leading axes of the tensor `of`, (*batch, N, D), which is given with its name.
     """
     if not isinstance(value, Tensor):
-        return check_number(argument, value, low=low, high=high, open_low=open_low)
+        return check_number(argument, value, **limits)
     check_float_tensor(argument, value)
-    if host_may_look(value) and not bool((fits := _within(value, low, high, open_low) | value.isnan()).all()):
+    if of is not None:
+        check_broadcast(argument, value.shape, of[1].shape[:-2], f"the leading axes of `{of[0]}`")
+    if host_may_look(value) and not bool((fits := _within(value, **limits) | value.isnan()).all()):
         worst = value.detach()[~fits].flatten()[0].item()
-        raise ValueError(message(argument, f"be {_bounds(low, high, open_low)} everywhere", worst, remedy))
+        refuse(argument, f"be {_bounds(**limits)} everywhere", worst, remedy)
     return value
 
 
@@ -268,3 +310,52 @@ def check_fits_batch(argument: str, value: float | Tensor, name: str, states: Te
     if isinstance(value, Tensor):
         check_same_kind([(name, states), (argument, value)])
         check_broadcast(argument, value.shape, states.shape[:-2], f"the leading axes of `{name}`")
+
+
+# Options, whose fields declare their checks.
+
+
+def option(check: Callable[..., Any], default: Any, *limits: Any, **named: Any) -> Any:
+    """A field of `Options` with this default, and check(its name, its value, *limits, **named); None if that is it.
+
+    Limits are integers or constants in a function, as torch.compile may keep open a float that it finds elsewhere.
+    """
+    optional = default is None
+
+    def checked(name: str, value: Any) -> None:
+        if value is not None or not optional:
+            check(name, value, *limits, **named)
+
+    return dataclasses.field(default=default, metadata={"check": checked})
+
+
+number = functools.partial(option, check_number)
+integer = functools.partial(option, check_integer)
+part = functools.partial(option, check_part)
+choice = functools.partial(option, check_choice)
+instance = functools.partial(option, check_instance)
+
+
+class Options:
+    """Base of frozen dataclasses whose fields declare their checks, as `rtol: float = number(1e-4, low=0)`.
+
+    Numbers are stored as Python's own. A field whose default is None may be None. One that a subclass declares anew,
+    with another default, keeps its check.
+    """
+
+    #: The check of each field that has one.
+    _checks: ClassVar[dict[str, Callable[[str, Any], None]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # The decorator, which comes later, leaves defaults in the place of the fields.
+        fields = {name: field for name, field in vars(cls).items() if isinstance(field, dataclasses.Field)}
+        declared = {name: field.metadata["check"] for name, field in fields.items() if "check" in field.metadata}
+        inherited = [vars(base).get("_checks", {}) for base in reversed(cls.__mro__[1:])]
+        cls._checks = functools.reduce(operator.or_, (*inherited, declared))
+
+    def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling():
+            vars(self).update({name: plain(value) for name, value in vars(self).items()})
+        for name, check in self._checks.items():
+            check(name, getattr(self, name))

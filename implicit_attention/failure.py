@@ -95,7 +95,7 @@ Side: TypeAlias = Literal["forward", "backward", "layer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FailurePolicy:
+class FailurePolicy(_validate.Options):
     """The treatment of problems without an answer in training: how many are tolerated, and what replaces them.
 
     With n_i problems in call i of a layer, f_i of them failed, the policy is exceeded where sum f_i > tolerate sum n_i
@@ -133,24 +133,20 @@ class FailurePolicy:
     Not for finding out why solves fail: on_failure="raise" names the first of them.
     """
 
-    forward: Literal["best", "explicit"] = "best"
-    backward: Literal["keep", "zero"] = "keep"
-    tolerate: float = 1e-3
-    window: int = 100
-    over: Word = "raise"
+    forward: Literal["best", "explicit"] = _validate.choice("best", ("best", "explicit"))
+    backward: Literal["keep", "zero"] = _validate.choice("keep", ("keep", "zero"))
+    tolerate: float = _validate.number(
+        1e-3, low=0, high=1, remedy="it is a share of all problems: 0.01 tolerates one in a hundred"
+    )
+    window: int = _validate.integer(100, low=1, remedy="1 looks at each call by itself")
+    over: Word = _validate.choice("raise", WORDS)
     #: For calls that no layer counts, and for operations in compiled graphs, which take texts. Each policy has its own;
     #: class variables, they are no fields for `dataclasses.asdict` and `replace`.
     _site: ClassVar[FailureSite]
     _text: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        _validate.check_choice("forward", self.forward, ("best", "explicit"))
-        _validate.check_choice("backward", self.backward, ("keep", "zero"))
-        remedy = "it is a share of all problems: 0.01 tolerates one in a hundred"
-        _validate.check_number("tolerate", self.tolerate, low=0.0, high=1.0, remedy=remedy)
-        _validate.check_integer("window", self.window, low=1, remedy="1 looks at each call by itself")
-        _validate.check_choice("over", self.over, WORDS)
+        super().__post_init__()
         fields = (self.forward, self.backward, repr(float(self.tolerate)), str(self.window), self.over)
         object.__setattr__(self, "_text", " ".join(fields))
         object.__setattr__(self, "_site", FailureSite("policy"))
@@ -284,7 +280,7 @@ RARE = FailurePolicy(tolerate=1e-3, window=100, over="warn")
 _UNSURE_KIND, OTHER_KIND = 100, 101
 
 
-def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
+def check_on_failure(argument: str, on_failure: Any, *, policies: bool = True) -> None:
     """Raise unless it is a word, or a policy where these are known."""
     given, site = located(on_failure)
     if isinstance(given, FailurePolicy):
@@ -292,16 +288,12 @@ def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
         if not policies and site is None:
             required = "be 'raise', 'warn' or 'ignore' here"
             remedy = "a policy is of layers, `solve` and `equilibrium_attention`"
-            raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
+            _validate.refuse(argument, required, repr(given), remedy)
         return
     if isinstance(given, type) and issubclass(given, FailurePolicy):
-        raise TypeError(
-            _validate.message("on_failure", "be an instance", "the class FailurePolicy", "pass FailurePolicy()")
-        )
-    if given not in WORDS:
-        required = f"be one of {', '.join(map(repr, WORDS))}"
-        remedy = "or pass a FailurePolicy" if policies else ""
-        raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
+        received, remedy = "the class FailurePolicy", "pass FailurePolicy()"
+        _validate.refuse(argument, "be an instance", received, remedy, TypeError)
+    _validate.check_choice(argument, given, WORDS, "or pass a FailurePolicy" if policies else "")
 
 
 def report_failures(

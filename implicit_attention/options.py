@@ -30,7 +30,7 @@ _NAMES = tuple(SolveKeywords.__annotations__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolveOptions:
+class SolveOptions(_validate.Options):
     """The options of a solve and of its gradient.
 
     Functions and layers take these options as keyword arguments, `ImplicitAttention(64, 4, solver=Picard())`. A layer
@@ -64,21 +64,11 @@ class SolveOptions:
     Not for `solve`, which takes solver and adjoint themselves.
     """
 
-    solver: Solver | None = None
-    adjoint: Adjoint | None = None
-    impl: Impl = "auto"
-    max_steps: int | None = None
-    on_failure: OnFailure = "warn"
-
-    def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        solver, adjoint = (Solver, type(None)), (Adjoint, type(None))
-        _validate.check_instance("solver", self.solver, solver, "be None or a Solver", "for example Anderson()")
-        _validate.check_instance("adjoint", self.adjoint, adjoint, "be None or an Adjoint", "for example Implicit()")
-        check_impl(self.impl)
-        if self.max_steps is not None:
-            _validate.check_integer("max_steps", self.max_steps, low=0)
-        check_on_failure(self.on_failure)
+    solver: Solver | None = _validate.instance(None, Solver, "be None or a Solver", "for example Anderson()")
+    adjoint: Adjoint | None = _validate.instance(None, Adjoint, "be None or an Adjoint", "for example Implicit()")
+    impl: Impl = _validate.option(check_impl, "auto")
+    max_steps: int | None = _validate.integer(None, low=0)
+    on_failure: OnFailure = _validate.option(check_on_failure, "warn")
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
         """These options with some replaced; None keeps an option as it is."""

@@ -336,7 +336,7 @@ class Declared:
 
         result = self._mapped(replaced)
         if next(new, None) is not None:
-            raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
+            _validate.refuse("tensors", f"have {len(self.tensors())} entries", len(tensors))
         return result
 
     def _filled(self, good: Callable[[Tensor], Tensor]) -> Self:
@@ -768,7 +768,7 @@ def refuse_writes(problem: Problem) -> NoReturn:
     """Raise because the map of the problem changes its state."""
     required, received = "leave its state as it is", "a map that works on it in place"
     remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
-    raise ValueError(_validate.message(problem._name(), required, received, remedy))
+    _validate.refuse(problem._name(), required, received, remedy)
 
 
 def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Tensor]:
@@ -917,11 +917,8 @@ class UserProblem(Problem):
         if event_ndim is None:
             required = "say how many trailing axes of z form one problem"
             remedy = "1: every row is its own problem; 2: the rows of a sample are coupled"
-            raise TypeError(_validate.message("event_ndim", required, f"nothing in {type(self).__name__}(...)", remedy))
-        if not callable(function):
-            raise TypeError(
-                _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
-            )
+            _validate.refuse("event_ndim", required, f"nothing in {type(self).__name__}(...)", remedy, TypeError)
+        _validate.check_callable("function", function, "pass f(z, *tensors)")
         event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
         for i, given in enumerate(inputs):
             if isinstance(given, _Input):
@@ -947,13 +944,9 @@ class UserProblem(Problem):
         lead = z.shape[: z.ndim - self.event_ndim]
         for i, (value, own) in enumerate(zip(self.inputs, self._own, strict=True)):
             for name, tensor in named(value, f"inputs[{i}]") if own else ():
-                _validate.require(
-                    tensor.shape[: len(lead)] == lead,
-                    name,
-                    f"have the leading axes {tuple(lead)} of the states, as it is PerSample",
-                    f"shape {tuple(tensor.shape)}",
-                    "expand it, or wrap what all problems read in Shared",
-                )
+                required = f"have the leading axes {tuple(lead)} of the states, as it is PerSample"
+                fits, remedy = tensor.shape[: len(lead)] == lead, "expand it, or wrap what all problems read in Shared"
+                _validate.require(fits, name, required, f"shape {tuple(tensor.shape)}", remedy)
 
     @property
     def _undeclared(self) -> str:  # type: ignore[override]
@@ -1014,15 +1007,15 @@ class UserProblem(Problem):
         name = self._name()
         if not isinstance(result, Tensor):
             received, remedy = type(result).__name__, remedy or _validate.joined(result)
-            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", received, remedy))
+            _validate.refuse(name, f"return a tensor of shape {meaning}", received, remedy, TypeError)
         if result.shape != shape:
             required, received = f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}"
-            raise ValueError(_validate.message(name, required, received, remedy))
+            _validate.refuse(name, required, received, remedy)
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
             if got != expected:
                 required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
-                raise ValueError(_validate.message(name, required, got, remedy))
+                _validate.refuse(name, required, got, remedy)
         return result
 
     def _name(self) -> str:

@@ -461,7 +461,7 @@ class Solution(SolveReport):
             required = "be asked of a solve with adjoint=Unrolled() and trace=True"
             received = "one without a trace" if self.trace is None else "one of which no graph of the steps is kept"
             remedy = "pass both to `solve`" if self.trace is None else "read `trace.value` for the numbers alone"
-            raise ValueError(_validate.message("states", required, received, remedy))
+            _validate.refuse("states", required, received, remedy)
         steps, first = len(self.course) - 1, self.course[0]
         spent = torch.tensor([Status.EXPLICIT, Status.BUDGET, Status.MAX_STEPS], device=first.device)
         ended = is_batched(self.status) or bool(torch.isin(self.status, spent).any())

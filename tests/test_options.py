@@ -1,15 +1,22 @@
-"""SolveOptions: one object, one way to override it, and no typo that is swallowed."""
+"""SolveOptions: one object, one way to override it, and no typo that is swallowed; fields that declare their checks."""
 
+import dataclasses
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
 from implicit_attention import (
     Anderson,
     AttentionPooling,
+    Broyden,
     EnergyTransformer,
     ImplicitAttention,
     MemoryLookup,
+    Phantom,
     Picard,
+    Reversible,
     SolveOptions,
     equilibrium_attention,
 )
@@ -67,3 +74,47 @@ def test_a_call_overrides_the_layer_for_itself_alone():
     layer = ImplicitAttention(4, 1, max_steps=50)
     layer(X, max_steps=0)
     assert layer.options == SolveOptions(max_steps=50)
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed(Anderson):
+    history: int = 2
+    own: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Picard, Broyden):
+    pass
+
+
+def test_fields_of_subclasses_keep_their_checks():
+    assert Renamed() == Renamed(2, own=0.5) == pickle.loads(pickle.dumps(Renamed()))
+    with pytest.raises(ValueError, match="`history` must be >= 1, got 0"):
+        Renamed(history=0)
+    with pytest.raises(ValueError, match="`max_steps` must be >= 0, got -1"):
+        dataclasses.replace(Renamed(), max_steps=-1)
+    with pytest.raises(ValueError, match=r"`damping` must be in \[0, 1\], got 2"):
+        Both(damping=2)
+    with pytest.raises(TypeError, match="`history` must be an integer, got None"):
+        Both(history=None)
+    assert Anderson(history=None).history is None
+
+
+def test_numbers_of_other_libraries_become_pythons():
+    solver = Renamed(np.int64(3), own=np.float32(0.25), rtol=np.float64(1e-3))
+    assert [type(number) for number in (solver.history, solver.own, solver.rtol)] == [int, float, float]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("made", "name", "wrong"),
+    [(Picard(), "damping", 1), (Anderson(), "history", 0), (Reversible(), "damping", -0.1), (Phantom(), "steps", 0)],
+)
+def test_options_are_checked_in_compiled_functions(made, name, wrong, dynamic):
+    def scaled(x, number):
+        return x * getattr(dataclasses.replace(made, **{name: number}), name)
+
+    compiled, given = torch.compile(scaled, backend="eager", fullgraph=True, dynamic=dynamic), getattr(made, name) or 1
+    assert compiled(X, 0.5 if name == "damping" else given).shape == X.shape
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        torch.compile(scaled, backend="eager", dynamic=dynamic)(X, wrong)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .. import _validate
 from ..kernels.problem import Impl
 from ..linear import LinearSolver
 from ..problem import Problem
@@ -92,7 +93,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Adjoint:
+class Adjoint(_validate.Options):
     """Base of adjoints. A subclass defines `run`, which returns an `Outcome` whose value carries the gradient.
 
     Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `Reversible()`, `OneStep()` or

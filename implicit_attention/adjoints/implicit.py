@@ -37,6 +37,12 @@ from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, alone, merged, rows_of, solve_system
 
 
+def _check_fallback(argument: str, given: Any) -> None:
+    required, remedy = "be None or an adjoint made of steps from any state", "use Phantom(5) or OneStep()"
+    _validate.check_instance(argument, given, Adjoint, required, remedy)
+    _validate.require(type(given).through is not Adjoint.through, argument, required, repr(given), remedy, TypeError)
+
+
 @dataclasses.dataclass(frozen=True)
 class Implicit(Adjoint):
     r"""The gradient of the solution itself: exact, whatever way led there.
@@ -78,18 +84,10 @@ class Implicit(Adjoint):
         2.0
     """
 
-    linear_solver: LinearSolver[Any] | None = None
-    fallback: Adjoint | None = None
-
-    def __post_init__(self) -> None:
-        if self.fallback is not None:
-            required, remedy = "be None or an adjoint made of steps from any state", "use Phantom(5) or OneStep()"
-            _validate.check_instance("fallback", self.fallback, Adjoint, required, remedy)
-            if type(self.fallback).through is Adjoint.through:
-                raise TypeError(_validate.message("fallback", required, repr(self.fallback), remedy))
-        if self.linear_solver is not None:
-            required, remedy = "be None or a LinearSolver", "for example CG() or GMRES()"
-            _validate.check_instance("linear_solver", self.linear_solver, LinearSolver, required, remedy)
+    linear_solver: LinearSolver[Any] | None = _validate.instance(
+        None, LinearSolver, "be None or a LinearSolver", "for example CG() or GMRES()"
+    )
+    fallback: Adjoint | None = _validate.option(_check_fallback, None)
 
     @property
     def needs_solution(self) -> bool:
@@ -105,7 +103,7 @@ class Implicit(Adjoint):
             required = "not be Implicit() for a fixed number of steps: where they end is no solution"
             received = f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}"
             remedy = "use Unrolled() or Phantom(), or a positive rtol"
-            raise ValueError(_validate.message("adjoint", required, received, remedy))
+            _validate.refuse("adjoint", required, received, remedy)
 
     def run(self, request: Request) -> Outcome:
         outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)

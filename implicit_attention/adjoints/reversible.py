@@ -38,6 +38,11 @@ BITS = {torch.float64: (49, 2.0**-900), torch.float32: (38, 2.0**-60)}
 LARGEST = 2**62
 
 
+def _check_damping(argument: str, given: Any) -> None:
+    least, remedy = 1 / DENOMINATORS, "at 0 no step can be undone, and at 1 nothing moves"
+    _validate.check_number(argument, given, low=least, high=1 - least, remedy=remedy)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reversible(Adjoint):
     r"""The exact gradient of a fixed number of damped steps at the memory of one, as each is run backwards.
@@ -79,12 +84,7 @@ class Reversible(Adjoint):
     Adams (2015), who keep what products drop.
     """
 
-    damping: float = 0.5
-
-    def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        least, remedy = 1 / DENOMINATORS, "at 0 no step can be undone, and at 1 nothing moves"
-        _validate.check_number("damping", self.damping, low=least, high=1 - least, remedy=remedy)
+    damping: float = _validate.option(_check_damping, 0.5)
 
     @property
     def fraction(self) -> Fraction:

@@ -86,14 +86,8 @@ class Phantom(Adjoint):
     Reference: Geng et al. (2021), with tau = 1 - damping.
     """
 
-    steps: int = 5
-    damping: float = 0.0
-
-    def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        _validate.check_integer("steps", self.steps, low=1)
-        _validate.check_number("damping", self.damping, low=0.0, high=1.0)
-        _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 no gradient would flow")
+    steps: int = _validate.integer(5, low=1)
+    damping: float = _validate.part(0.0, remedy="at 1 no gradient would flow")
 
     def run(self, request: Request) -> Outcome:
         tensors = tuple(t.detach() for t in request.problem.tensors())

@@ -190,12 +190,11 @@ def equilibrium_attention(
     Not for queries, keys and values that have yet to be projected: use `ImplicitAttention`. Where keys and values are
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
-    query_offset = _checked_offset(query_offset, is_causal)
+    remedy = "without it every query attends to every key, wherever it stands"
+    query_offset = _validate.check_offset("query_offset", query_offset, causal=bool(is_causal), remedy=remedy)
     chosen = _DEFAULTS.override(**options) if options else _DEFAULTS
     tensors = [("query", query), ("key", key), ("value", value)]
-    for name, tensor in tensors:
-        _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
-    _validate.check_same_kind(tensors)
+    _validate.check_tensors(tensors, min_ndim=3 if enable_gqa else 2)
     dropout_p = _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
     _check_shapes(query, key, value, enable_gqa)
     if not enable_gqa:
@@ -206,14 +205,12 @@ def equilibrium_attention(
         query = query.expand(*batch, *query.shape[-2:])
     # Without a dimension all scores are 0 at any scale.
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
-    remedy = "parametrise it, for example exponentially"
-    scale = _validate.check_per_batch("scale", scale, low=0.0, open_low=True, remedy=remedy)
-    for name, number in (("scale", scale), ("anchor", anchor)):
-        if isinstance(number, Tensor):
-            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
+    of, remedy = ("query", query), "parametrise it, for example exponentially"
+    scale = _validate.check_per_batch("scale", scale, low=0.0, open_low=True, remedy=remedy, of=of)
     if isinstance(anchor, Tensor) and not (anchor.is_floating_point() or anchor.is_complex()):
         anchor = anchor.float()
-    anchor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
+    remedy = "parametrise it by a sigmoid"
+    anchor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy=remedy, of=of)
     shape = (*query.shape[:-1], key.shape[-2])
     if is_causal:
         check_order("is_causal", potential)
@@ -225,28 +222,19 @@ def equilibrium_attention(
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
 
 
-def _checked_offset(offset: int, is_causal: bool) -> int:
-    if type(offset) is int and offset == 0:
-        return 0
-    offset = _validate.check_offset("query_offset", offset)
-    remedy = "without it every query attends to every key, wherever it stands"
-    _validate.require(bool(is_causal) or offset == 0, "query_offset", "come with is_causal=True", offset, remedy)
-    return offset
-
-
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:
     # Texts are made for errors only: sizes that torch.compile keeps open would be fixed by them.
     pairs = zip(reversed(query.shape[:-2]), reversed(key.shape[:-2]), strict=False)
     if not grouped and not all(q == k or 1 in (q, k) for q, k in pairs):
         required = f"have leading axes that broadcast with the query's {tuple(query.shape[:-2])}"
         remedy = "pass enable_gqa=True if its heads are fewer"
-        raise ValueError(_validate.message("key", required, f"shape {tuple(key.shape)}", remedy))
+        _validate.refuse("key", required, f"shape {tuple(key.shape)}", remedy)
     if key.shape[-1] != query.shape[-1]:
         required = f"have the query's dimension {query.shape[-1]} on its last axis"
-        raise ValueError(_validate.message("key", required, f"shape {tuple(key.shape)}"))
+        _validate.refuse("key", required, f"shape {tuple(key.shape)}")
     if value.shape[-2] != key.shape[-2]:
         required = f"have one row for each of the {key.shape[-2]} keys"
-        raise ValueError(_validate.message("value", required, f"shape {tuple(value.shape)}"))
+        _validate.refuse("value", required, f"shape {tuple(value.shape)}")
     _validate.check_together("value", value.shape[:-2], key.shape[:-2], "the leading axes of `key`")
 
 
@@ -617,12 +605,9 @@ def _by_loop(
 def group_size(query: Tensor, keys: Tensor) -> int:
     """Return the number of query heads that share one head of keys."""
     heads, kv_heads = query.shape[-3], keys.shape[-3]
-    _validate.require(
-        kv_heads > 0 and heads % kv_heads == 0,
-        "query",
-        f"have a number of heads that the {kv_heads} heads of `key` divide",
-        f"{heads} heads, shape {tuple(query.shape)}",
-    )
+    required = f"have a number of heads that the {kv_heads} heads of `key` divide"
+    received = f"{heads} heads, shape {tuple(query.shape)}"
+    _validate.require(kv_heads > 0 and heads % kv_heads == 0, "query", required, received)
     return heads // kv_heads
 
 
@@ -701,7 +686,7 @@ def made_by(
         raise
     if not isinstance(made, Potential):
         required = f"make a Potential from {takes}"
-        raise TypeError(_validate.message(argument, required, type(made).__name__, "for example LogSumExp"))
+        _validate.refuse(argument, required, type(made).__name__, "for example LogSumExp", TypeError)
     return made
 
 
@@ -714,7 +699,7 @@ def _refuse_shapes(call: Attention, potential: Any, error: RuntimeError | ValueE
         required = "take " + ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if isinstance(t, Tensor))
         received = f"{getattr(potential, '__name__', repr(potential))}, which raised: {error}"
         remedy = "beta has one number for each head: multiply scores (*batch, H, N, M) by beta[..., None, None]"
-        raise ValueError(_validate.message("potential", required, received, remedy))
+        _validate.refuse("potential", required, received, remedy)
 
 
 def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:

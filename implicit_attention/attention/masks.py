@@ -39,10 +39,8 @@ def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor
     """(mask, bias) from a boolean or an additive mask."""
     if mask is None:
         return None, None
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-        required = "be boolean (True = attend) or additive floating-point"
-        raise TypeError(_validate.message(argument, required, received, f"use {argument}.bool()"))
+    required, remedy = "be boolean (True = attend) or additive floating-point", f"use {argument}.bool()"
+    _validate.check_boolean(argument, mask, required, remedy, or_float=True)
     _validate.check_dense(argument, mask)
     remedy = "move it with .to(device)"
     _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
@@ -65,21 +63,14 @@ def check_order(argument: str, make: Any) -> None:
 def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:
     """Raise if a mask beside a causal flag says more than which keys exist."""
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        raise ValueError(
-            _validate.message(
-                argument,
-                f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which it may contradict",
-                f"shape {tuple(mask.shape)}",
-                f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()",
-            )
-        )
+        required = f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which it may contradict"
+        remedy = f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()"
+        _validate.refuse(argument, required, f"shape {tuple(mask.shape)}", remedy)
 
 
 def check_key_mask(key_mask: Any, batch: tuple[int, ...], count: int) -> None:
     """A boolean for each of `count` keys; all samples may have the same one."""
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        received = getattr(key_mask, "dtype", type(key_mask).__name__)
-        raise TypeError(_validate.message("key_mask", "be boolean, True = the token exists", received))
+    _validate.check_boolean("key_mask", key_mask, "be boolean, True = the token exists")
     fits, received = key_mask.shape[-1:] == (count,), f"shape {tuple(key_mask.shape)}"
     _validate.require(fits, "key_mask", f"have one entry for each of the {count} keys", received)
     _validate.check_broadcast("key_mask", key_mask.shape, (*batch, count), "(*batch, M)")

@@ -79,8 +79,7 @@ def sequence_parallel(
 
     Reference: Jacobs et al. (2023), DeepSpeed Ulysses, for the exchange of heads.
     """
-    if not callable(fn):
-        raise TypeError(_validate.message("fn", "be callable", type(fn).__name__, "pass equilibrium_attention"))
+    _validate.check_callable("fn", fn, "pass equilibrium_attention")
     _validate.check_choice("exchange", exchange, ("heads", "keys"))
     # Numbers per head may be among the keywords of a partial.
     keywords: dict[str, Any] = {}
@@ -108,9 +107,7 @@ def sequence_parallel(
 
 def _check(query: Any, key: Any, value: Any) -> None:
     named = [("query", query), ("key", key), ("value", value)]
-    for name, tensor in named:
-        _validate.check_float_tensor(name, tensor, min_ndim=3)
-    _validate.check_same_kind(named)
+    _validate.check_tensors(named, min_ndim=3)
     for name, tensor in named[1:]:
         required = f"have the query's leading axes {tuple(query.shape[:-3])} before heads, tokens and dimension"
         _validate.require(tensor.shape[:-3] == query.shape[:-3], name, required, f"shape {tuple(tensor.shape)}")

@@ -55,9 +55,8 @@ class Fielded(Problem):
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
-        _validate.require(
-            z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
-        )
+        shape = self.field.shape
+        _validate.require(z.shape == shape, "initial", f"have the field's shape {tuple(shape)}", tuple(z.shape))
 
 
 class Anchored(Fielded):

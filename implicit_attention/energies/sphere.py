@@ -84,8 +84,7 @@ class SphereEnergy(AnchoredEnergy):
         remedy = "parametrise it, for example as an exponential"
         self.radius: float | Tensor = _validate.check_per_batch("radius", radius, low=0.0, open_low=True, remedy=remedy)
         _validate.check_fits_batch("radius", radius, "field", field)
-        if not isinstance(mean_zero, bool):
-            raise TypeError(_validate.message("mean_zero", "be True or False", repr(mean_zero)))
+        _validate.check_flag("mean_zero", mean_zero)
         required = "be False for states of one entry, which have no direction of mean zero"
         _validate.require(not mean_zero or field.shape[-1] > 1, "mean_zero", required, mean_zero)
         self.mean_zero = mean_zero

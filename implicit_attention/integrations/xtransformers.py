@@ -295,9 +295,7 @@ def _four_axes(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     """A boolean mask that broadcasts to (B, H, N, M)."""
     if mask is None:
         return None
-    received = getattr(mask, "dtype", type(mask).__name__)
-    if received != torch.bool:
-        raise TypeError(_validate.message("mask", "be a boolean tensor (True = attend)", received))
+    _validate.check_boolean("mask", mask, "be a boolean tensor (True = attend)")
     if mask.ndim == 2:
         keys = shape[0], shape[3]
         _validate.require(mask.shape == keys, "mask", f"be (B, M) = {keys}", tuple(mask.shape))

@@ -30,7 +30,7 @@ from ..failure import (
 from ..linear import CG
 from ..linear.base import adjoint_rtol
 from ..solution import Record
-from .problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, FusedRule, Impl, Solved, carries
+from .problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, FusedRule, Impl, Solved, carries, check_impl
 from .trust import captures
 
 _PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
@@ -276,7 +276,8 @@ def hopfield_solve(
     plain, remedy = mask is None or not mask.requires_grad, "use solve() with LogSumExp(bias=mask)"
     _validate.require(plain, "mask", "not require grad", "one that does", remedy)
     refuse_tangents("hopfield_solve", *call, start)
-    impl = check_kernel(impl, call)
+    check_impl("impl", impl)
+    check_kernel(impl, call)
     return Solved(*solve_op(*_arguments(call), start, rtol, atol, max_steps, plain_steps, impl, "warn"))
 
 
@@ -345,7 +346,8 @@ def hopfield_adjoint(
     refuse_tangents("hopfield_adjoint", *call, state, cotangent)
     rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
-    impl = check_kernel(impl, call)
+    check_impl("impl", impl)
+    check_kernel(impl, call)
     return AdjointAnswer(*adjoint_op(*_arguments(call), state, cotangent, rtol, max_steps, impl, "ignore"))
 
 
@@ -359,24 +361,17 @@ def _checked(
     query_offset: int,
 ) -> Attention:
     """The record of an operation's tensors."""
-    named = [("query", query), ("keys", keys)]
-    for name, tensor in named:
-        _validate.check_float_tensor(name, tensor, min_ndim=2)
-    _validate.check_same_kind(named)
+    _validate.check_tensors([("query", query), ("keys", keys)], min_ndim=2)
     _validate.require(keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}")
     required = f"have the query's dimension {query.shape[-1]} on the last axis"
     _validate.require(keys.shape[-1] == query.shape[-1], "keys", required, f"shape {tuple(keys.shape)}")
     _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
-    query_offset = _validate.check_offset("query_offset", query_offset)
-    _validate.require(is_causal or query_offset == 0, "query_offset", "come with is_causal=True", query_offset)
+    query_offset = _validate.check_offset("query_offset", query_offset, causal=is_causal)
     wide = state_dtype(query.dtype)
     numbers: list[float | Tensor] = []
     for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
-        if isinstance(number, Tensor):
-            _validate.check_float_tensor(name, number)
-            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
         limits: dict[str, Any] = {"low": 0.0, "high": high, "open_low": name == "beta"}
-        number = _validate.check_per_batch(name, number, **limits, remedy="parametrise it")
+        number = _validate.check_per_batch(name, number, **limits, remedy="parametrise it", of=("query", query))
         if isinstance(number, Tensor):
             # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
             number = _validate.inside(number, **limits).to(wide)
@@ -386,9 +381,7 @@ def _checked(
         numbers.append(number)
     if mask is not None:
         pairs = (*query.shape[:-1], keys.shape[-2])
-        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            received = getattr(mask, "dtype", type(mask).__name__)
-            raise TypeError(_validate.message("mask", "be boolean (True = attend) or added to the scores", received))
+        _validate.check_boolean("mask", mask, "be boolean (True = attend) or added to the scores", or_float=True)
         _validate.check_dense("mask", mask)
         _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
         _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)

@@ -23,12 +23,10 @@ MAX_STEPS = 500
 Impl: TypeAlias = Literal["auto", "reference", "native", "triton"]
 
 
-def check_impl(impl: Any) -> None:
+def check_impl(argument: str, impl: Any) -> None:
     """Raise unless `impl` names an implementation."""
-    names = get_args(Impl)
     remedy = "tiles of products were slower than the loop that answers where no kernel does: use impl='auto'"
-    required = f"be one of {', '.join(map(repr, names))}"
-    _validate.require(impl in names, "impl", required, repr(impl), remedy if impl == "tiled" else "")
+    _validate.check_choice(argument, impl, get_args(Impl), remedy if impl == "tiled" else "")
 
 
 class FusedRule(NamedTuple):

@@ -146,8 +146,7 @@ class EnergyTransformer(Remembering):
             required, remedy = "be 'rectified', 'softmax' or a factory of potentials", "for example LogSumExp"
             _validate.require(memory in _MEMORIES, "memory", required, repr(memory), remedy)
         for name, flag in (("exclude_self", exclude_self), ("causal", causal), ("checkpoint", checkpoint)):
-            if not isinstance(flag, bool):
-                raise TypeError(_validate.message(name, "be True or False", repr(flag)))
+            _validate.check_flag(name, flag)
         self.mode, self.memory, self.exclude_self, self.causal = mode, memory, exclude_self, causal
         self.memory_beta: float = _validate.check_number("memory_beta", memory_beta, low=0.0, open_low=True)
         self.steps: int = _validate.check_integer("steps", steps, low=0)
@@ -366,10 +365,8 @@ class EnergyTransformer(Remembering):
         check_tokens(x, self.dim, self.w_query)
         *batch, count, _ = x.shape
         if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                received = getattr(mask, "dtype", type(mask).__name__)
-                required = "be boolean, True = the row attends to the column"
-                raise TypeError(_validate.message("mask", required, received, "there are no additive masks"))
+            required = "be boolean, True = the row attends to the column"
+            _validate.check_boolean("mask", mask, required, "there are no additive masks")
             remedy = "pass which tokens exist as `key_mask`"
             _validate.require(mask.ndim > 1, "mask", "have two axes or more", f"shape {tuple(mask.shape)}", remedy)
             _validate.check_broadcast("mask", mask.shape, (*batch, count, count), "(*batch, N, N)")

@@ -306,9 +306,7 @@ class MemoryLookup(Remembering):
         _validate.require(fits, "store", "be called before a memory is asked", "an empty memory")
 
     def _check_known(self, known: Tensor, queries: Tensor) -> None:
-        if not isinstance(known, Tensor) or known.dtype != torch.bool:
-            received, remedy = getattr(known, "dtype", type(known).__name__), "True says that an entry is known"
-            raise TypeError(_validate.message("known", "be a boolean tensor", received, remedy))
+        _validate.check_boolean("known", known, "be a boolean tensor", "True says that an entry is known")
         _validate.check_same_kind([("queries", queries), ("known", known)])
         _validate.check_broadcast("known", known.shape, queries.shape, "the shape of `queries`")
         remedy = "fill the unknown entries yourself"

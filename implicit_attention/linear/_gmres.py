@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._torch import LinearMap, length
-from .._validate import check_integer
+from .._validate import integer
 from ..solution import Status
 from ._vectors import ROUNDOFF, choose, coordinates, orthogonalise
 from .base import LinearSolver, SweepState, fresh
@@ -54,14 +54,10 @@ class GMRES(LinearSolver[GMRESState]):
         (True, True)
     """
 
-    restart: int = 30
+    restart: int = integer(30, low=1)
 
     symmetric: ClassVar[bool] = False
     max_sweeps: ClassVar[int | None] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("restart", self.restart, low=1)
 
     def sweep_steps(self, max_steps: int) -> int:
         return min(self.restart, max_steps)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import HALF, LinearMap, Looks, host_may_look, looks_every, norm
-from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
+from .._validate import Options, check_callable, check_float_tensor, check_same_kind, integer, number, refuse, require
 from ..solution import Record, Recorded, Remedies, Status
 from ._vectors import ROUNDOFF, choose, freeze, normalised
 
@@ -97,7 +97,7 @@ S = TypeVar("S", bound=SweepState)
 
 
 @dataclass(frozen=True)
-class LinearSolver(abc.ABC, Generic[S]):
+class LinearSolver(Options, abc.ABC, Generic[S]):
     """Options of a matrix-free solver of A x = b; a new method is `begin`, `step` and `correction`.
 
     Not for use as it is: use one of its subclasses, such as `CG()`.
@@ -135,10 +135,10 @@ class LinearSolver(abc.ABC, Generic[S]):
         tensor([True, True])
     """
 
-    rtol: float = 1e-6
-    atol: float = 0.0
-    max_steps: int | None = None
-    check_every: int | None = None
+    rtol: float = number(1e-6, low=0, high=1)
+    atol: float = number(0.0, low=0)
+    max_steps: int | None = integer(None, low=1, remedy="use None for the default")
+    check_every: int | None = integer(None, low=1, remedy="use None for the default")
 
     #: Whether the method needs A = A^T on each problem.
     symmetric: ClassVar[bool]
@@ -155,15 +155,6 @@ class LinearSolver(abc.ABC, Generic[S]):
     }
     #: Whether the method finds directions of negative curvature.
     keeps_direction: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        store_plain(self)
-        check_number("rtol", self.rtol, low=0.0, high=1.0)
-        check_number("atol", self.atol, low=0.0)
-        if self.max_steps is not None:
-            check_integer("max_steps", self.max_steps, low=1, remedy="use None for the default")
-        if self.check_every is not None:
-            check_integer("check_every", self.check_every, low=1, remedy="use None for the default")
 
     @abc.abstractmethod
     def begin(self, residual: Tensor) -> S:
@@ -344,7 +335,7 @@ def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
     def apply(vector: Tensor) -> Tensor:
         product = matvec(vector)
         if product.shape != b.shape:
-            raise ValueError(message("matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape)))
+            refuse("matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape))
         if product.dtype != b.dtype or product.device != b.device:
             check_same_kind([("b", b), ("matvec(x)", product)])
         return product
@@ -389,11 +380,10 @@ def adjoint_rtol(of_state: float, dtype: torch.dtype) -> float:
 
 def check_arguments(rtol: float, matvec: LinearMap, b: Tensor, initial: Tensor | None) -> None:
     """Types, shapes, dtypes and devices; nothing here reads the numbers in a tensor."""
-    if not callable(matvec):
-        raise TypeError(message("matvec", "be callable", type(matvec).__name__, "pass lambda x: A @ x"))
+    check_callable("matvec", matvec, "pass lambda x: A @ x")
     check_float_tensor("b", b, min_ndim=1)
-    if b.dtype not in (torch.float32, torch.float64):
-        raise TypeError(message("b", "have the dtype float32 or float64", b.dtype, "convert it with b.float()"))
+    wide, remedy = b.dtype in (torch.float32, torch.float64), "convert it with b.float()"
+    require(wide, "b", "have the dtype float32 or float64", b.dtype, remedy, TypeError)
     if b.dtype == torch.float32:
         remedy = "use rtol >= 1e-6 or convert the problem to float64"
         require(rtol >= 0.9 * FLOAT32_RTOL, "rtol", f"be >= {FLOAT32_RTOL:g} for float32", rtol, remedy)

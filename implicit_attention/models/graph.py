@@ -210,9 +210,7 @@ def laplacian_positions(adjacency: Tensor, k: int, node_mask: Tensor | None = No
 
 def _check_nodes(node_mask: Any, shape: tuple[int, ...]) -> None:
     """Raise unless a boolean mask broadcasts to (*batch, N), with all N nodes."""
-    if not isinstance(node_mask, Tensor) or node_mask.dtype != torch.bool:
-        received = getattr(node_mask, "dtype", type(node_mask).__name__)
-        raise TypeError(_validate.message("node_mask", "be boolean, True = the node exists", received))
+    _validate.check_boolean("node_mask", node_mask, "be boolean, True = the node exists")
     fits, received = node_mask.shape[-1:] == shape[-1:], f"shape {tuple(node_mask.shape)}"
     _validate.require(fits, "node_mask", f"have one entry for each of the {shape[-1]} nodes", received)
     _validate.check_broadcast("node_mask", node_mask.shape, shape, "(*batch, N)")

@@ -300,11 +300,9 @@ class ImageEnergyTransformer(nn.Module):
         return model
 
 
-def checked_patches(name: str, chosen: Any, patches: Tensor) -> Tensor:
+def checked_patches(name: str, chosen: Tensor, patches: Tensor) -> Tensor:
     """Which patches are chosen, boolean (*batch, P)."""
-    if not isinstance(chosen, Tensor) or chosen.dtype != torch.bool:
-        received = getattr(chosen, "dtype", type(chosen).__name__)
-        raise TypeError(_validate.message(name, "be a boolean tensor, (*batch, P)", received))
+    _validate.check_boolean(name, chosen, "be a boolean tensor, (*batch, P)")
     _validate.check_same_kind([("images", patches), (name, chosen)])
     shape = tuple(patches.shape[:-1])
     _validate.check_broadcast(name, chosen.shape, shape, "(*batch, P)")

@@ -15,10 +15,7 @@ from .._torch import host_may_look, transforms_active
 def check_masks(mask: Tensor | None, bias: Tensor | None, keys: Tensor | None = None) -> None:
     """Raise unless `mask` is boolean and `bias` floating-point, with one entry (or one for all) for each of `keys`."""
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            received = getattr(mask, "dtype", type(mask).__name__)
-            required = "be a boolean tensor (True = attend)"
-            raise TypeError(_validate.message("mask", required, received, "pass additive masks as `bias`"))
+        _validate.check_boolean("mask", mask, "be a boolean tensor (True = attend)", "pass additive masks as `bias`")
         _validate.check_dense("mask", mask)
     if bias is not None:
         _validate.check_float_tensor("bias", bias, min_ndim=1)

@@ -24,7 +24,7 @@ class _BoundedTilt(Units):
     _symmetric: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        _validate.store_plain(self)
+        super().__post_init__()
         name = dataclasses.fields(self)[0].name
         _validate.check_number(name, getattr(self, name), low=0.0, open_low=True)
         if self.soft_barrier is not None:

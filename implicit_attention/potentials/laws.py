@@ -228,7 +228,7 @@ class BernoulliUnits(Units):
     largest_variance: ClassVar[float] = 0.25
 
     def __post_init__(self) -> None:
-        _validate.store_plain(self)
+        super().__post_init__()
         _validate.check_number("p", self.p)
         _validate.require(0 < self.p < 1, "p", "be between 0 and 1", self.p, "use ConstantUnits(0.0 or 1.0) for these")
 
@@ -271,7 +271,7 @@ class PoissonUnits(Units):
     rate: float
 
     def __post_init__(self) -> None:
-        _validate.store_plain(self)
+        super().__post_init__()
         _validate.check_number("rate", self.rate, low=0.0, open_low=True)
 
     def cumulant(self, t: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ class ConstantUnits(Units):
     largest_variance: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
-        _validate.store_plain(self)
+        super().__post_init__()
         _validate.check_number("value", self.value)
 
     def cumulant(self, t: Tensor) -> Tensor:

@@ -92,8 +92,7 @@ class TokenAttention(Potential):
             _validate.check_broadcast("beta", beta.shape, w_query.shape[:1], "the heads (H,)")
         check_masks(mask, None)
         self.mask = mask
-        if not isinstance(exclude_self, bool):
-            raise TypeError(_validate.message("exclude_self", "be True or False", repr(exclude_self)))
+        _validate.check_flag("exclude_self", exclude_self)
         self.exclude_self = exclude_self
 
     def _check_width(self, argument: str, z: Tensor) -> None:

@@ -22,7 +22,7 @@ TiltMap: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Units:
+class Units(_validate.Options):
     """The law rho(h) of one hidden unit h, a number, and its tilts rho(h) exp(t h).
 
         cumulant  K(t) = log of the mean of exp(t h), convex, 0 at t = 0

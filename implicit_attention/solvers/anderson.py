@@ -65,19 +65,11 @@ class Anderson(Safeguarded):
         (True, torch.Size([2, 4]))
     """
 
-    history: int | None = None
-    ridge: float = 1e-10
-    plain_steps: int | None = None
+    history: int | None = _validate.integer(None, low=1)
+    ridge: float = _validate.number(1e-10, low=0)
+    plain_steps: int | None = _validate.integer(None, low=1, remedy="the first step has nothing to mix")
 
     by_token: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.history is not None:
-            _validate.check_integer("history", self.history, low=1)
-        _validate.check_number("ridge", self.ridge, low=0.0)
-        if self.plain_steps is not None:
-            _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has nothing to mix")
 
     def _history(self, problem: Problem) -> int:
         return self.history or (1 if problem.plain_steps_descend else 5)

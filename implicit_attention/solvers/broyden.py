@@ -47,11 +47,7 @@ class Broyden(Safeguarded):
         (True, 0.739)
     """
 
-    history: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_integer("history", self.history, low=1)
+    history: int = _validate.integer(20, low=1)
 
     def init_history(self, z: Tensor) -> BroydenHistory:
         return BroydenHistory((), (), ())

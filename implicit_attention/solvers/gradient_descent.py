@@ -36,7 +36,7 @@ class GradientDescent(Solver):
         (True, True)
     """
 
-    step_size: float = 0.1
+    step_size: float = _validate.number(0.1, low=0, open_low=True)
 
     remedies: ClassVar[Remedies] = {
         **Solver.remedies,
@@ -44,18 +44,9 @@ class GradientDescent(Solver):
         Status.DIVERGED: "lower step_size, or use Anderson()",
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_number("step_size", self.step_size, low=0.0, open_low=True)
-
     def check_problem(self, problem: Problem) -> None:
-        _validate.require(
-            problem.has_energy,
-            "problem",
-            "have an energy for GradientDescent",
-            type(problem).__name__,
-            "use Picard(damping=...) for a map that is no gradient",
-        )
+        required, remedy = "have an energy for GradientDescent", "use Picard(damping=...) for a map that is no gradient"
+        _validate.require(problem.has_energy, "problem", required, type(problem).__name__, remedy)
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
         return Update(state, point.z + self.step_size * point.r)

@@ -112,7 +112,7 @@ class Update(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Solver:
+class Solver(_validate.Options):
     """Base of all solvers.
 
     Not for use as it is: use one of its subclasses, such as `Anderson()`, or write one by defining `step`.
@@ -144,10 +144,10 @@ class Solver:
         (True, 0.739)
     """
 
-    rtol: float = 1e-4
-    atol: float = 1e-8
-    max_steps: int = 200
-    check_every: int | None = None
+    rtol: float = _validate.number(1e-4, low=0)
+    atol: float = _validate.number(1e-8, low=0)
+    max_steps: int = _validate.integer(200, low=0)
+    check_every: int | None = _validate.integer(None, low=1)
 
     #: Whether the steps can be differentiated through (`Unrolled`).
     differentiable: ClassVar[bool] = True
@@ -162,14 +162,6 @@ class Solver:
         Status.DIVERGED: CONTRACT,
         Status.NONFINITE: "check the numbers that the problem reads",
     }
-
-    def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        _validate.check_number("rtol", self.rtol, low=0.0)
-        _validate.check_number("atol", self.atol, low=0.0)
-        _validate.check_integer("max_steps", self.max_steps, low=0)
-        if self.check_every is not None:
-            _validate.check_integer("check_every", self.check_every, low=1)
 
     @property
     def fixed_budget(self) -> bool:

@@ -45,8 +45,8 @@ class NewtonKrylov(Safeguarded):
         (True, True)
     """
 
-    forcing: float = 0.1
-    inner_steps: int = 50
+    forcing: float = _validate.part(0.1, open_low=True)
+    inner_steps: int = _validate.integer(50, low=1)
 
     differentiable: ClassVar[bool] = False
     backtracks: ClassVar[bool] = True
@@ -54,12 +54,6 @@ class NewtonKrylov(Safeguarded):
     slope: ClassVar[float] = 1e-3
     growth: ClassVar[float] = 1.5
     longest: ClassVar[float] = float("inf")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_number("forcing", self.forcing, low=0.0, high=1.0, open_low=True)
-        _validate.require(self.forcing < 1, "forcing", "be < 1", self.forcing)
-        _validate.check_integer("inner_steps", self.inner_steps, low=1)
 
     def propose(self, problem: Problem, history: object, point: Iteration, accepted: Tensor) -> Proposal:
         event = point.event_shape

@@ -189,8 +189,8 @@ class _Options(Mapping[str, Any]):
     """Options of a foreign solver: a copy that cannot be changed."""
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(_validate.message("options", "be a mapping from names to values", repr(given)))
+        known, required = given is None or isinstance(given, Mapping), "be a mapping from names to values"
+        _validate.require(known, "options", required, repr(given), kind=TypeError)
         self._items = deepcopy(dict(given or {}))
 
     def __getitem__(self, name: str) -> Any:
@@ -323,7 +323,7 @@ class SciPy(_Foreign):
         (True, 0.739085)
     """
 
-    method: str = "hybr"
+    method: str = _validate.choice("hybr", (*_BY_EVALUATIONS, *_BY_STEPS))
     options: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
     reserved: ClassVar[Mapping[str, str]] = {"maxiter": "max_steps", "maxfev": "max_steps"}
@@ -333,10 +333,6 @@ class SciPy(_Foreign):
         **Solver.remedies,
         Status.STALLED: "SciPy gave up: use a larger rtol, or a solver of this library such as Anderson()",
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_choice("method", self.method, (*_BY_EVALUATIONS, *_BY_STEPS))
 
     def found(self, recorder: _Recorder, rows: Tensor) -> tuple[Tensor, int, bool]:
         calls = steps = 0

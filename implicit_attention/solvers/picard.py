@@ -34,7 +34,7 @@ class Picard(Solver):
         (True, 0.739)
     """
 
-    damping: float = 0.0
+    damping: float = _validate.part(0.0, remedy="at 1 nothing would move")
 
     by_token: ClassVar[bool] = True
 
@@ -43,11 +43,6 @@ class Picard(Solver):
         Status.MAX_STEPS: f"use Anderson(), raise max_steps, or {CONTRACT}",
         Status.DIVERGED: f"use Anderson(), add damping, or {CONTRACT}",
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_number("damping", self.damping, low=0.0, high=1.0)
-        _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 nothing would move")
 
     def fused_rule(self, problem: Problem) -> FusedRule | None:
         if self.damping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
     history: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Safeguarded(Solver):
     """Base of solvers that propose a direction from every accepted point and test where it leads.
 
@@ -76,20 +76,11 @@ class Safeguarded(Solver):
         tensor([2.])
     """
 
-    guard: Guard = dataclasses.field(default="auto", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.check_choice("guard", self.guard, ("auto", "energy", "residual", "none"))
+    guard: Guard = _validate.choice("auto", get_args(Guard))
 
     def check_problem(self, problem: Problem) -> None:
-        if self.guard == "energy":
-            _validate.require(
-                problem.has_energy,
-                "guard",
-                "be 'residual', 'none' or 'auto' for a map without an energy",
-                repr(self.guard),
-            )
+        fits, required = problem.has_energy, "be 'residual', 'none' or 'auto' for a map without an energy"
+        _validate.require(fits or self.guard != "energy", "guard", required, repr(self.guard))
 
     def needs_energy(self, problem: Problem, step: int) -> bool:
         return self._guard(problem) == "energy" and step >= self.plain_start(problem)

@@ -29,7 +29,7 @@ def validated(
     if not isinstance(method, kind):
         remedy = f"use {listed(lambda other: issubclass(other, kind), '()')}"
         _validate.check_instance("method", method, kind, f"be an instance of {kind.__name__}", remedy)
-    check_on_failure(on_failure, policies=False)
+    check_on_failure("on_failure", on_failure, policies=False)
     _validate.check_choice("check", check, ("none", "stability"))
     method.check(system)
     if initial is not None:

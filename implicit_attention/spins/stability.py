@@ -173,7 +173,7 @@ def stability(
         >>> bool(found.spectral_radius < 1), bool(found.smallest_eigenvalue > 0)
         (True, True)
     """
-    check_on_failure(on_failure, policies=False)
+    check_on_failure("on_failure", on_failure, policies=False)
     _validate.check_integer("starts", starts, low=0)
     _validate.check_integer("steps", steps, low=1)
     with torch.enable_grad():

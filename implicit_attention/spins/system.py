@@ -323,9 +323,7 @@ def _equal_to_mirror(matrices: Tensor) -> bool:
 
 def check_sites(argument: str, value: Any, field: Tensor, meaning: str) -> None:
     """Raise unless `value` is a boolean tensor that broadcasts to the sites of `field`."""
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        received = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(_validate.message(argument, f"be boolean, {meaning}", received))
+    _validate.check_boolean(argument, value, f"be boolean, {meaning}")
     _validate.check_same_kind([("field", field), (argument, value)])
     _validate.check_broadcast(argument, value.shape, field.shape[:-1], "(*batch, N)")
 
