@@ -750,10 +750,10 @@ def adjoint_by_kernel(
     answer, mean = found
     stalled = answer.status == Status.STALLED
     if trust.captures(state.device):
-        return unanswered(answer, stalled), mean
-    if not bool(stalled.any()):
-        return answer, mean
-    return answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0)), mean
+        answer = unanswered(answer, stalled)
+    elif bool(stalled.any()):
+        answer = answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0))
+    return answer, mean
 
 
 def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:

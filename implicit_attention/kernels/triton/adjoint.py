@@ -280,27 +280,6 @@ def gradient_of_keys(placed: InMemory, operands: KernelOperands, out: Tensor) ->
         torch.sum(parts, 0, out=out)
 
 
-@triton.jit
-def _visited_tiles(mask_number, number, listed, offset, N, M, P: tl.constexpr):
-    """The tiles of queries that a tile of keys visits: their numbers, how many have no masked pair, how many there are.
-
-    Without a mask the first tile of either kind stands for their numbers.
-    """
-    if P.mask != "none":
-        tile = mask_number.to(tl.int64) * tl.cdiv(M, P.keys) + number
-        visited = listed.visited + tile * tl.cdiv(N, P.rows)
-        return (visited, 0), tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
-    else:
-        row_tiles = tl.cdiv(N, P.rows)
-        some, whole = 0, 0
-        if P.causal:
-            # Rows that end before the first key do not attend to it, rows from the last one on attend to all.
-            first = number * P.keys - offset
-            some = tl.minimum(tl.maximum(first, 0) // P.rows, row_tiles)
-            whole = tl.minimum(tl.cdiv(tl.maximum(first + P.keys - 1, 0), P.rows), row_tiles)
-        return (whole, some), row_tiles - whole, row_tiles - some
-
-
 @kernel
 def _keys_kernel(
     keys,
@@ -339,15 +318,27 @@ def _keys_kernel(
         entry = tl.load(readers + batch * count + reader).to(tl.int64)
         b, of_mask = tl.load(beta + entry), tl.load(mask.numbers + entry)
         pairs = (matrix(mask, mask_row, of_mask), offset)
-        visited, whole, end = _visited_tiles(of_mask, number % per_batch, listed, offset, N, M, P)
+        # How many tiles of queries it visits have no masked pair, and how many there are.
+        if P.mask != "none":
+            tile = of_mask.to(tl.int64) * per_batch + number % per_batch
+            visited = listed.visited + tile * tl.cdiv(N, P.rows)
+            whole, end = tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
+        else:
+            row_tiles = tl.cdiv(N, P.rows)
+            some, full = 0, 0
+            if P.causal:
+                # Rows that end before the first key do not attend to it, rows from the last one on attend to all.
+                some = tl.minimum(tl.maximum(first - offset, 0) // P.rows, row_tiles)
+                full = tl.minimum(tl.cdiv(tl.maximum(first - offset + P.keys - 1, 0), P.rows), row_tiles)
+            whole, end = row_tiles - full, row_tiles - some
         for TAIL in tl.static_range(2):
             # Other splits are the first to have a tile of the next reader.
             begin = (split + reader) % splits
             for place in range(begin + whole if TAIL else begin, end if TAIL else whole, splits):
                 if P.mask != "none":
-                    start = tl.load(visited[0] + place) * P.rows
+                    start = tl.load(visited + place) * P.rows
                 else:
-                    start = (visited[1] + place - whole if TAIL else visited[0] + place) * P.rows
+                    start = (some + place - whole if TAIL else full + place) * P.rows
                 if not P.half:
                     gradient = gradient * one(M)
                 real = start + local < N

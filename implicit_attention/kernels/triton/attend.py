@@ -111,32 +111,6 @@ def _kinds_kernel(kinds, mask, mask_row: tl.int64, N: tl.int32, M: tl.int32, off
 
 
 @triton.jit
-def visited_tiles(number, tile, first, local, real, listed, offset, N, M, P: tl.constexpr):
-    """The tiles of keys that a tile of queries visits: their numbers, how many have no masked pair, how many there are.
-
-    Without a mask these are the first ones, and both are counted in keys. number: that of the mask in `MaskTiles`.
-    """
-    if P.mask != "none":
-        entry = number
-        if P.mask_rows or P.causal:
-            entry = entry * tl.cdiv(N, P.rows) + tile
-        visited = listed.visited + entry.to(tl.int64) * tl.cdiv(M, P.keys)
-        whole = tl.load(listed.counts + 2 * entry)
-        end = tl.load(listed.counts + 2 * entry + 1)
-    else:
-        visited = 0  # Triton before 3.7 returns no None in a tuple
-        whole = (M // P.keys) * P.keys
-        end = M
-        if P.causal:
-            lowest, highest = first, tl.minimum(first + P.rows, N) - 1
-            if P.picked:
-                lowest, highest = tl.min(tl.where(real, local, N), 0), tl.max(tl.where(real, local, -1), 0)
-            whole = tl.minimum(whole, ((lowest + offset + 1) // P.keys) * P.keys)
-            end = tl.minimum(end, highest + offset + 1)
-    return visited, whole, end
-
-
-@triton.jit
 def over_keys(
     z, by, shift, v, centre, rows, keys, pairs, visited, N, M, P: tl.constexpr, KIND: tl.constexpr, FINE: tl.constexpr
 ):
@@ -253,8 +227,27 @@ def _attend_kernel(
     if not any_of(real):
         return
     number, of_keys = tl.load(mask.numbers + batch), tl.load(keys.numbers + batch)
-    visited = visited_tiles(number, tile, first, local, real, listed, offset, N, M, P)
-    over = (first + local, matrix(keys, key_row, of_keys), (matrix(mask, mask_row, number), offset), visited, N, M)
+    # The numbers of the tiles that are visited, how many of these have no masked pair, and how many they are; without a
+    # mask they are the first ones, and both are counted in keys.
+    if P.mask != "none":
+        entry = number
+        if P.mask_rows or P.causal:
+            entry = entry * tl.cdiv(N, P.rows) + tile
+        visited = listed.visited + entry.to(tl.int64) * tl.cdiv(M, P.keys)
+        whole = tl.load(listed.counts + 2 * entry)
+        end = tl.load(listed.counts + 2 * entry + 1)
+    else:
+        visited = 0  # Triton before 3.7 returns no None in a tuple
+        whole = (M // P.keys) * P.keys
+        end = M
+        if P.causal:
+            lowest, highest = first, tl.minimum(first + P.rows, N) - 1
+            if P.picked:
+                lowest, highest = tl.min(tl.where(real, local, N), 0), tl.max(tl.where(real, local, -1), 0)
+            whole = tl.minimum(whole, ((lowest + offset + 1) // P.keys) * P.keys)
+            end = tl.minimum(end, highest + offset + 1)
+    pairs = (matrix(mask, mask_row, number), offset)
+    over = (first + local, matrix(keys, key_row, of_keys), pairs, (visited, whole, end), N, M)
     unit, most = 1.0, 1.0
     if P.half:
         unit, most = tl.load(keys.unit + of_keys), tl.load(keys.most + of_keys)

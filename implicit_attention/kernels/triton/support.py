@@ -109,10 +109,8 @@ def step_errors(variant: StepVariant, device: torch.device) -> Errors:
     """Solve a small problem with rows of as many parts, and compare what it says of its answers with measurements."""
     from .step import TritonStep
 
-    shift = normal((3, PART * (variant.parts - 1) + 5), seed=0)
     rule = FusedRule(RTOL[variant.dtype], 0.0, CHECK_STEPS, plain_steps=2)
-    given = shift.to(device, variant.dtype)
-    z = given
+    given = z = normal((3, PART * (variant.parts - 1) + 5), seed=0).to(device, variant.dtype)
     step = TritonStep(rule, variant.history, 0.0, 20.0, z, torch.ones(3, dtype=torch.bool, device=device))
     for number in range(rule.max_steps + 1):
         z = step(z, given + torch.tanh(z.flip(-1)) / 2, number)
