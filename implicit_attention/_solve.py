@@ -68,6 +68,7 @@ from .kernels.problem import (
     Solved,
     carries,
     check_impl,
+    mapped,
 )
 from .kernels.step import MOST_MIXED, Step
 from .kernels.triton import support as triton
@@ -689,7 +690,7 @@ def solve_by_kernel(call: Attention, initial: Tensor, rule: FusedRule, impl: Imp
     if name is None:
         return None
     if name == "native":
-        call, initial = call.to(initial.dtype).map(native.in_memory), native.in_memory(initial)
+        call, initial = mapped(call.to(initial.dtype), native.in_memory), native.in_memory(initial)
 
     def run() -> Solved:
         if name == "native":
@@ -727,7 +728,7 @@ def adjoint_by_kernel(
     if name is None or (name == "triton" and by_bias is not None):
         return None
     if name == "native":
-        call = call.to(state.dtype).map(native.in_memory)
+        call = mapped(call.to(state.dtype), native.in_memory)
         state, cotangent = map(native.in_memory, (state, cotangent))
     rule = AdjointRule(RTOL[call.keys.dtype] if limits[0] is None else limits[0], limits[1])
 

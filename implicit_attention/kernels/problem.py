@@ -126,16 +126,17 @@ class Attention(NamedTuple):
             return self
         return self.paired(pairs if pairs.ndim > 1 else pairs[None])
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Attention:
-        """Return the record with `function` applied to every tensor."""
-        return Attention(*(function(t) if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
-
     def to(self, dtype: torch.dtype) -> Attention:
         """Return the record in another precision."""
-        return self.map(lambda t: t if t.dtype == torch.bool else t.to(dtype))
+        return mapped(self, lambda t: t if t.dtype == torch.bool else t.to(dtype))
 
     def detached(self) -> Attention:
-        return self.map(Tensor.detach)
+        return mapped(self, Tensor.detach)
+
+
+def mapped(record: Attention, function: Callable[[Tensor], Tensor]) -> Attention:
+    """The record with `function` applied to every tensor."""
+    return Attention(*(function(t) if isinstance(t, Tensor) else t for t in record))  # type: ignore[arg-type]
 
 
 def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
