@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -57,6 +57,7 @@ from .kernels.native import solve as native
 from .kernels.native.step import NativeStep
 from .kernels.problem import (
     FLOOR,
+    RTOL,
     SOLVE_RTOL,
     THERE,
     AdjointAnswer,
@@ -67,6 +68,7 @@ from .kernels.problem import (
     Solved,
     carries,
     check_impl,
+    mapped,
 )
 from .kernels.step import MOST_MIXED, Step
 from .kernels.triton import support as triton
@@ -217,9 +219,11 @@ def plan_of(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     """The choices for these options, which are checked."""
     # Objects of the user's may be equal and yet not the same.
     own = type(solver) in (type(None), Anderson, Picard) and (adjoint is None or adjoint == EXACT)
-    return (_known_plan if own and type(impl) is str else _plan)(solver, adjoint, impl)
+    return (_plan if own and type(impl) is str else _plan.__wrapped__)(solver, adjoint, impl)
 
 
+#: Calls are many, their options few.
+@functools.lru_cache(maxsize=256, typed=True)
 def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     solver = Anderson() if solver is None else solver
     adjoint = EXACT if adjoint is None else adjoint
@@ -227,10 +231,6 @@ def _plan(solver: Solver | None, adjoint: Adjoint | None, impl: Impl) -> Plan:
     _validate.check_instance("adjoint", adjoint, Adjoint, "be an instance of Adjoint", "for example Implicit()")
     check_impl("impl", impl)
     return Plan(solver, adjoint, impl, adjoint.advice(advice(solver.remedies, OF_ATTENTION)))
-
-
-#: Calls are many, their options few.
-_known_plan = functools.lru_cache(maxsize=256, typed=True)(_plan)
 
 
 def _moved_back(found: Solution, origin: Tensor, about: Problem, problem: Problem) -> Solution:
@@ -458,8 +458,7 @@ class Route:
 
         differentiated: whether the `evaluation` is wanted, if a kernel is to solve the backward pass.
         """
-        call = attention_of(problem, self.solver, self.impl, every_step=self.every_step)
-        found, kept = None, differentiated and self.product != "torch"
+        call, found = attention_of(problem, self.solver, self.impl, every_step=self.every_step), None
         if call is not None:
             rule = self.solver.fused_rule(problem)
             assert rule is not None
@@ -468,9 +467,8 @@ class Route:
             self.evaluate = self.step = "torch"
             return None
         self.evaluate = self.step = _kernel(call, self.impl) or "torch"
-        # The native backward solve reads the mean alone.
-        last = 3 if self.product == "triton" else 2
-        return Outcome(found.state, found.record, evaluation=found[1:last] if kept else ())
+        kept = differentiated and self.product != "torch"
+        return Outcome(found.state, found.record, evaluation=found[1:3] if kept else ())
 
     def gradients(
         self, problem: Problem, z: Tensor, cotangent: Tensor, method: CG, evaluation: tuple[Tensor, ...]
@@ -490,13 +488,13 @@ class Route:
         with torch.no_grad():
             call = _isolated(live.detached(), z)[0]
             limits = method.rtol, method.default_max_steps(z.shape[-1])
-            found = adjoint_by_kernel(call, z, cotangent, *limits, self.impl, evaluation, by_bias=by_bias)
+            found = adjoint_by_kernel(call, z, cotangent, limits, self.impl, evaluation, by_bias=by_bias)
         if found is None:
             return None
         self.product = _kernel(call, self.impl) or "torch"
         answer, mean = found
         by_call = _by_tensors(live, answer, mean, by_bias)
-        sources = {t: g.to(t.dtype) for t, g in by_call if isinstance(t, Tensor) and t.requires_grad and g is not None}
+        sources = {t: g.to(t.dtype) for t, g in by_call if t.requires_grad}
         if computed := [(t, g) for t, g in sources.items() if not t.is_leaf]:
             wanted = [t for t in problem.tensors() if t.requires_grad]
             with torch.enable_grad():
@@ -507,10 +505,6 @@ class Route:
                     sources[t] = sources[t] + g if t in sources else g
         gradients = tuple(map(sources.get, problem.tensors()))
         return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature)
-
-    def widened(self) -> Route:
-        """The route of the same problem in float32, which kernels need not take."""
-        return dataclasses.replace(self, impl="auto", floor=None)
 
     def steps_by_kernel(self, problem: Problem, initial: Tensor) -> Callable[[Tensor, Tensor], Step] | None:
         """Return what makes the steps on a user's map by a kernel, given states and rows; None where nothing can."""
@@ -530,23 +524,18 @@ class Route:
             return None
         options = FusedRule(solver.rtol, solver.atol, solver.max_steps, plain_steps), history, ridge, Anderson.growth
         if initial.device.type in TRITON_DEVICES:
-            return self._steps_on_card(initial, initial.shape[initial.ndim - problem.event_ndim :].numel(), *options)
+            event = initial.shape[initial.ndim - problem.event_ndim :].numel()
+            if not _trusts("step", triton.step_variant(initial, event, history), triton.step_errors, initial.device):
+                return None
+            from .kernels.triton.step import TritonStep
+
+            self.step = "triton"
+            return partial(TritonStep, *options)
         loaded = library.found()[0] if are_plain(initial.dtype, initial) else None
         if loaded is None:
             return None
         self.step = "native"
         return partial(NativeStep, loaded, *options)
-
-    def _steps_on_card(self, initial: Tensor, event: int, *options: Any) -> Callable[[Tensor, Tensor], Step] | None:
-        variant = triton.step_variant(initial, event, options[1])
-        if variant is None:
-            return None
-        from .kernels.triton.step import TritonStep
-
-        use, made = trust.Use("step (triton)", initial.device, variant), partial(TritonStep, *options)
-        trusted = trust.answer(use, partial(triton.step_errors, variant, initial.device), lambda: made)
-        self.step = "torch" if trusted is None else "triton"
-        return trusted
 
     def linear_solver(self, method: LinearSolver[Any], z: Tensor) -> LinearSolver[Any]:
         """The method for linear systems at z, between whose products there are kernels alone where that can be."""
@@ -561,11 +550,15 @@ class Route:
 
 def _trusts_sweeps(residual: Tensor, steps: int) -> bool:
     """Whether kernels may make sweeps of GMRES of so many steps from such residuals."""
-    variant = triton.gmres_variant(residual, steps)
+    return _trusts("GMRES", triton.gmres_variant(residual, steps), triton.gmres_errors, residual.device)
+
+
+def _trusts(name: str, variant: Any, errors: Callable[..., trust.Errors], device: torch.device) -> bool:
+    """Whether there is a Triton kernel of this name and variant, and its errors on the device are small."""
     if variant is None:
         return False
-    use, check = trust.Use("GMRES (triton)", residual.device, variant), partial(triton.gmres_errors, variant)
-    return trust.answer(use, partial(check, residual.device), lambda: True) is not None
+    use, check = trust.Use(f"{name} (triton)", device, variant), partial(errors, variant, device)
+    return trust.answer(use, check, lambda: True) is not None
 
 
 def route(
@@ -695,7 +688,7 @@ def solve_by_kernel(call: Attention, initial: Tensor, rule: FusedRule, impl: Imp
     if name is None:
         return None
     if name == "native":
-        call, initial = Attention(*map(native.in_memory, call.to(initial.dtype))), native.in_memory(initial)
+        call, initial = mapped(call.to(initial.dtype), native.in_memory), native.in_memory(initial)
 
     def run() -> Solved:
         if name == "native":
@@ -711,8 +704,7 @@ def adjoint_by_kernel(
     call: Attention,
     state: Tensor,
     cotangent: Tensor,
-    rtol: float | None,
-    max_steps: int,
+    limits: tuple[float | None, int],
     impl: Impl,
     evaluation: tuple[Tensor, ...],
     *,
@@ -723,6 +715,7 @@ def adjoint_by_kernel(
     Queries that the kernel gives up, at saddles above all, have the status STALLED and add 0 to every gradient; NaN
     during the capture of a CUDA graph, where nothing can solve them again.
 
+    limits: the rtol, None for that of the precision of products, and the largest number of products.
     evaluation: the means of the keys at the state, as a solve found them, and for Triton the log-sum-exps, too; without
         them they are evaluated here.
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
@@ -732,35 +725,34 @@ def adjoint_by_kernel(
     call, name = call.joined(), _kernel(call, impl)
     if name is None or (name == "triton" and by_bias is not None):
         return None
-    wide = call
     if name == "native":
-        wide = Attention(*map(native.in_memory, call.to(state.dtype)))
+        call = mapped(call.to(state.dtype), native.in_memory)
         state, cotangent = map(native.in_memory, (state, cotangent))
-    rule = AdjointRule.of(rtol, max_steps, wide.keys.dtype)
+    rule = AdjointRule(RTOL[call.keys.dtype] if limits[0] is None else limits[0], limits[1])
 
     def run() -> tuple[AdjointAnswer, Tensor]:
         if name == "native":
             mean = native.in_memory(evaluation[0]) if evaluation else None
             # A query that diverged has the mean of a later point than its state.
             if mean is None or not is_finite(mean):
-                mean = native.solve(wide, state, THERE)[0].mean
-            return native.adjoint(wide, state, mean, cotangent, rule, by_bias=by_bias), mean
+                mean = native.solve(call, state, THERE)[0].mean
+            return native.adjoint(call, state, mean, cotangent, rule, by_bias=by_bias), mean
         from .kernels.triton.adjoint import solve_adjoint as triton_adjoint
         from .kernels.triton.solve import solve as triton_solve
 
         mean, logsumexp = evaluation if len(evaluation) == 2 else triton_solve(call, state, THERE)[1:3]
         return triton_adjoint(call, state, cotangent, mean, logsumexp, rule), mean
 
-    found = _trusted(name, "hopfield_adjoint", wide, run, impl)
+    found = _trusted(name, "hopfield_adjoint", call, run, impl)
     if found is None:
         return None
     answer, mean = found
     stalled = answer.status == Status.STALLED
     if trust.captures(state.device):
-        return unanswered(answer, stalled), mean
-    if not bool(stalled.any()):
-        return answer, mean
-    return answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0)), mean
+        answer = unanswered(answer, stalled)
+    elif bool(stalled.any()):
+        answer = answer._replace(value=answer.value.masked_fill(stalled[..., None], 0.0))
+    return answer, mean
 
 
 def unanswered(answer: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
@@ -813,16 +805,17 @@ def _isolated(call: Attention, initial: Tensor) -> tuple[Attention, Tensor]:
 
 def _by_tensors(
     call: Attention, answer: AdjointAnswer, mean: Tensor, by_bias: Tensor | None
-) -> list[tuple[Any, Tensor | None]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The tensors of a call with their gradients, from the adjoint solve."""
     u, beta, anchor, bias = answer.value, call.beta, call.anchor, call.bias
-    by_beta = sum_to_shape(answer.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
-    by_anchor = None
+    yield call.query, u * (anchor.detach()[..., None, None] if isinstance(anchor, Tensor) else anchor)
+    yield call.keys, answer.by_keys
+    if isinstance(beta, Tensor):
+        yield beta, sum_to_shape(answer.by_beta.sum(-1), beta.shape)
     if isinstance(anchor, Tensor):
-        by_anchor = sum_to_shape((u * (call.query.detach() - mean)).sum((-1, -2)), anchor.shape)
-    by_query = u * (anchor.detach().view(*anchor.shape, 1, 1) if isinstance(anchor, Tensor) else anchor)
-    by = None if bias is None or by_bias is None else sum_to_shape(by_bias[..., None, :], bias.shape)
-    return [(call.query, by_query), (call.keys, answer.by_keys), (beta, by_beta), (anchor, by_anchor), (bias, by)]
+        yield anchor, sum_to_shape((u * (call.query.detach() - mean)).sum((-1, -2)), anchor.shape)
+    if bias is not None and by_bias is not None:
+        yield bias, sum_to_shape(by_bias[..., None, :], bias.shape)
 
 
 # Plain tensors.
@@ -897,7 +890,6 @@ def solve_plainly(
             return None
         (call, solved), failed = given, True
         differentiated = is_differentiated(*(t for t in call if isinstance(t, Tensor)))
-        evaluation: tuple[Tensor, ...] = solved[1:3]
     else:
         if impl == "triton" or not fits_kernels(call, initial) or initial.shape != call.query.shape:
             return None
@@ -918,10 +910,9 @@ def solve_plainly(
         if found is None:
             return None
         solved, failed = found[0], found[1] > 0
-        evaluation = () if failed or not differentiated else (solved.mean,)
     name = "triton" if half else "native"
     way = Route(plan.solver, impl, False, solved.state.dtype, name, name, name, floor=FLOOR if half else None)
-    outcome = Outcome(solved.state, Record(*solved[3:]), evaluation=evaluation)
+    outcome = Outcome(solved.state, Record(*solved[3:]), evaluation=solved[1:3] if half or not failed else ())
     energy_function = partial(_energy_at, call) if problem is None else problem.energy
     if differentiated:
         energy, start = _unchecked(call) if problem is None else problem, solved.state.detach()
@@ -1016,20 +1007,18 @@ def adjoint_solved(
     call: Attention,
     state: Tensor,
     cotangent: Tensor,
-    rtol: float | None,
-    max_steps: int,
+    limits: tuple[float | None, int],
     impl: Impl,
-    *,
     evaluation: tuple[Tensor, ...],
 ) -> AdjointAnswer:
     """The adjoint solves by a kernel, and by the linear solvers where none answers or it gives a query up."""
-    found = adjoint_by_kernel(call, state, cotangent, rtol, max_steps, impl, evaluation)
+    found = adjoint_by_kernel(call, state, cotangent, limits, impl, evaluation)
     kernel = None if found is None else found[0]
     if kernel is not None and (trust.captures(state.device) or not bool((kernel.status == Status.STALLED).any())):
         return kernel
-    rule = AdjointRule.of(rtol, max_steps, state.dtype)
     least = FLOAT32_RTOL if state.dtype == torch.float32 else 0.0
-    method = CG(rtol=min(max(rule.rtol, least), 1.0), max_steps=max(rule.max_steps, 1))
+    rtol = RTOL[state.dtype] if limits[0] is None else limits[0]
+    method = CG(rtol=min(max(rtol, least), 1.0), max_steps=max(limits[1], 1))
     with torch.no_grad(), exact_precision(state):
         whole = _read_energy(call.to(state.dtype), impl)
         energy, state = isolated(whole, state, unread(state, cotangent, 1))

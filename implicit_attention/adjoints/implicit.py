@@ -173,7 +173,7 @@ def gradients_at(
         if request.route.floor is not None:
             # Products in half precision have no further derivatives, and no kernel in the place of the one.
             wide = tuple(map(at_least_single, tensors))
-            way = request.route.widened()
+            way = dataclasses.replace(request.route, impl="auto", floor=None)
             found = gradients_at(dataclasses.replace(request, route=way, evaluation=()), z, wide, cotangent, needed)
             request.route.product = way.product
             return tuple(None if g is None else g.to(t.dtype) for t, g in zip(tensors, found, strict=True))

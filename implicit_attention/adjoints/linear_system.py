@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,14 +111,13 @@ def gradients_by_rows(
         pairs = [(t, g) for t, g in zip(part.tensors(), gradients, strict=True) if t.requires_grad and g is not None]
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     last = z.ndim - problem.event_ndim - 1
-    fields = zip(*((*a.record, a.value, a.negative_curvature) for a in answers), strict=True)
-    *record, value, curved = (torch.cat(parts, dim=last) for parts in fields)
-    answer, gradients = LinearSolution(Record(*record), value, curved), tuple(t.grad for t in problem.tensors())
+    answer = _by_field(lambda *parts: torch.cat(parts, last), *answers)
+    gradients = tuple(t.grad for t in problem.tensors())
     if known is None or stalled is None:
         return gradients, answer
     both = zip(known[0], gradients, strict=True)
     gradients = tuple(new if old is None else old if new is None else old + new for old, new in both)
-    return gradients, _merged(chosen, stalled, known[1], answer)
+    return gradients, _by_field(functools.partial(merged, chosen, stalled), known[1], answer)
 
 
 def jacobian_product(problem: Problem, z: Tensor, v: Tensor) -> Tensor:
@@ -162,11 +161,11 @@ def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Te
     return rows if index is None else put(old, index, rows.to(old.dtype))
 
 
-def _merged(index: Tensor | None, chosen: Tensor, old: LinearSolution, new: LinearSolution) -> LinearSolution:
-    """The solution, in which those problems of `index` that are `chosen` (*lead) come from `new`."""
-    parts = ((*s.record, s.value, s.negative_curvature) for s in (old, new))
-    *record, value, curved = (merged(index, chosen, *pair) for pair in zip(*parts, strict=True))
-    return replace(old, record=Record(*record), value=value, negative_curvature=curved, checked=False)
+def _by_field(function: Callable[..., Tensor], *answers: LinearSolution) -> LinearSolution:
+    """One solution of several, field by field."""
+    parts = ((*answer.record, answer.value, answer.negative_curvature) for answer in answers)
+    *record, value, curved = map(function, *parts)
+    return LinearSolution(Record(*record), value, curved)
 
 
 def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
@@ -237,7 +236,7 @@ def _solve(
     status = second.status.masked_fill(second.converged, int(Status.UNSTABLE))
     steps = rows_of(answer.num_steps, index) + second.num_steps
     second = replace(second.amended(status=status, num_steps=steps), negative_curvature=rows_of(saddle, index))
-    return _merged(index, saddle, answer, second)
+    return _by_field(functools.partial(merged, index, saddle), answer, second)
 
 
 def _together(method: LinearSolver[Any], matvec: LinearMap, rhs: Tensor, apart: LinearSolution) -> LinearSolution:

@@ -138,7 +138,7 @@ class Reversible(Adjoint):
         """The outcome with its record, in which the best of the plain steps stands in where a problem failed."""
         problem, steps = changed(request.problem, lambda t: t), request.solver.max_steps
         count = torch.full_like(failed, steps, dtype=torch.int32)
-        status = torch.full_like(count, int(Status.BUDGET if steps else Status.EXPLICIT), dtype=torch.int8)
+        status = torch.full_like(count, int(request.solver.exhausted), dtype=torch.int8)
         status = status.masked_fill(failed, int(Status.DIVERGED))
         if not is_batched(failed) and bool(failed.any()):
             plain = Picard(rtol=0, atol=0, max_steps=steps, damping=self.damping)

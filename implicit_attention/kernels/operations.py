@@ -73,11 +73,12 @@ def _run_solve(*args: Any) -> tuple[Tensor, ...]:
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     from .._solve import adjoint_solved
 
-    call, given, text = _record(args[:6]), args[6:11], args[11]
+    call, (state, cotangent, rtol, max_steps, impl, text) = _record(args[:6]), args[6:12]
     # Torch leaves out arguments that have their default.
     handle, evaluation = args[12] if len(args) > 12 else None, args[13:]
-    answer = adjoint_solved(call, *given, evaluation=evaluation)
-    on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
+    options = (rtol, max_steps), impl, evaluation
+    answer = adjoint_solved(call, state, cotangent, *options)
+    on_failure, site = of_text(text), FailureSite.of(handle)
     if site is not None and site.tally is not None:
         site.tally.add_backward(*answer[1:5], lost(answer.status, cotangent))
     if not captures(answer.status.device):
@@ -86,7 +87,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
         reported = answer.record._replace(status=forgiven(answer.status, cotangent))
         report_failures(on_failure, what, reported, CG.remedies, site=site, side="backward")
     if (rest := left_out(on_failure, answer.status, cotangent)) is not None:
-        again = adjoint_solved(call, given[0], rest, *given[2:], evaluation=evaluation)
+        again = adjoint_solved(call, state, rest, *options)
         answer = answer._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
     return _unshared(answer)
 

@@ -125,14 +125,16 @@ class Attention(NamedTuple):
         return self.paired(pairs if pairs.ndim > 1 else pairs[None])
 
     def to(self, dtype: torch.dtype) -> Attention:
-        """Return the record in another precision; itself where it has that."""
-        if all(not isinstance(part, Tensor) or part.dtype in (dtype, torch.bool) for part in self):
-            return self
-        parts = (t.to(dtype) if isinstance(t, Tensor) and t.dtype != torch.bool else t for t in self)
-        return Attention(*parts)  # type: ignore[arg-type]
+        """Return the record in another precision."""
+        return mapped(self, lambda t: t if t.dtype == torch.bool else t.to(dtype))
 
     def detached(self) -> Attention:
-        return Attention(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
+        return mapped(self, Tensor.detach)
+
+
+def mapped(record: Attention, function: Callable[[Tensor], Tensor]) -> Attention:
+    """The record with `function` applied to every tensor."""
+    return Attention(*(function(t) if isinstance(t, Tensor) else t for t in record))  # type: ignore[arg-type]
 
 
 def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
@@ -147,11 +149,6 @@ class AdjointRule(NamedTuple):
 
     rtol: float
     max_steps: int
-
-    @classmethod
-    def of(cls, rtol: float | None, max_steps: int, products: torch.dtype) -> AdjointRule:
-        """Return the default tolerance for the precision in which products are formed."""
-        return cls(RTOL[products] if rtol is None else rtol, max_steps)
 
 
 class Solved(NamedTuple):

@@ -149,7 +149,7 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
         try:
             return run()
         except Exception as error:
-            if captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
+            if captures(use.device) or _is_full(error) or not _is_of_kernel(error):
                 raise
             known = _found[use] = dataclasses.replace(known, verdict="refused", reason=_failure(error))
     if insists is not None:
@@ -210,25 +210,21 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     started = time.perf_counter()
     # A thread of its own has none of the caller's modes: autocast, inference, torch.func, fake tensors.
     thread = threading.Thread(target=run, name=f"check of {use.kernel}")
-    try:
-        thread.start()
-    except RuntimeError as error:
-        if not _raised_by(error, ("threading",)):
-            raise
-        result: Errors | BaseException = MemoryError(str(error))
-    else:
-        thread.join()
-        result = outcome[0]
-    seconds, where = time.perf_counter() - started, _where(use.device)
-    if isinstance(result, BaseException) and _is_full(result):
-        reason = f"its check found no room ({_first(str(result))}); its next use tries again"
-        return KernelCheck(str(use), "open", {}, reason, where, seconds)
+    thread.start()
+    thread.join()
+    (result,), seconds = outcome, time.perf_counter() - started
+    verdict: Verdict = "refused"
     if isinstance(result, BaseException):
-        return KernelCheck(str(use), "refused", {}, _failure(result), where, seconds)
-    # A comparison with NaN is false.
-    wrong = [_fault(name, error, most) for name, (error, most) in result.items() if not error <= most]
-    reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
-    return KernelCheck(str(use), "refused" if wrong else "verified", dict(result), reason, where, seconds)
+        reason, errors = _failure(result), {}
+        if _is_full(result):
+            verdict, reason = "open", f"its check found no room ({_first(str(result))}); its next use tries again"
+    else:
+        errors = dict(result)
+        # A comparison with NaN is false.
+        wrong = [_fault(name, error, most) for name, (error, most) in errors.items() if not error <= most]
+        verdict = "refused" if wrong else "verified"
+        reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
+    return KernelCheck(str(use), verdict, errors, reason, _where(use.device), seconds)
 
 
 def _is_full(error: BaseException) -> bool:
@@ -238,8 +234,8 @@ def _is_full(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
-def _raised_by(error: BaseException, modules: tuple[str, ...]) -> bool:
-    """Whether the code that raised, or the type of the exception, is of one of these modules or their submodules.
+def _is_of_kernel(error: BaseException) -> bool:
+    """Whether the code that raised, or the type of the exception, is of one of `KERNELS` or their submodules.
 
     Handlers of signals and modes of torch are code of other modules.
     """
@@ -249,7 +245,7 @@ def _raised_by(error: BaseException, modules: tuple[str, ...]) -> bool:
         name, last = last.tb_frame.f_globals.get("__name__", ""), last.tb_next
         if last is None:
             names.append(name)
-    return any(name == module or name.startswith(f"{module}.") for name in names for module in modules)
+    return any(name == module or name.startswith(f"{module}.") for name in names for module in KERNELS)
 
 
 def _fault(name: str, error: float, allowed: float) -> str:
@@ -294,10 +290,10 @@ def _where(device: torch.device) -> str:
 class Written:
     """Attention over the keys of a problem, written out in float64.
 
-    With a `dtype` operands of products are rounded to it and sums to float32: the error of the plain computation.
+    With another `dtype` operands of products are rounded to it and sums to float32: the error of the plain computation.
     """
 
-    def __init__(self, record: Attention, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, record: Attention, dtype: torch.dtype = torch.float64) -> None:
         self.dtype, self.sum = dtype, torch.float64 if dtype == torch.float64 else torch.float32
         parts = (torch.as_tensor(part, dtype=torch.float64, device="cpu") for part in record[:4])
         self.query, self.keys, beta, anchor = parts
@@ -311,10 +307,10 @@ class Written:
         self.pairs = pairs
 
     def operand(self, tensor: Tensor) -> Tensor:
-        return tensor if self.dtype is None else tensor.to(self.dtype).double()
+        return tensor.to(self.dtype).double()
 
     def summed(self, tensor: Tensor) -> Tensor:
-        return tensor if self.dtype is None else tensor.to(self.sum).double()
+        return tensor.to(self.sum).double()
 
     def attend(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities, mean and log-sum-exp at z; zeros for a query without keys."""
@@ -392,14 +388,14 @@ def solve_errors(small: Attention, solve: Solve) -> Errors:
 def adjoint_errors(
     small: Attention,
     solve: Solve,
-    solve_adjoint: Callable[[Attention, Tensor, Tensor, Solved, AdjointRule], AdjointAnswer],
+    solve_adjoint: Callable[[Attention, Tensor, Tensor, Tensor, Tensor, AdjointRule], AdjointAnswer],
 ) -> Errors:
     """The same for an adjoint solve, which takes the results of an evaluation at the state."""
     wide, rtol = state_dtype(small.query.dtype), RTOL[small.keys.dtype]
     state = solve(small, small.query.to(wide), FusedRule(rtol, 0.0, CHECK_STEPS, plain_steps=2)).state
     there = solve(small, state, THERE)
     g, stop = normal(tuple(small.query.shape), seed=4).to(wide), AdjointRule(rtol, CHECK_STEPS)
-    measured = solve_adjoint(small, state, g.to(state.device), there, stop)
+    measured = solve_adjoint(small, state, g.to(state.device), there.mean, there.logsumexp, stop)
     z, u, g = state.cpu().double(), measured.value.cpu().double(), g.double()
     # Operands in half precision are float16, but for the last product, which has all digits.
     rounded = torch.float16 if small.keys.dtype in HALF else wide

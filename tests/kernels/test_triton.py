@@ -175,10 +175,10 @@ def test_kernels_that_read_and_write_one_place_have_a_barrier_between(file, name
     lines = {"read": {}, "written": {}}
     for call in calls:
         called, given = ast.unparse(call.func), [ast.unparse(each).split(" + ")[0] for each in call.args]
-        if called in ("tl.load", "query_tile"):
-            for pointer in given[:1] if called == "tl.load" else ("left.status",):
+        if called in ("tl.load", "read", "query_tile"):
+            for pointer in ("left.status",) if called == "query_tile" else given[:1]:
                 lines["read"].setdefault(pointer, []).append(call.lineno)
-        elif called == "tl.store":
+        elif called in ("tl.store", "write"):
             lines["written"].setdefault(given[0], []).append(call.lineno)
     barriers = [call.lineno for call in calls if ast.unparse(call.func) == "tl.debug_barrier"]
     both = lines["read"].keys() & lines["written"].keys()

@@ -29,10 +29,8 @@ FOLDER = Path(__file__).parent
 _LONG, _INT, _ADDRESS = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 #: What each function returns, and its arguments.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "solve": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
-    "adjoint": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
+    **dict.fromkeys(("solve", "adjoint", "step"), (_LONG, _LONG, *[_ADDRESS] * 4, _LONG)),
     "finite": (_INT, _LONG, _ADDRESS, _LONG),
-    "step": (_LONG, _LONG, *[_ADDRESS] * 4, _LONG),
 }
 
 

@@ -117,26 +117,18 @@ def call(
     return result
 
 
-def in_memory(part: Any) -> Any:
+def in_memory(tensor: Tensor) -> Tensor:
     """A tensor with its numbers in memory as they are: torch may keep a sign aside, or no memory for zeros."""
-    if not isinstance(part, Tensor):
-        return part
-    return torch.zeros(part.shape, dtype=part.dtype) if part._is_zerotensor() else part.resolve_neg()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 @functools.lru_cache(maxsize=1024)
-def _packed(
-    kind: int,
-    first: int | None,
-    expanded: bool,
-    keys: _Place,
-    beta: _Place | None,
-    anchor: _Place | None,
-    mask: _Place | None,
-    like: Any,
-    *others: Any,
-) -> array[int]:
-    """Sizes and steps, in the order in which the library reads them: the same for all calls of one layout."""
+def _packed(kind: int, first: int | None, expanded: bool, keys: _Place, *others: Any) -> array[int]:
+    """Sizes and steps, in the order in which the library reads them: the same for all calls of one layout.
+
+    others: the places of beta, anchor and mask, None where there are none, and of the states.
+    """
+    beta, anchor, mask, like, *states = others
     *batch, queries, dim = like[0]
     axes = len(batch)
     of_keys = _steps(keys, axes + 2)
@@ -156,7 +148,7 @@ def _packed(
     for place, own, kept in ((like, 2, 2), (keys, 2, 1), (beta, 0, 0), (anchor, 0, 0)):
         steps = [0] * axes if place is None else _steps(place, axes + own)
         numbers.extend([steps[i] for i in order] + steps[axes : axes + kept])
-    for place in (*(() if mask is None else (mask,)), *others):
+    for place in (*(() if mask is None else (mask,)), *states):
         steps = _steps(place, axes + 2)
         numbers.extend([steps[i] for i in order] + steps[axes:])
     return numbers
@@ -197,18 +189,14 @@ class NativeVariant(NamedTuple):
 
 
 def check_solve(record: Attention) -> Errors:
-    return solve_errors(small_problem(record, ROWS, KEYS), _solved)
+    return solve_errors(small_problem(record, ROWS, KEYS), lambda *given: solve(*given)[0])
 
 
 def check_adjoint(record: Attention) -> Errors:
-    def measured(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
-        return adjoint(record, state, there.mean, g, stop)
+    def measured(record: Attention, z: Tensor, g: Tensor, mean: Tensor, _: Tensor, stop: AdjointRule) -> AdjointAnswer:
+        return adjoint(record, z, mean, g, stop)
 
-    return adjoint_errors(small_problem(record, ROWS, KEYS), _solved, measured)
+    return adjoint_errors(small_problem(record, ROWS, KEYS), lambda *given: solve(*given)[0], measured)
 
 
 CHECKS = {"hopfield_solve": check_solve, "hopfield_adjoint": check_adjoint}
-
-
-def _solved(record: Attention, initial: Tensor, rule: FusedRule) -> Solved:
-    return solve(record, initial, rule)[0]

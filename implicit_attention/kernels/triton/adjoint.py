@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from .attend import MaskTiles, OverKeys
 from .layout import InMemory, Left, counted, in_order, step_tiles, tiles
 from .solve import note
 from .tile import (
+    INF,
     INVERSE_PEAK,
     LOG2E,
     PEAK,
@@ -34,9 +34,11 @@ from .tile import (
     power_of_two,
     product,
     query_tile,
+    read,
     rest_of,
     scaled,
     scores_of,
+    write,
 )
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
@@ -87,7 +89,9 @@ def solve_adjoint(
         return answer
     placed = InMemory.of(problem)
     multiply, chosen = OverKeys(placed, "product"), step_tiles(problem)
-    operands = KernelOperands.allocated(empty, state.shape, placed.keys.memory.dtype)
+    high, rest, value = (empty(state.shape, dtype=placed.keys.memory.dtype) for _ in range(3))
+    scale, shift, value_scale, centre = (empty(state.shape[:-1], dtype=torch.float32) for _ in range(4))
+    operands = KernelOperands(high, rest, scale, shift, value, value_scale, centre)
     there = map(in_order, (state, mean, logsumexp, cotangent))
     course = Directions(*there, *(empty(n, dtype=torch.float32) for n in (*[state.shape] * 3, state.shape[:-1])))
     # Kernels write truth values as numbers.
@@ -117,7 +121,7 @@ def solve_adjoint(
 @triton.jit
 def scaled_cotangent(cotangent, whole, inside):
     """A cotangent in the units of the power of two that brings it to order one; that is the first over the second."""
-    g = tl.load(cotangent + whole, mask=inside, other=0.0)
+    g = read(cotangent + whole, inside)
     peak = tl.max(tl.abs(g), 1)
     # Subnormal cotangents are lifted first, as the reciprocal of their power of two is no number.
     lift = tl.where(peak < SMALLEST_LARGE, LIFT, 1.0)
@@ -140,21 +144,19 @@ def _conjugate_kernel(
     P: tl.constexpr,
 ):
     """A step of conjugate gradients, in units of the cotangent; the first, before any product, leads from 0 to 0."""
-    D: tl.constexpr = P.dim
-    batch, _, first, local, dims, real, inside = query_tile(N, left, P)
+    batch, _, first, local, _, real, at, whole, inside = query_tile(N, left, P)
     if not any_of(real):
         return
-    at, whole = batch * N + first + local, (batch * N + first) * D + local[:, None] * D + dims[None, :]
     begun = real & (local * 0 + step > 0)
     known = inside & begun[:, None]
     by_cov = (1.0 - tl.load(anchor + batch)) * tl.load(beta + batch)
-    p = tl.load(course.search + whole, mask=known, other=0.0)
-    moved = p - by_cov * tl.load(course.spread + whole, mask=known, other=0.0)
+    p = read(course.search + whole, known)
+    moved = p - by_cov * read(course.spread + whole, known)
     g, _, _ = scaled_cotangent(course.cotangent, whole, inside & ~known)
-    r = g + tl.load(course.remainder + whole, mask=known, other=0.0)
-    value = tl.load(answer.value + whole, mask=known, other=0.0)
+    r = g + read(course.remainder + whole, known)
+    value = read(answer.value + whole, known)
     square = tl.load(course.square + at, mask=begun, other=1.0)
-    tolerance = tl.load(answer.tolerance + at, mask=begun, other=0.0)
+    tolerance = read(answer.tolerance + at, begun)
     tl.debug_barrier()  # every thread has read what another may write
     curvature = tl.sum(p * moved, 1)
     # A NaN is not blocked: it goes on into the residual and is seen there.
@@ -168,14 +170,14 @@ def _conjugate_kernel(
     if P.half:
         # A = I - B with 0 <= B < 1 leaves B r of a residual r at u + r: one step more, for no product.
         value += tl.where(still[:, None], 0.0, r)
-    tl.store(answer.value + whole, value, mask=inside)
-    tl.store(course.remainder + whole, r, mask=inside)
-    tl.store(course.search + whole, r + (reached / square)[:, None] * p, mask=inside)
-    tl.store(course.square + at, reached, mask=real)
-    tl.store(answer.tolerance + at, tolerance, mask=real)
-    tl.store(answer.num_steps + at, local * 0 + step, mask=real)
-    tl.store(answer.negative_curvature + at, blocked.to(tl.uint8), mask=real)
-    tl.store(left.status + at, tl.where(still, UNFINISHED, MAX_STEPS).to(tl.int8), mask=real)
+    write(answer.value + whole, value, inside)
+    write(course.remainder + whole, r, inside)
+    write(course.search + whole, r + (reached / square)[:, None] * p, inside)
+    write(course.square + at, reached, real)
+    write(answer.tolerance + at, tolerance, real)
+    write(answer.num_steps + at, local * 0 + step, real)
+    write(answer.negative_curvature + at, blocked, real)
+    write(left.status + at, tl.where(still, UNFINISHED, MAX_STEPS), real)
     note(still, 0, local + first, batch, N, left, P)
 
 
@@ -194,58 +196,56 @@ def _end_kernel(
     P: tl.constexpr,
 ):
     """The residual of u, its gradients, and what the kernel for the keys reads; `spread` is the product with u."""
-    D: tl.constexpr = P.dim
-    batch, _, first, local, dims, real, inside = query_tile(N, left, P)
-    at, whole = batch * N + first + local, (batch * N + first) * D + local[:, None] * D + dims[None, :]
+    batch, _, _, _, _, real, at, whole, inside = query_tile(N, left, P)
     b, rest = tl.load(beta + batch), 1.0 - tl.load(anchor + batch)
     g, unit, lift = scaled_cotangent(course.cotangent, whole, inside)
-    value = tl.load(answer.value + whole, mask=inside, other=0.0)
-    z = tl.load(course.state + whole, mask=inside, other=0.0)
-    m = tl.load(course.mean + whole, mask=inside, other=0.0)
-    spread = tl.load(course.spread + whole, mask=inside, other=0.0)
-    tolerance = tl.load(answer.tolerance + at, mask=real, other=0.0)
-    blocked = tl.load(answer.negative_curvature + at, mask=real, other=0) != 0
-    steps = tl.load(answer.num_steps + at, mask=real, other=0)
+    value = read(answer.value + whole, inside)
+    z = read(course.state + whole, inside)
+    m = read(course.mean + whole, inside)
+    spread = read(course.spread + whole, inside)
+    tolerance = read(answer.tolerance + at, real)
+    blocked = read(answer.negative_curvature + at, real) != 0
+    steps = read(answer.num_steps + at, real)
     tl.debug_barrier()  # every thread has read what another may write
     r = g - (value - rest * b * spread)
     size = tl.sqrt(tl.sum(g * g, 1))
     # A row without a cotangent adds nothing, even if it is not finite.
     idle = size == 0.0
     residual = tl.where(idle, 0.0, tl.sqrt(tl.sum(r * r, 1)))
-    finite = residual < float("inf")
+    finite = residual < INF
     solved = finite & (residual <= SLACK * tolerance) & ~blocked
     stalled = finite & ~solved & (blocked | (steps < max_steps))
     end = tl.where(solved, CONVERGED, tl.where(stalled, STALLED, tl.where(finite, MAX_STEPS, NONFINITE)))
     dropped = stalled | idle
     by_beta = tl.where(dropped, 0.0, rest * tl.sum(z * spread, 1))
-    tl.store(left.status + at, end.to(tl.int8), mask=real)
-    tl.store(answer.residual + at, tl.where(stalled, size, residual) * unit / lift, mask=real)
-    tl.store(answer.tolerance + at, tolerance * unit / lift, mask=real)
-    tl.store(answer.by_beta + at, by_beta * unit / lift, mask=real)
+    write(left.status + at, end, real)
+    write(answer.residual + at, tl.where(stalled, size, residual) * unit / lift, real)
+    write(answer.tolerance + at, tolerance * unit / lift, real)
+    write(answer.by_beta + at, by_beta * unit / lift, real)
     # A row that is not finite gives NaN.
     value = tl.where(dropped[:, None], 0.0, tl.where(finite[:, None], value, float("nan")))
-    tl.store(answer.value + whole, value * unit[:, None] / lift[:, None], mask=inside)
+    write(answer.value + whole, value * unit[:, None] / lift[:, None], inside)
     # z and u' = (1 - anchor) u as operands, and <mean, u'>. A query that adds nothing has probabilities exp2(-inf),
     # even if it is not finite.
     y, scale = scaled(tl.where(dropped[:, None], 0.0, z), P)
     high = narrow(y, P)
-    tl.store(operands.state + whole, high, mask=inside)
+    write(operands.state + whole, high, inside)
     if P.half:
-        tl.store(operands.state_rest + whole, rest_of(y, high), mask=inside)
-    level = tl.load(course.logsumexp + at, mask=real, other=0.0) * LOG2E
-    tl.store(operands.state_scale + at, scale, mask=real)
-    tl.store(operands.shift + at, tl.where(dropped, float("inf"), level), mask=real)
+        write(operands.state_rest + whole, rest_of(y, high), inside)
+    level = read(course.logsumexp + at, real) * LOG2E
+    write(operands.state_scale + at, scale, real)
+    write(operands.shift + at, tl.where(dropped, INF, level), real)
     value = rest * value
     if P.half:
         _, u_scale = scaled(tl.where(finite[:, None], value, 0.0), P)
         u = narrow(value * (1.0 / u_scale)[:, None], P)
         # Products of a tile are in units of its largest scale.
-        tl.store(operands.value_scale + at, tl.where(dropped, 0.0, u_scale * unit / lift), mask=real)
+        write(operands.value_scale + at, tl.where(dropped, 0.0, u_scale * unit / lift), real)
     else:
         u = value * unit[:, None] / lift[:, None]
-    tl.store(operands.value + whole, u, mask=inside)
+    write(operands.value + whole, u, inside)
     centre = tl.sum(m * u.to(tl.float32), 1)
-    tl.store(operands.centre + at, tl.where(dropped, 0.0, centre), mask=real)
+    write(operands.centre + at, tl.where(dropped, 0.0, centre), real)
 
 
 # (df/dK)^T u, by tiles of keys, which no two programs share: its sums have a fixed order.
@@ -263,13 +263,6 @@ class KernelOperands(NamedTuple):
     value_scale: Tensor
     centre: Tensor
 
-    @classmethod
-    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> KernelOperands:
-        """Tensors made by `empty(size, dtype=)` for states of that shape and operands of that dtype."""
-        state, rest, value = (empty(shape, dtype=dtype) for _ in range(3))
-        scale, shift, value_scale, centre = (empty(shape[:-1], dtype=torch.float32) for _ in range(4))
-        return cls(state, rest, scale, shift, value, value_scale, centre)
-
 
 def gradient_of_keys(placed: InMemory, operands: KernelOperands, out: Tensor) -> None:
     """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
@@ -285,92 +278,6 @@ def gradient_of_keys(placed: InMemory, operands: KernelOperands, out: Tensor) ->
     placed.launch(_keys_kernel, key_tiles * splits, chosen, *given, *sizes)
     if splits > 1:
         torch.sum(parts, 0, out=out)
-
-
-@triton.jit
-def _visited_tiles(mask_number, number, listed, offset, N, M, P: tl.constexpr):
-    """The tiles of queries that a tile of keys visits: their numbers, how many have no masked pair, how many there are.
-
-    Without a mask the first tile of either kind stands for their numbers.
-    """
-    KEYS: tl.constexpr = P.keys
-    ROWS: tl.constexpr = P.rows
-    if P.mask != "none":
-        tile = mask_number.to(tl.int64) * tl.cdiv(M, KEYS) + number
-        visited = listed.visited + tile * tl.cdiv(N, ROWS)
-        return (visited, 0), tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
-    else:
-        row_tiles = tl.cdiv(N, ROWS)
-        some, whole = 0, 0
-        if P.causal:
-            # Rows that end before the first key do not attend to it, rows from the last one on attend to all.
-            first = number * KEYS - offset
-            some = tl.minimum(tl.maximum(first, 0) // ROWS, row_tiles)
-            whole = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1, 0), ROWS), row_tiles)
-        return (whole, some), row_tiles - whole, row_tiles - some
-
-
-@triton.jit
-def _row_start(number, whole, visited, P: tl.constexpr, TAIL: tl.constexpr):
-    """The first row of the tile that is visited as the given one."""
-    if P.mask != "none":
-        return tl.load(visited[0] + number) * P.rows
-    elif TAIL:
-        return (visited[1] + number - whole) * P.rows
-    else:
-        return (visited[0] + number) * P.rows
-
-
-@triton.jit
-def _keys_tile(gradient, largest, start, given, P: tl.constexpr, TAIL: tl.constexpr):
-    """The gradient with the part of the tile of queries from row `start` on."""
-    ROWS: tl.constexpr = P.rows
-    DIMS: tl.constexpr = P.dims
-    D: tl.constexpr = P.dim
-    k, key_rows, first, cols, entry, b, unit, most, operands, pairs, N, M = given
-    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    if not P.half:
-        gradient = gradient * one(M)
-    real = start + local < N
-    inside = real[:, None] & (dims < D)[None, :]
-    at = entry * N + start + local
-    begin, places = (entry * N + start) * D, local[:, None] * D + dims[None, :]
-    z = tl.load(operands.state + begin + places, mask=inside, other=0.0)
-    u = tl.load(operands.value + begin + places, mask=inside, other=0.0)
-    # Rows beyond the last have z = u = 0 and add nothing; nor by a bias of their keys that is large.
-    level = tl.load(operands.shift + at, mask=real, other=0.0)
-    middle = tl.load(operands.centre + at, mask=real, other=0.0)
-    by = tl.zeros([ROWS], tl.float32) + b * LOG2E * unit
-    if P.half:
-        z_scale = tl.load(operands.state_scale + at, mask=real, other=0.0)
-        u_scale = tl.load(operands.value_scale + at, mask=real, other=0.0)
-        by, middle, level = by * z_scale, middle / unit, level - PEAK
-    bias = 0.0
-    if TAIL:
-        bias = tl.where(real[None, :], added((start + local)[None, :], cols[:, None], pairs, N, M, P), float("-inf"))
-    z_rows, u_rows = (z, operands.state + begin, local * D, real), (u, operands.value + begin, local * D, real)
-    scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
-    if P.half:
-        # Large scores would lose digits to the rounding of z.
-        rest = tl.load(operands.state_rest + begin + places, mask=inside, other=0.0)
-        scores = product(k, tl.trans(rest), scores, P)
-    p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
-    centred = scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]
-    if P.half:
-        # Relative to the largest scales of the tile, and to the most that is centred, so that no operand overflows.
-        both = u_scale * z_scale * (b * unit)
-        before = largest
-        largest = tl.maximum(before, tl.max(tl.maximum(u_scale, both * (0.5 * most)), 0))
-        share = 1.0 / tl.where(largest > 0.0, largest, 1.0)
-        gradient = gradient * (before * share)
-        p = p * (u_scale * share)[None, :]
-        weights = p * (z_scale * (b * unit))[None, :] * centred
-        gradient = product(narrow(p, P), u, gradient, P)
-        gradient = product(narrow(weights, P), z, gradient, P)
-    else:
-        gradient = product(p, u, gradient, P)
-        gradient = product(p * (centred * b), z, gradient, P)
-    return gradient, largest
 
 
 @kernel
@@ -393,37 +300,90 @@ def _keys_kernel(
     P: tl.constexpr,
 ):
     """`readers` are the `count` sets of queries that read each matrix of keys."""
-    KEYS: tl.constexpr = P.keys
-    DIMS: tl.constexpr = P.dims
-    D: tl.constexpr = P.dim
     split = tl.program_id(0) % splits
     number = tl.program_id(0) // splits
-    per_batch = tl.cdiv(M, KEYS)
+    per_batch = tl.cdiv(M, P.keys)
     batch = (number // per_batch).to(tl.int64)
-    first = (number % per_batch) * KEYS
+    first = (number % per_batch) * P.keys
     key_rows = matrix(keys, key_row, batch)
     unit, most = 1.0, 1.0
     if P.half:
         unit, most = tl.load(keys.unit + batch), tl.load(keys.most + batch)
     k = key_tile(key_rows, first, 0, M, P, P.dims, True)
 
-    cols, dims = first + tl.arange(0, KEYS), tl.arange(0, DIMS)
-    gradient = tl.zeros([KEYS, DIMS], tl.float32)
+    cols, dims, local = first + tl.arange(0, P.keys), tl.arange(0, P.dims), tl.arange(0, P.rows)
+    gradient = tl.zeros([P.keys, P.dims], tl.float32)
     largest = 0.0
     for reader in range(count):
         entry = tl.load(readers + batch * count + reader).to(tl.int64)
         b, of_mask = tl.load(beta + entry), tl.load(mask.numbers + entry)
         pairs = (matrix(mask, mask_row, of_mask), offset)
-        visited, whole, end = _visited_tiles(of_mask, number % per_batch, listed, offset, N, M, P)
-        given = (k, key_rows, first, cols, entry, b, unit, most, operands, pairs, N, M)
+        # How many tiles of queries it visits have no masked pair, and how many there are.
+        if P.mask != "none":
+            tile = of_mask.to(tl.int64) * per_batch + number % per_batch
+            visited = listed.visited + tile * tl.cdiv(N, P.rows)
+            whole, end = tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
+        else:
+            row_tiles = tl.cdiv(N, P.rows)
+            some, full = 0, 0
+            if P.causal:
+                # Rows that end before the first key do not attend to it, rows from the last one on attend to all.
+                some = tl.minimum(tl.maximum(first - offset, 0) // P.rows, row_tiles)
+                full = tl.minimum(tl.cdiv(tl.maximum(first - offset + P.keys - 1, 0), P.rows), row_tiles)
+            whole, end = row_tiles - full, row_tiles - some
         for TAIL in tl.static_range(2):
             # Other splits are the first to have a tile of the next reader.
             begin = (split + reader) % splits
             for place in range(begin + whole if TAIL else begin, end if TAIL else whole, splits):
-                start = _row_start(place, whole, visited, P, TAIL)
-                gradient, largest = _keys_tile(gradient, largest, start, given, P, TAIL)
+                if P.mask != "none":
+                    start = tl.load(visited + place) * P.rows
+                else:
+                    start = (some + place - whole if TAIL else full + place) * P.rows
+                if not P.half:
+                    gradient = gradient * one(M)
+                real = start + local < N
+                inside = real[:, None] & (dims < P.dim)[None, :]
+                at = entry * N + start + local
+                base, places = (entry * N + start) * P.dim, local[:, None] * P.dim + dims[None, :]
+                z = read(operands.state + base + places, inside)
+                u = read(operands.value + base + places, inside)
+                # Rows beyond the last have z = u = 0 and add nothing; nor by a bias of their keys that is large.
+                level = read(operands.shift + at, real)
+                middle = read(operands.centre + at, real)
+                by = tl.zeros([P.rows], tl.float32) + b * LOG2E * unit
+                if P.half:
+                    z_scale = read(operands.state_scale + at, real)
+                    u_scale = read(operands.value_scale + at, real)
+                    by, middle, level = by * z_scale, middle / unit, level - PEAK
+                bias = 0.0
+                if TAIL:
+                    bias = added((start + local)[None, :], cols[:, None], pairs, N, M, P)
+                    bias = tl.where(real[None, :], bias, -INF)
+                z_rows = (z, operands.state + base, local * P.dim, real)
+                u_rows = (u, operands.value + base, local * P.dim, real)
+                scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
+                if P.half:
+                    # Large scores would lose digits to the rounding of z.
+                    rest = read(operands.state_rest + base + places, inside)
+                    scores = product(k, tl.trans(rest), scores, P)
+                p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
+                centred = scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]
+                if P.half:
+                    # Relative to the largest scales of the tile, and to the most that is centred: no operand overflows.
+                    both = u_scale * z_scale * (b * unit)
+                    before = largest
+                    largest = tl.maximum(before, tl.max(tl.maximum(u_scale, both * (0.5 * most)), 0))
+                    share = 1.0 / tl.where(largest > 0.0, largest, 1.0)
+                    gradient = gradient * (before * share)
+                    p = p * (u_scale * share)[None, :]
+                    weights = p * (z_scale * (b * unit))[None, :] * centred
+                    gradient = product(narrow(p, P), u, gradient, P)
+                    gradient = product(narrow(weights, P), z, gradient, P)
+                else:
+                    gradient = product(p, u, gradient, P)
+                    gradient = product(p * (centred * b), z, gradient, P)
     if P.half:
         gradient = gradient * (largest * INVERSE_PEAK)
-    out += split.to(tl.int64) * total + (batch * M + first) * D
-    where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
-    tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])
+    out += split.to(tl.int64) * total + (batch * M + first) * P.dim
+    where = tl.arange(0, P.keys)[:, None] * P.dim + dims[None, :]
+    write(out + where, gradient, (cols < M)[:, None] & (dims < P.dim)[None, :])

@@ -18,6 +18,7 @@ from ..._torch import HALF
 from .. import trust
 from .layout import InMemory, Left, Tiles, alike, tiles
 from .tile import (
+    INF,
     INVERSE_PEAK,
     LN2,
     LOG2E,
@@ -33,9 +34,11 @@ from .tile import (
     one,
     product,
     query_tile,
+    read,
     rest_of,
     scaled,
     scores_of,
+    write,
 )
 
 # What scores are shifted by, and what their exponentials are multiplied with.
@@ -86,55 +89,25 @@ class MaskTiles(NamedTuple):
 @kernel
 def _kinds_kernel(kinds, mask, mask_row: tl.int64, N: tl.int32, M: tl.int32, offset: tl.int32, P: tl.constexpr):
     """Write what the pairs of one tile are."""
-    ROWS: tl.constexpr = P.rows
-    KEYS: tl.constexpr = P.keys
     number = tl.program_id(0)
-    key_tiles = tl.cdiv(M, KEYS)
+    key_tiles = tl.cdiv(M, P.keys)
     row_tiles = 1
     if P.mask_rows or P.causal:
-        row_tiles = tl.cdiv(N, ROWS)
-    rows = number // key_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
+        row_tiles = tl.cdiv(N, P.rows)
+    rows = number // key_tiles % row_tiles * P.rows + tl.arange(0, P.rows)
     real = rows < N
-    cols = number % key_tiles * KEYS + tl.arange(0, KEYS)
+    cols = number % key_tiles * P.keys + tl.arange(0, P.keys)
     pairs = (matrix(mask, mask_row, number // key_tiles // row_tiles), offset)
-    bias = tl.zeros([ROWS, KEYS], tl.float32) + added(rows[:, None], cols[None, :], pairs, N, M, P)
+    bias = tl.zeros([P.rows, P.keys], tl.float32) + added(rows[:, None], cols[None, :], pairs, N, M, P)
     # Rows that do not exist have no say. Keys that do not exist are masked: what loads them must know.
-    some = real[:, None] & (bias != float("-inf"))
+    some = real[:, None] & (bias != -INF)
     whole = ~real[:, None] | (bias == 0.0)
     visited = tl.max(tl.max(some.to(tl.int32), 1), 0)
     unmasked = tl.min(tl.min(whole.to(tl.int32), 1), 0)
-    tl.store(kinds + number, (visited * (1 + unmasked)).to(tl.int8))
+    tl.store(kinds + number, visited * (1 + unmasked))
 
 
 # The kernel.
-
-
-@triton.jit
-def visited_tiles(number, tile, first, local, real, listed, offset, N, M, P: tl.constexpr):
-    """The tiles of keys that a tile of queries visits: their numbers, how many have no masked pair, how many there are.
-
-    Without a mask these are the first ones, and both are counted in keys. number: that of the mask in `MaskTiles`.
-    """
-    KEYS: tl.constexpr = P.keys
-    ROWS: tl.constexpr = P.rows
-    if P.mask != "none":
-        entry = number
-        if P.mask_rows or P.causal:
-            entry = entry * tl.cdiv(N, ROWS) + tile
-        visited = listed.visited + entry.to(tl.int64) * tl.cdiv(M, KEYS)
-        whole = tl.load(listed.counts + 2 * entry)
-        end = tl.load(listed.counts + 2 * entry + 1)
-    else:
-        visited = 0  # Triton before 3.7 returns no None in a tuple
-        whole = (M // KEYS) * KEYS
-        end = M
-        if P.causal:
-            lowest, highest = first, tl.minimum(first + ROWS, N) - 1
-            if P.picked:
-                lowest, highest = tl.min(tl.where(real, local, N), 0), tl.max(tl.where(real, local, -1), 0)
-            whole = tl.minimum(whole, ((lowest + offset + 1) // KEYS) * KEYS)
-            end = tl.minimum(end, highest + offset + 1)
-    return visited, whole, end
 
 
 @triton.jit
@@ -147,21 +120,49 @@ def over_keys(
     KIND: RUNNING takes the largest score for the shift, in half precision less `PEAK`. SHIFTED takes the given one.
         CENTRED takes that too, and multiplies the weights by <v, k_j> - centre.
     """
-    ROWS: tl.constexpr = P.rows
-    DIMS: tl.constexpr = P.dims
     if KIND == RUNNING:
-        shift = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIMS], tl.float32)
+        shift = tl.full([P.rows], -INF, tl.float32)
+    total = tl.zeros([P.rows], tl.float32)
+    sums = tl.zeros([P.rows, P.dims], tl.float32)
     listed, whole, end = visited
     STEP: tl.constexpr = P.keys if P.mask == "none" else 1
-    given = (keys, pairs, rows, N, M)
     for TAIL in tl.static_range(2):
         for place in range(whole if TAIL else 0, end if TAIL else whole, STEP):
             start = place
             if P.mask != "none":
                 start = tl.load(listed + place) * P.keys
-            shift, total, sums = _met(z, by, shift, v, centre, total, sums, start, given, P, KIND, FINE, TAIL)
+            sums = sums * one(M)
+            k = key_tile(keys, start, 0, M, P, P.dims, TAIL)
+            scores = _scores(z, k, keys, start, M, P, FINE, TAIL)
+            bias = 0.0
+            if TAIL:
+                bias = added(rows[:, None], (start + tl.arange(0, P.keys))[None, :], pairs, N, M, P)
+            level = shift
+            if KIND == RUNNING:
+                before = shift
+                if TAIL:
+                    shift = tl.maximum(shift, tl.max(exponents(scores, by[:, None], bias, 0.0), 1))
+                    level = tl.where(shift == -INF, 0.0, shift)
+                else:
+                    # beta > 0, so that the largest score is the scaled largest product.
+                    shift = tl.maximum(shift, tl.max(scores, 1) * by)
+                    level = shift
+                shrink = tl.exp2(before - level)
+                total, sums = total * shrink, sums * shrink[:, None]
+                if P.half:
+                    level -= PEAK
+            if TAIL:
+                weights = tl.exp2(exponents(scores, by[:, None], bias, level[:, None]))
+            else:
+                weights = tl.exp2(tl.fma(scores, by[:, None], -level[:, None]))
+            if KIND == CENTRED:
+                # Centred before they are rounded.
+                weights = weights * (_scores(v, k, keys, start, M, P, FINE, TAIL) - centre[:, None])
+            high = narrow(weights, P)
+            sums = product(high, k, sums, P)
+            if FINE:
+                sums = product(rest_of(weights, high), k, sums, P)
+            total = total + tl.sum(weights, 1)
     return shift, total, sums
 
 
@@ -170,59 +171,6 @@ def _scores(rows, k, keys, start, M, P: tl.constexpr, FINE: tl.constexpr, TAIL: 
     of_rows, rest = rows
     scores = scores_of(of_rows, k, keys, start, M, P, TAIL, False)
     return product(rest, tl.trans(k), scores, P) if FINE else scores
-
-
-@triton.jit
-def _met(
-    z,
-    by,
-    shift,
-    v,
-    centre,
-    total,
-    sums,
-    start,
-    given,
-    P: tl.constexpr,
-    KIND: tl.constexpr,
-    FINE: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    KEYS: tl.constexpr = P.keys
-    keys, pairs, rows, N, M = given
-    sums = sums * one(M)
-    k = key_tile(keys, start, 0, M, P, P.dims, TAIL)
-    scores = _scores(z, k, keys, start, M, P, FINE, TAIL)
-    bias = 0.0
-    if TAIL:
-        bias = added(rows[:, None], (start + tl.arange(0, KEYS))[None, :], pairs, N, M, P)
-    if KIND == RUNNING:
-        before = shift
-        if TAIL:
-            shift = tl.maximum(shift, tl.max(exponents(scores, by[:, None], bias, 0.0), 1))
-            level = tl.where(shift == float("-inf"), 0.0, shift)
-        else:
-            # beta > 0, so that the largest score is the scaled largest product.
-            shift = tl.maximum(shift, tl.max(scores, 1) * by)
-            level = shift
-        shrink = tl.exp2(before - level)
-        total, sums = total * shrink, sums * shrink[:, None]
-        if P.half:
-            level -= PEAK
-    else:
-        level = shift
-    if TAIL:
-        weights = tl.exp2(exponents(scores, by[:, None], bias, level[:, None]))
-    else:
-        weights = tl.exp2(tl.fma(scores, by[:, None], -level[:, None]))
-    if KIND == CENTRED:
-        # Centred before they are rounded.
-        weights = weights * (_scores(v, k, keys, start, M, P, FINE, TAIL) - centre[:, None])
-    high = narrow(weights, P)
-    sums = product(high, k, sums, P)
-    if FINE:
-        sums = product(rest_of(weights, high), k, sums, P)
-    return shift, total + tl.sum(weights, 1), sums
 
 
 class Queries(NamedTuple):
@@ -273,20 +221,39 @@ def _attend_kernel(
     offset: tl.int32,
     P: tl.constexpr,
 ):
-    batch, tile, first, local, dims, real, _ = query_tile(N, left, P)
+    batch, tile, first, local, dims, real, _, _, _ = query_tile(N, left, P)
     if tile == 0:
         tl.store(left.next_counts + 2 * batch + tl.arange(0, 2), 0)
     if not any_of(real):
         return
     number, of_keys = tl.load(mask.numbers + batch), tl.load(keys.numbers + batch)
-    visited = visited_tiles(number, tile, first, local, real, listed, offset, N, M, P)
-    over = (first + local, matrix(keys, key_row, of_keys), (matrix(mask, mask_row, number), offset), visited, N, M)
+    # The numbers of the tiles that are visited, how many of these have no masked pair, and how many they are; without a
+    # mask they are the first ones, and both are counted in keys.
+    if P.mask != "none":
+        entry = number
+        if P.mask_rows or P.causal:
+            entry = entry * tl.cdiv(N, P.rows) + tile
+        visited = listed.visited + entry.to(tl.int64) * tl.cdiv(M, P.keys)
+        whole = tl.load(listed.counts + 2 * entry)
+        end = tl.load(listed.counts + 2 * entry + 1)
+    else:
+        visited = 0  # Triton before 3.7 returns no None in a tuple
+        whole = (M // P.keys) * P.keys
+        end = M
+        if P.causal:
+            lowest, highest = first, tl.minimum(first + P.rows, N) - 1
+            if P.picked:
+                lowest, highest = tl.min(tl.where(real, local, N), 0), tl.max(tl.where(real, local, -1), 0)
+            whole = tl.minimum(whole, ((lowest + offset + 1) // P.keys) * P.keys)
+            end = tl.minimum(end, highest + offset + 1)
+    pairs = (matrix(mask, mask_row, number), offset)
+    over = (first + local, matrix(keys, key_row, of_keys), pairs, (visited, whole, end), N, M)
     unit, most = 1.0, 1.0
     if P.half:
         unit, most = tl.load(keys.unit + of_keys), tl.load(keys.most + of_keys)
     given = (batch * N + first, local, dims, real, tl.load(beta + batch), unit, most, over)
     if P.half and not P.centred:
-        fine = real & (tl.load(left.fine + batch * N + first + local, mask=real, other=0) != 0)
+        fine = real & (read(left.fine + batch * N + first + local, real) != 0)
         if any_of(real & ~fine):
             _write(queries, real & ~fine, given, P, False)
         if any_of(fine):
@@ -313,13 +280,13 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
     start, local, dims, real, b, unit, most, over = given
     at, start, offsets = start + local, start * P.dim, local * P.dim
     whole, inside = start + offsets[:, None] + dims[None, :], real[:, None] & (dims < P.dim)[None, :]
-    z = tl.load(queries.state + whole, mask=inside, other=0.0)
+    z = read(queries.state + whole, inside)
     z_rows, scale = _operands(z, offsets, queries.state + start, real, P)
     by = scale * (b * LOG2E * unit)
     level = tl.load(queries.logsumexp + at, mask=real, other=float("nan"))
     if P.centred:
-        m = tl.load(queries.mean + whole, mask=inside, other=0.0)
-        v = tl.load(queries.vector + whole, mask=inside, other=0.0)
+        m = read(queries.mean + whole, inside)
+        v = read(queries.vector + whole, inside)
         v_rows, size = _operands(v, offsets, queries.vector + start, real, P)
         if FINE:
             centre = tl.sum(m * (v * (1.0 / size)[:, None]), 1) * (1.0 / unit)
@@ -335,9 +302,9 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
             size *= bound
         _, rest, total = over_keys(z_rows, by, level, v_rows, centre, *over, P, CENTRED, FINE)
         # The weights sum to 0 but for the rounding of z and v, which what the keys have in common would amplify.
-        m = tl.load(queries.mean + whole, mask=inside, other=0.0)
+        m = read(queries.mean + whole, inside)
         spread = (total * unit - rest[:, None] * m) * (size * unit)[:, None]
-        tl.store(queries.out + whole, spread, mask=inside & rows[:, None])
+        write(queries.out + whole, spread, inside & rows[:, None])
     else:
         fresh = rows
         if not P.half:
@@ -361,11 +328,11 @@ def _store(sums, total, level, rows, queries, scale, b, unit, at, whole, dims, P
     """Write mean and log-sum-exp of these rows; 0 for those that attend to no key."""
     inside = rows[:, None] & (dims < P.dim)[None, :]
     # Where scores overflow a fused product and sum makes weights of 0 of them.
-    share = tl.where(level < float("inf"), unit / tl.where(total == 0.0, 1.0, total), float("nan"))
+    share = tl.where(level < INF, unit / tl.where(total == 0.0, 1.0, total), float("nan"))
     found = sums * share[:, None]
-    tl.store(queries.mean + whole, found, mask=inside)
+    write(queries.mean + whole, found, inside)
     level = tl.where(total == 0.0, 0.0, (level + tl.log2(total)) * LN2)
     if P.half and not FINE:
         # Read once more: in registers it would be in the way of the loop.
-        level += lost(found, tl.load(queries.state + whole, mask=inside, other=0.0), scale, b, P)
-    tl.store(queries.logsumexp + at, level, mask=rows)
+        level += lost(found, read(queries.state + whole, inside), scale, b, P)
+    write(queries.logsumexp + at, level, rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,9 +78,9 @@ class KernelPlan:
     mask: str
     mask_rows: bool  # whether the mask differs from query to query
     half: bool  # whether operands of products are float16
-    picked: bool  # whether a tile's queries are listed, instead of standing side by side
-    centred: bool  # whether vectors are multiplied by the covariance of the keys, instead of states evaluated
-    fine: bool  # whether operands of those products have a rest; evaluations know of each query
+    picked: bool = False  # whether a tile's queries are listed, instead of standing side by side
+    centred: bool = False  # whether vectors are multiplied by the covariance of the keys, instead of states evaluated
+    fine: bool = False  # whether operands of those products have a rest; evaluations know of each query
 
 
 def largest_dim(dtype: torch.dtype) -> int:
@@ -91,9 +90,7 @@ def largest_dim(dtype: torch.dtype) -> int:
 
 def whole_tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel for a problem that fills them."""
-    keys = problem.keys
-    kind = kernel, keys.dtype in HALF
-    table = EARLIER.get(kind, TILES[kind]) if is_earlier(keys.device) else TILES[kind]
+    table = (EARLIER if is_earlier(problem.keys.device) else TILES)[kernel, problem.keys.dtype in HALF]
     return table[min(size for size in table if size >= problem.query.shape[-1])]
 
 
@@ -103,22 +100,24 @@ def is_earlier(device: torch.device) -> bool:
 
 def step_tiles(problem: Attention) -> Tiles:
     """The queries of a program that makes a step."""
-    rows, dims = problem.query.shape[-2], max(SMALLEST_TILE, 1 << (problem.query.shape[-1] - 1).bit_length())
-    return Tiles(min(STEP_NUMBERS // dims, fitting(rows, 64)), SMALLEST_TILE, 4, 1)
+    rows = min(STEP_NUMBERS // padded_dim(problem), fitting(problem.query.shape[-2], 64))
+    return Tiles(rows, SMALLEST_TILE, 4, 1)
 
 
 def tiles(kernel: str, problem: Attention) -> Tiles:
     """The tiles of a kernel, no larger than the problem."""
     rows, chosen = problem.query.shape[-2], whole_tiles(kernel, problem)
-    fit = chosen._replace(rows=fitting(rows, chosen.rows), keys=fitting(problem.keys.shape[-2], chosen.keys))
-    # Small tiles do not keep many warps busy.
-    small = fit.rows < chosen.rows or fit.keys < chosen.keys
-    return fit._replace(warps=min(fit.warps, 4)) if small else fit
+    return chosen._replace(rows=fitting(rows, chosen.rows), keys=fitting(problem.keys.shape[-2], chosen.keys))
 
 
 def fitting(size: int, most: int) -> int:
     """The side of a tile for so many rows or columns."""
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
+
+
+def padded_dim(problem: Attention) -> int:
+    """The head dimension up to a power of two."""
+    return fitting(problem.query.shape[-1], largest_dim(problem.keys.dtype))
 
 
 def lists(problem: Attention, chosen: Tiles) -> bool:
@@ -129,27 +128,6 @@ def lists(problem: Attention, chosen: Tiles) -> bool:
 def alike(problem: Attention) -> bool:
     """Whether the queries of a set attend to the same keys."""
     return problem.first is None and (problem.pairs is None or problem.pairs.shape[-2] == 1)
-
-
-def plan(
-    problem: Attention, chosen: Tiles, picked: bool = False, centred: bool = False, fine: bool = False
-) -> KernelPlan:
-    mask, dim = problem.pairs, problem.query.shape[-1]
-    dims = max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
-    return KernelPlan(
-        rows=chosen.rows,
-        keys=chosen.keys,
-        dims=dims,
-        dim=dim,
-        part=min(dims, chosen.part or dims),
-        causal=problem.first is not None,
-        mask="none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
-        mask_rows=mask is not None and mask.shape[-2] > 1,
-        half=problem.keys.dtype in HALF,
-        picked=picked,
-        centred=centred,
-        fine=fine,
-    )
 
 
 class Matrices(NamedTuple):
@@ -189,15 +167,12 @@ class InMemory(NamedTuple):
     @classmethod
     def of(cls, problem: Attention) -> InMemory:
         *lead, _, _ = problem.query.shape
-        mask = problem.pairs
-        if problem.keys.dtype in HALF:
-            operands, unit, most = in_float16(problem)
-            keys = Matrices.of(operands, lead)._replace(unit=unit, most=most)
-        else:
-            keys = Matrices.of(in_rows(problem.keys), lead)
+        half, mask = problem.keys.dtype in HALF, problem.pairs
+        operands, unit, most = in_float16(problem) if half else (in_rows(problem.keys), None, None)
+        keys = Matrices.of(operands, lead)._replace(unit=unit, most=most)
         if mask is not None:
             # Sets that share a mask are told of its tiles once.
-            own = mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-2])]
+            own = written_once(mask)
             mask = in_rows(own.expand(*own.shape[:-1], problem.keys.shape[-2]))
         numbers = torch.empty(2, *lead, dtype=torch.float32, device=problem.query.device)
         for out, given in zip(numbers, problem[2:4], strict=True):
@@ -216,22 +191,34 @@ class InMemory(NamedTuple):
         rows, count, first = self.problem.query.shape[-2], self.problem.keys.shape[-2], self.problem.first
         return rows, count, 0 if first is None else min(first, count)
 
-    def launch(self, kernel: Any, programs: int, chosen: Tiles, *arguments: object, **options: Any) -> None:
-        """Run a kernel with the tiles `chosen` in so many programs; the options are those of `plan`."""
+    def launch(self, kernel: Any, programs: int, chosen: Tiles, *arguments: object, **options: bool) -> None:
+        """Run a kernel with the tiles `chosen` in so many programs; the options are the last ones of `KernelPlan`."""
+        mask, dims = self.problem.pairs, padded_dim(self.problem)
+        plan = KernelPlan(
+            rows=chosen.rows,
+            keys=chosen.keys,
+            dims=dims,
+            dim=self.problem.query.shape[-1],
+            part=min(dims, chosen.part or dims),
+            causal=self.problem.first is not None,
+            mask="none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
+            mask_rows=mask is not None and mask.shape[-2] > 1,
+            half=self.problem.keys.dtype in HALF,
+            **options,
+        )
+        compiled = {"num_warps": chosen.warps, "num_stages": chosen.stages, "maxnreg": chosen.registers}
         with on_device(self.beta.device):
-            kernel[(programs,)](
-                *arguments,
-                plan(self.problem, chosen, **options),
-                num_warps=chosen.warps,
-                num_stages=chosen.stages,
-                maxnreg=chosen.registers,
-                enable_fp_fusion=True,
-            )
+            kernel[(programs,)](*arguments, plan, **compiled, enable_fp_fusion=True)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which kernels are launched on a device, which need not be the current CUDA device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def written_once(tensor: Tensor) -> Tensor:
+    """The matrices of a tensor without the copies that it shows of each."""
+    return tensor[tuple(slice(1 if step == 0 else None) for step in tensor.stride()[:-2])]
 
 
 def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +228,7 @@ def in_float16(problem: Attention) -> tuple[Tensor, Tensor, Tensor]:
     their digits, and smaller ones are known to 2^-40 times that.
     """
     keys = problem.keys.resolve_neg()
-    own = keys[tuple(slice(1 if step == 0 else None) for step in keys.stride()[:-2])]
+    own = written_once(keys)
     size, used = torch.linalg.vector_norm(own, torch.inf, -1), attended(problem, own.shape[:-1])
     size = size if used is None else size.where(used, 0.0)
     peak = (size.amax(-1) if size.shape[-1] else size.sum(-1)).float()
@@ -289,7 +276,7 @@ def in_rows(tensor: Tensor) -> Tensor:
     near = column == 1 or tensor.shape[-1] == 1, row < FAR or tensor.shape[-2] == 1
     if tensor.data_ptr() % ALIGNMENT == 0 and all(step % unit == 0 for step in steps) and all(near):
         return tensor
-    own = tensor[tuple(slice(1 if step == 0 else None) for step in lead)]
+    own = written_once(tensor)
     return rows_like(own, own.dtype).copy_(own).expand(tensor.shape)
 
 
@@ -365,8 +352,3 @@ class Left:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record(torch.cuda.current_stream(counts.device))
         return True
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on the CPU: the variable must be set before Triton is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

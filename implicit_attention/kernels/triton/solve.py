@@ -17,7 +17,7 @@ from .. import rule, trust
 from ..problem import FLOOR, Attention, FusedRule, Solved
 from .attend import OverKeys
 from .layout import InMemory, Left, counted, in_order, step_tiles
-from .tile import SMALLEST_NORMAL, UNFINISHED, any_of, kernel, power_of_two, query_tile
+from .tile import INF, SMALLEST_NORMAL, UNFINISHED, any_of, kernel, power_of_two, query_tile, read, write
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -101,7 +101,7 @@ def note(still, end, local, batch, N, left, P: tl.constexpr):
     if P.picked:
         if end:
             place = N - 1 - place
-        tl.store(left.next_order + batch * N + place, local, mask=still)
+        write(left.next_order + batch * N + place, local, still)
 
 
 @kernel
@@ -122,28 +122,26 @@ def _step_kernel(
     P: tl.constexpr,
 ):
     """From the evaluation at a point to the next point; the answer holds the last accepted one and its evaluation."""
-    D: tl.constexpr = P.dim
-    batch, _, first, local, dims, real, inside = query_tile(N, left, P)
+    batch, _, first, local, _, real, at, whole, inside = query_tile(N, left, P)
     if not any_of(real):
         return
-    at, whole = batch * N + first + local, (batch * N + first) * D + local[:, None] * D + dims[None, :]
     b, a = tl.load(beta + batch), tl.load(anchor + batch)
     # Before there is an accepted point, and without an anchor, nothing is read, so that NaN there does not matter.
     index = local * 0 + step
     known, anchored = real & (index >= plain_steps), inside & (local * 0.0 + a != 0.0)[:, None]
     based = inside & known[:, None]
-    z = tl.load(course.point + whole, mask=inside, other=0.0)
-    m = tl.load(course.mean + whole, mask=inside, other=0.0)
-    ax = a * tl.load(course.field + whole, mask=anchored, other=0.0)
-    base_m = tl.load(answer.mean + whole, mask=based, other=0.0)
-    dz = z - tl.load(answer.state + whole, mask=based, other=0.0)
-    level = tl.load(course.logsumexp + at, mask=real, other=0.0)
-    before = tl.load(course.energy + at, mask=known, other=0.0)
-    residual_before = tl.load(answer.residual + at, mask=real & (index > 0), other=0.0)
-    tried = tl.load(course.tried + at, mask=known, other=0) != 0
+    z = read(course.point + whole, inside)
+    m = read(course.mean + whole, inside)
+    ax = a * read(course.field + whole, anchored)
+    base_m = read(answer.mean + whole, based)
+    dz = z - read(answer.state + whole, based)
+    level = read(course.logsumexp + at, real)
+    before = read(course.energy + at, known)
+    residual_before = read(answer.residual + at, real & (index > 0))
+    tried = read(course.tried + at, known) != 0
     fine = real
     if P.half:
-        fine = real & (tl.load(left.fine + at, mask=real, other=0) != 0)
+        fine = real & (read(left.fine + at, real) != 0)
     tl.debug_barrier()  # every thread has read what another may write
 
     f = ax + (1.0 - a) * m
@@ -151,7 +149,7 @@ def _step_kernel(
     dr = df - dz
     residual, size = length(r), length(f)
     tolerance = atol + rtol * size
-    finite = (residual < float("inf")) & (tolerance < float("inf"))
+    finite = (residual < INF) & (tolerance < INF)
     energy = tl.sum(z * (0.5 * z - ax), 1) - (1.0 - a) / b * level
     # -grad E = r.
     trapezoid, across, turned = tl.sum((r - 0.5 * dr) * dz, 1), tl.sum(dr * r, 1), tl.sum(dr * dr, 1)
@@ -167,27 +165,27 @@ def _step_kernel(
     broken = accepted & ~finite
     still = real & ~solved & ~broken & (index < max_steps)
     end = tl.where(broken, tl.where(index > 0, DIVERGED, NONFINITE), tl.where(still, UNFINISHED, exhausted))
-    tl.store(left.status + at, tl.where(solved, CONVERGED, end).to(tl.int8), mask=real)
-    tl.store(answer.num_evals + at, index + 1, mask=real)
-    write = real & accepted & (finite | (index == 0))
-    tl.store(answer.state + whole, tl.where(finite[:, None], z, float("nan")), mask=inside & write[:, None])
-    tl.store(answer.mean + whole, m, mask=inside & write[:, None])
-    tl.store(answer.logsumexp + at, level, mask=write)
-    tl.store(answer.residual + at, residual, mask=write)
-    tl.store(answer.tolerance + at, tolerance, mask=write)
-    tl.store(answer.num_steps + at, index, mask=write)
-    tl.store(course.energy + at, energy, mask=write)
-    tl.store(course.tried + at, tries.to(tl.int8), mask=real)
+    write(left.status + at, tl.where(solved, CONVERGED, end), real)
+    write(answer.num_evals + at, index + 1, real)
+    better = real & accepted & (finite | (index == 0))
+    write(answer.state + whole, tl.where(finite[:, None], z, float("nan")), inside & better[:, None])
+    write(answer.mean + whole, m, inside & better[:, None])
+    write(answer.logsumexp + at, level, better)
+    write(answer.residual + at, residual, better)
+    write(answer.tolerance + at, tolerance, better)
+    write(answer.num_steps + at, index, better)
+    write(course.energy + at, energy, better)
+    write(course.tried + at, tries, real)
     plain = ax + (1.0 - a) * tl.where(accepted[:, None], m, base_m)
     fast = z + by_r[:, None] * r - by_df[:, None] * df
-    tl.store(course.point + whole, tl.where(tries[:, None], fast, plain), mask=inside & still[:, None])
+    write(course.point + whole, tl.where(tries[:, None], fast, plain), inside & still[:, None])
     if P.half:
         # Only fine residuals are true. The next one may be within the tolerance if it shrinks as this one did.
         near = (residual <= tl.maximum(tolerance, ROUNDING * size)) | (
             residual * (residual / residual_before) <= tolerance
         )
         fine = fine | (accepted & near) | (index >= PATIENCE) | (index + 1 >= max_steps)
-        tl.store(left.fine + at, fine.to(tl.int8), mask=real)
+        write(left.fine + at, fine, real)
         note(still & fine, 1, local + first, batch, N, left, P)
         still = still & ~fine
     note(still, 0, local + first, batch, N, left, P)

@@ -15,12 +15,11 @@ from torch import Tensor
 from ...solution import Status
 from ..step import Step, StepMemory
 from .layout import PART, on_device
-from .tile import kernel
+from .tile import INF, kernel, read, write
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
 NONFINITE = tl.constexpr(int(Status.NONFINITE))
-INF = tl.constexpr(float("inf"))
 # Of each part: the sum of squares, the largest number, and the sum of squares in units of that, of r and of f.
 SIZES = tl.constexpr(6)
 
@@ -78,37 +77,37 @@ def _measure_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     local = part * PART + tl.arange(0, PART)
     inside, at = local < n, row * n + local
-    here = tl.load(z + at, mask=inside, other=0.0)
-    image = tl.load(f + at, mask=inside, other=0.0)
+    here = read(z + at, inside)
+    image = read(f + at, inside)
     r = image - here
-    tl.store(old.r + at, r, mask=inside)
+    write(old.r + at, r, inside)
     out = sums + (row * parts + part) * (SIZES + 3 * M)
     _sizes(r, out)
     _sizes(image, out + 3)
     if M > 0:  # noqa: SIM102 - a constant and a number
         if (number > 0) & (tl.load(old.active + row) != 0):
             slot = tl.load(old.counts + 2 * row + 1) % M
-            dr = r - tl.load(old.last_r + at, mask=inside, other=0.0)
-            df = here - tl.load(old.last_z + at, mask=inside, other=0.0) + dr
-            tl.store(old.dr + (row * M + slot) * n + local, dr, mask=inside)
-            tl.store(old.df + (row * M + slot) * n + local, df, mask=inside)
+            dr = r - read(old.last_r + at, inside)
+            df = here - read(old.last_z + at, inside) + dr
+            write(old.dr + (row * M + slot) * n + local, dr, inside)
+            write(old.df + (row * M + slot) * n + local, df, inside)
             for other in tl.static_range(M):
                 base = (row * M + other) * n + local
-                earlier = tl.where(other == slot, dr, tl.load(old.dr + base, mask=inside, other=0.0))
-                change = tl.where(other == slot, df, tl.load(old.df + base, mask=inside, other=0.0))
+                earlier = tl.where(other == slot, dr, read(old.dr + base, inside))
+                change = tl.where(other == slot, df, read(old.df + base, inside))
                 tl.store(out + SIZES + 3 * other, tl.sum(dr * earlier, 0))
                 tl.store(out + SIZES + 3 * other + 1, tl.sum(earlier * r, 0))
                 tl.store(out + SIZES + 3 * other + 2, tl.max(tl.abs(change), 0))
 
 
 @triton.jit
-def _length(numbers, real, WIDTH, tiny, eps):
+def _length(numbers, real, tiny, eps):
     """The length of a row from the sizes of its parts; squares neither overflow nor underflow."""
-    square = tl.sum(tl.load(numbers, mask=real, other=0.0), 0)
-    peaks = tl.load(numbers + 1, mask=real, other=0.0)
+    square = tl.sum(read(numbers, real), 0)
+    peaks = read(numbers + 1, real)
     peak = tl.max(peaks, 0)
     part = peaks / tl.where(peak > 0, peak, 1.0)
-    scaled = peak * tl.sqrt(tl.sum(tl.load(numbers + 2, mask=real, other=0.0) * part * part, 0))
+    scaled = peak * tl.sqrt(tl.sum(read(numbers + 2, real) * part * part, 0))
     plain = tl.sqrt(square)
     ordinary = (square >= tiny / eps) & (square < INF)
     # Where there is a NaN, the square is one.
@@ -152,8 +151,8 @@ def _advance_kernel(
     one = tl.sum((some == 0).to(tl.int32), 0).to(kind)
     rtol, atol, growth = (rtol * one).to(kind), (atol * one).to(kind), (growth * one).to(kind)
     ridge, eps, tiny = (ridge * one).to(kind), (eps * one).to(kind), (tiny * one).to(kind)
-    residual = _length(numbers, real, WIDTH, tiny, eps)
-    size = _length(numbers + 3, real, WIDTH, tiny, eps)
+    residual = _length(numbers, real, tiny, eps)
+    size = _length(numbers + 3, real, tiny, eps)
     tolerance = atol + rtol * size
     active = tl.load(old.active + row) != 0
     best, last_residual = tl.load(old.best_residual + row), tl.load(old.last_residual + row)
@@ -166,42 +165,42 @@ def _advance_kernel(
     better = active & accepted & ((fixed != 0) | (number == 0) | (residual < best) | converged)
     still = active & ~(accepted & (converged | ~finite))
 
-    here = tl.load(z + at, mask=inside, other=0.0)
-    kept = tl.load(old_value + at, mask=inside, other=0.0)
+    here = read(z + at, inside)
+    kept = read(old_value + at, inside)
     # What is not finite from the start is NaN, loudly.
     start = tl.where((number == 0) & ~(residual < INF), float("nan"), here)
     kept = tl.where(better, start, kept)
-    tl.store(value + at, kept, mask=inside)
+    write(value + at, kept, inside)
     usable = accelerated & False
     if M > 0:
-        r = tl.load(old.r + at, mask=inside, other=0.0)
+        r = read(old.r + at, inside)
         moved = still & accepted
         made, valid = tl.load(old.counts + 2 * row + 1), tl.load(old.counts + 2 * row)
         made = tl.where(moved & (number > 0), made + 1, made)
         valid = tl.where(moved & (number > 0), tl.minimum(valid + 1, M), valid)
         valid = tl.where(accepted, valid, 0)
-        base_z = tl.where(accepted, here, tl.load(old.last_z + at, mask=inside, other=0.0))
-        base_r = tl.where(accepted, r, tl.load(old.last_r + at, mask=inside, other=0.0))
+        base_z = tl.where(accepted, here, read(old.last_z + at, inside))
+        base_r = tl.where(accepted, r, read(old.last_r + at, inside))
         if still:
-            tl.store(old.last_z + at, base_z, mask=inside)
-            tl.store(old.last_r + at, base_r, mask=inside)
+            write(old.last_z + at, base_z, inside)
+            write(old.last_r + at, base_r, inside)
         # Changes by their age, newest first.
         age = tl.arange(0, SLOTS)
         slots = (made - 1 - age + 2 * M) % M
         used = age < valid
         each = real[:, None] & used[None, :]
         found = numbers[:, None] + SIZES + 3 * slots[None, :]
-        products = tl.sum(tl.load(found, mask=each, other=0.0), 0)
-        rest = tl.sum(tl.load(found + 1, mask=each, other=0.0), 0)
-        largest = tl.max(tl.load(found + 2, mask=each, other=0.0), 0)
+        products = tl.sum(read(found, each), 0)
+        rest = tl.sum(read(found + 1, each), 0)
+        largest = tl.max(read(found + 2, each), 0)
         i, j = age[:, None], age[None, :]
         places = row * M * M + slots[:, None] * M + slots[None, :]
         pairs = used[:, None] & used[None, :]
-        gram = tl.load(old.gram + places, mask=pairs & (i > 0) & (j >= i), other=0.0)
+        gram = read(old.gram + places, pairs & (i > 0) & (j >= i))
         # Of two changes the newer one has the row.
         gram = tl.where(pairs, tl.where(i == 0, products[None, :], gram), 0.0)
         if part == 0:
-            tl.store(new.gram + places, gram, mask=pairs & (j >= i))
+            write(new.gram + places, gram, pairs & (j >= i))
             tl.store(new.counts + 2 * row, valid)
             tl.store(new.counts + 2 * row + 1, made)
         weights = _least_squares(gram, rest, age, valid, ridge, eps, tiny, M)
@@ -209,21 +208,21 @@ def _advance_kernel(
         for k in tl.static_range(M):
             weight = tl.sum(tl.where(age == k, weights, 0.0), 0)
             at_k = row * M * n + tl.sum(tl.where(age == k, slots, 0), 0) * n + local
-            step -= weight * tl.load(old.df + at_k, mask=inside & (local * 0 + valid > k), other=0.0)
+            step -= weight * read(old.df + at_k, inside & (local * 0 + valid > k))
             bound += tl.abs(weight) * tl.sum(tl.where(age == k, largest, 0.0), 0)
         usable = still & (mixes != 0) & (valid > 0) & (bound + residual < INF)
         following = base_z + tl.where(usable, step, base_r)
     else:
-        following = tl.load(f + at, mask=inside, other=0.0)
+        following = read(f + at, inside)
     # Others may read the state that is returned for a finished row.
     ended = tl.where((kept == kept) & (tl.abs(kept) < INF), kept, 0.0)
-    tl.store(to + at, tl.where(still, following, ended), mask=inside)
+    write(to + at, tl.where(still, following, ended), inside)
     if part == 0:
         tl.store(old.residual + row, residual)
         tl.store(old.tolerance + row, tolerance)
-        tl.store(new.active + row, still.to(tl.int8))
+        tl.store(new.active + row, still)
         tl.store(new.best_residual + row, tl.where(better, residual, best))
-        tl.store(new.accelerated + row, tl.where(still, usable, accelerated).to(tl.int8))
+        tl.store(new.accelerated + row, tl.where(still, usable, accelerated))
         tl.store(new.last_residual + row, tl.where(still & accepted, residual, last_residual))
         if better:
             tl.store(old.best_tolerance + row, tolerance)
@@ -233,7 +232,7 @@ def _advance_kernel(
             if accepted & converged:
                 tl.store(old.status + row, CONVERGED)
             if accepted & ~finite:
-                tl.store(old.status + row, tl.where(number == 0, NONFINITE, DIVERGED).to(tl.int8))
+                tl.store(old.status + row, tl.where(number == 0, NONFINITE, DIVERGED))
 
 
 @triton.jit

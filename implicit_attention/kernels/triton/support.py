@@ -6,6 +6,7 @@ Only what runs a kernel imports Triton.
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..._torch import HALF
 from ...linear import GMRES
 from ...solution import Status
-from ..problem import FINEST, FLOOR, RTOL, AdjointAnswer, AdjointRule, Attention, FusedRule, Solved
+from ..problem import FINEST, FLOOR, RTOL, Attention, FusedRule
 from ..trust import (
     CHECK_STEPS,
     Errors,
@@ -29,7 +30,6 @@ from .layout import (
     PART,
     TILES,
     fitting,
-    interpreted,
     largest_dim,
     lists,
     step_tiles,
@@ -66,12 +66,15 @@ def absent(device: torch.device) -> str | None:
     """Why Triton kernels do not run on a device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install it (`pip install triton`) or use impl='auto'"
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='auto'"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='auto'"
-    return None
+    if device.type == "cuda":
+        if (capability := torch.cuda.get_device_capability(device)) >= LEAST_CAPABILITY:
+            return None
+        has = ".".join(map(str, capability))
+        return f"Triton kernels need compute capability 8.0 or more, this device has {has}; use impl='auto'"
+    # The interpreter runs kernels on the CPU: the variable must be set before Triton is imported.
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
+        return None
+    return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='auto'"
 
 
 # As by `torch.compiler.assume_constant_result`, which would import the compiler.
@@ -94,17 +97,20 @@ class StepVariant(NamedTuple):
 def step_variant(z: Tensor, event: int, history: int) -> StepVariant | None:
     """The kernels for states of so many numbers, and for so many changes that are mixed; None where there are none."""
     fits = absent(z.device) is None and 0 < event <= LONGEST_ROW
-    return StepVariant(z.dtype, history, 1 << (-(-event // PART) - 1).bit_length()) if fits else None
+    return StepVariant(z.dtype, history, _parts(event)) if fits else None
+
+
+def _parts(event: int) -> int:
+    """The parts of a row of so many numbers, up to a power of two."""
+    return 1 << (-(-event // PART) - 1).bit_length()
 
 
 def step_errors(variant: StepVariant, device: torch.device) -> Errors:
     """Solve a small problem with rows of as many parts, and compare what it says of its answers with measurements."""
     from .step import TritonStep
 
-    shift = normal((3, PART * (variant.parts - 1) + 5), seed=0)
     rule = FusedRule(RTOL[variant.dtype], 0.0, CHECK_STEPS, plain_steps=2)
-    given = shift.to(device, variant.dtype)
-    z = given
+    given = z = normal((3, PART * (variant.parts - 1) + 5), seed=0).to(device, variant.dtype)
     step = TritonStep(rule, variant.history, 0.0, 20.0, z, torch.ones(3, dtype=torch.bool, device=device))
     for number in range(rule.max_steps + 1):
         z = step(z, given + torch.tanh(z.flip(-1)) / 2, number)
@@ -146,7 +152,7 @@ def gmres_variant(residual: Tensor, steps: int) -> GMRESVariant | None:
     side = 1 << steps.bit_length()
     if not 0 < n <= LONGEST_ROW or residual.numel() >= 2**31 or rows * side**2 > max(FEW, residual.numel() * side):
         return None
-    return GMRESVariant(residual.dtype, 1 << (-(-n // PART) - 1).bit_length(), side)
+    return GMRESVariant(residual.dtype, _parts(n), side)
 
 
 def gmres_errors(variant: GMRESVariant, device: torch.device) -> Errors:
@@ -227,16 +233,16 @@ def variant(record: Attention, kernels: tuple[str, ...]) -> TritonVariant:
 
 
 def _solve(record: Attention, chosen: TritonVariant) -> Errors:
-    return solve_errors(_small(record, chosen, "evaluate"), _solved)
+    from .solve import solve
+
+    return solve_errors(_small(record, chosen, "evaluate"), solve)
 
 
 def _adjoint(record: Attention, chosen: TritonVariant) -> Errors:
     from .adjoint import solve_adjoint
+    from .solve import solve
 
-    def solved(record: Attention, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
-        return solve_adjoint(record, state, g, there.mean, there.logsumexp, stop)
-
-    return adjoint_errors(_small(record, chosen, "evaluate", "product", "keys"), _solved, solved)
+    return adjoint_errors(_small(record, chosen, "evaluate", "product", "keys"), solve, solve_adjoint)
 
 
 #: Operation -> its check, and the kernels whose tiles it is made of.
@@ -268,9 +274,3 @@ def _small(record: Attention, chosen: TritonVariant, *kernels: str) -> Attention
     if small.first is not None and many:
         small = small._replace(first=3 * most)
     return small
-
-
-def _solved(small: Attention, initial: Tensor, stop: FusedRule) -> Solved:
-    from .solve import solve
-
-    return solve(small, initial, stop)

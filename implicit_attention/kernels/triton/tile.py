@@ -18,6 +18,7 @@ from .layout import UNFINISHED as _UNFINISHED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
 ALIGNMENT = tl.constexpr(_ALIGNMENT)
 UNFINISHED = tl.constexpr(_UNFINISHED)
 # Biases below this, but for -inf, would become -inf in units of log 2.
@@ -44,6 +45,18 @@ def kernel(function: Any) -> Any:
 
 
 @triton.jit
+def read(at, there):
+    """The numbers at these places, and 0 where there are none."""
+    return tl.load(at, mask=there, other=0)
+
+
+@triton.jit
+def write(at, numbers, there):
+    """Write the numbers at these places, where there are such, in the dtype of what is there."""
+    tl.store(at, numbers, mask=there)
+
+
+@triton.jit
 def matrix(given, row, number):
     """The matrix of this number: a pointer, and the step from row to row, with what the compiler is to know of both."""
     # It sees that products have this factor; `tl.multiple_of` does not outlast the inlining of functions.
@@ -53,32 +66,32 @@ def matrix(given, row, number):
 
 @triton.jit
 def query_tile(N, left, P: tl.constexpr):
-    """The tile of queries of this program: entry of the batch (int64), number, first row, indices, which are left.
+    """The tile of queries of this program.
 
-    They are listed, or stand side by side, and a status says which are left.
+    Entry of the batch (int64), number, first row, indices, dimensions, and which queries are left: they are listed, or
+    stand side by side, and a status says it. Then where numbers of queries are, where rows of numbers, and which count.
     """
-    ROWS: tl.constexpr = P.rows
-    DIMS: tl.constexpr = P.dims
-    per_batch = tl.cdiv(N, ROWS)
+    per_batch = tl.cdiv(N, P.rows)
     if P.picked:
         per_batch += 1  # as a tile has queries of one part of the list
     batch = (tl.program_id(0) // per_batch).to(tl.int64)
     tile = tl.program_id(0) % per_batch
     if P.causal:
         tile = per_batch - 1 - tile  # those with the most keys first
-    first = tile * ROWS
-    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    first = tile * P.rows
+    local, dims = tl.arange(0, P.rows), tl.arange(0, P.dims)
     if P.picked:
         some, others = tl.load(left.counts + 2 * batch), tl.load(left.counts + 2 * batch + 1)
-        behind = first - tl.cdiv(some, ROWS) * ROWS  # among those that are listed from the end
+        behind = first - tl.cdiv(some, P.rows) * P.rows  # among those that are listed from the end
         real = tl.where(behind < 0, first + local < some, behind + local < others)
         place = tl.where(behind < 0, first + local, N - 1 - behind - local)
-        local = tl.load(left.order + batch * N + place, mask=real, other=0)
+        local = read(left.order + batch * N + place, real)
         first = 0
     else:
         real = first + local < N
-        real = real & (tl.load(left.status + batch * N + first + local, mask=real, other=0) == UNFINISHED)
-    return batch, tile, first, local, dims, real, real[:, None] & (dims < P.dim)[None, :]
+        real = real & (read(left.status + batch * N + first + local, real) == UNFINISHED)
+    at, whole = batch * N + first + local, (batch * N + first) * P.dim + local[:, None] * P.dim + dims[None, :]
+    return batch, tile, first, local, dims, real, at, whole, real[:, None] & (dims < P.dim)[None, :]
 
 
 @triton.jit
@@ -91,13 +104,12 @@ def any_of(truth):
 def key_tile(keys, start, begin, M, P: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
     """Rows from `start` on and columns from `begin` on of the `matrix` of keys, zeros beyond the ends."""
     pointer, row = keys
-    KEYS: tl.constexpr = P.keys
-    local, dims = tl.arange(0, KEYS), begin + tl.arange(0, WIDTH)
+    local, dims = tl.arange(0, P.keys), begin + tl.arange(0, WIDTH)
     at = pointer + tl.cast(start, tl.int64) * row + local[:, None] * row + dims[None, :]
     if TAIL:
-        return tl.load(at, mask=(start + local < M)[:, None] & (dims < P.dim)[None, :], other=0.0)
+        return read(at, (start + local < M)[:, None] & (dims < P.dim)[None, :])
     elif P.dim < P.dims:
-        return tl.load(at, mask=(dims < P.dim)[None, :], other=0.0)
+        return read(at, (dims < P.dim)[None, :])
     else:
         return tl.load(at)
 
@@ -127,14 +139,13 @@ def rest_of(x, high):
 @triton.jit
 def scaled(x, P: tl.constexpr):
     """(y, scale) with x = y * scale: in half precision scales are powers of two, rows of y have lengths from 1 to 2."""
-    ROWS: tl.constexpr = P.rows
     if P.half:
         scale = power_of_two(tl.max(tl.abs(x), 1))
         y = x * (1.0 / scale)[:, None]
         more = power_of_two(tl.sqrt(tl.sum(y * y, 1)))
         return y * (1.0 / more)[:, None], scale * more
     else:
-        return x, tl.full([ROWS], 1.0, tl.float32)
+        return x, tl.full([P.rows], 1.0, tl.float32)
 
 
 @triton.jit
@@ -169,7 +180,7 @@ def scores_of(rows, k, keys, start, M, P: tl.constexpr, TAIL: tl.constexpr, TURN
         for begin in range(0, P.dims, P.part):
             dims = begin + tl.arange(0, P.part)
             inside = real[:, None] & (dims < P.dim)[None, :]
-            some = tl.load(pointer + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
+            some = read(pointer + offsets[:, None] + dims[None, :], inside)
             others = key_tile(keys, start, begin, M, P, P.part, TAIL)
             left, right = (others, some) if TURNED else (some, others)
             scores = product(left, tl.trans(right), scores, P)
@@ -195,18 +206,18 @@ def added(rows, cols, pairs, N, M, P: tl.constexpr):
             offsets = cols + rows.to(tl.int64) * row
             inside = inside & (rows < N)
         if P.mask == "boolean":
-            allowed = allowed & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+            allowed = allowed & (read(mask + offsets, inside) != 0)
         else:
-            given = tl.load(mask + offsets, mask=inside, other=0.0).to(tl.float32)
+            given = read(mask + offsets, inside).to(tl.float32)
             bias = tl.where(given < LOWEST_BIAS, LOWEST_BIAS, given) * LOG2E
-            allowed = allowed & (given != float("-inf"))
-    return tl.where(allowed, bias, float("-inf"))
+            allowed = allowed & (given != -INF)
+    return tl.where(allowed, bias, -INF)
 
 
 @triton.jit
 def exponents(scores, by, bias, shift):
     """by * scores + bias - shift, -inf where the bias is, whatever the score."""
-    return tl.where(bias == float("-inf"), bias, tl.fma(scores, by, bias - shift))
+    return tl.where(bias == -INF, bias, tl.fma(scores, by, bias - shift))
 
 
 @triton.jit
