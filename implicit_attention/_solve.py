@@ -66,7 +66,6 @@ from .kernels.problem import (
     FusedRule,
     Impl,
     Solved,
-    carries,
     check_impl,
     mapped,
 )
@@ -607,7 +606,7 @@ def attention_of(problem: Problem, solver: Solver | None, impl: Impl, *, every_s
     elif solver is not None and solver.fused_rule(problem) is None:
         name = type(solver).__name__
         reason = f"there is no kernel for {name} with these options; use Anderson() or Picard(), or impl='auto'"
-    elif not carries(call.query.dtype, call.anchor):
+    elif not _validate.keeps_digits(call.query.dtype, call.anchor):
         digits = f"an anchor of {call.anchor} leaves 1 - anchor no digits in {call.query.dtype}"
         reason = f"{digits}; use impl='auto' or float64"
     elif impl != "auto" and transforms_active():
@@ -897,7 +896,7 @@ def solve_plainly(
         is_masked = call.mask is not None or call.bias is not None or call.first is not None
         if call.query.ndim > native.AXES + 2 or (is_masked and not is_finite(call.keys)):
             return None
-        if not (isinstance(call.anchor, Tensor) or carries(call.query.dtype, call.anchor)):
+        if not (isinstance(call.anchor, Tensor) or _validate.keeps_digits(call.query.dtype, call.anchor)):
             return None
         if library.found()[0] is None:
             library.warn_once()
@@ -937,7 +936,7 @@ def _solved_in_half(call: Attention, initial: Tensor, rule: FusedRule, impl: Imp
     # Other starts are refused where problems are checked.
     if initial.dtype not in (torch.float32, *HALF) or initial.device != call.keys.device or initial.numel() == 0:
         return None
-    if initial.shape != call.query.shape or not carries(torch.float32, call.anchor):
+    if initial.shape != call.query.shape or not _validate.keeps_digits(torch.float32, call.anchor):
         return None
     if call.bias is not None and is_differentiated(call.bias):
         return None

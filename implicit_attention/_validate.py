@@ -274,6 +274,13 @@ def inside(value: _Number, **limits: Unpack[Limits]) -> _Number:
     return torch.where(_within(value, **limits), value, torch.nan)  # type: ignore[return-value]
 
 
+def keeps_digits(dtype: torch.dtype, anchor: float | Tensor) -> bool:
+    """Whether an anchor that is rounded to `dtype`, as the operations read it, leaves 1 - anchor four digits."""
+    if isinstance(anchor, Tensor) or dtype == torch.float64 or anchor == 1:
+        return True
+    return 1 - anchor >= 1e4 * torch.finfo(torch.float32).eps
+
+
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
     """Raise for a tensor that has a shape but no numbers."""
     if is_fake(tensor):

@@ -152,8 +152,8 @@ class AnchoredEnergy(Anchored, Energy):
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
-        found = self.potential._about_origin()
-        if found is None:
+        known = type(self.potential)._about_origin is not Potential._about_origin
+        if not known or (found := self.potential._about_origin()) is None:
             return None
         clone = copy.copy(self)
         clone.potential, clone.field = found[0], self.field - found[1]

@@ -30,7 +30,7 @@ from ..failure import (
 from ..linear import CG
 from ..linear.base import adjoint_rtol
 from ..solution import Record
-from .problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, FusedRule, Impl, Solved, carries, check_impl
+from .problem import MAX_STEPS, SOLVE_RTOL, AdjointAnswer, Attention, FusedRule, Impl, Solved, check_impl
 from .trust import captures
 
 _PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
@@ -378,7 +378,9 @@ def _checked(
             number = _validate.inside(number, **limits).to(wide)
         elif name == "anchor":
             required = f"leave 1 - anchor its digits in {wide}"
-            _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
+            _validate.require(
+                _validate.keeps_digits(wide, number), name, required, number, "pass float64 tensors, or 1"
+            )
         numbers.append(number)
     if mask is not None:
         pairs = (*query.shape[:-1], keys.shape[-2])

@@ -137,13 +137,6 @@ def mapped(record: Attention, function: Callable[[Tensor], Tensor]) -> Attention
     return Attention(*(function(t) if isinstance(t, Tensor) else t for t in record))  # type: ignore[arg-type]
 
 
-def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
-    """Whether an anchor that is rounded to `dtype`, as the operations read it, leaves 1 - anchor four digits."""
-    if isinstance(anchor, Tensor) or dtype == torch.float64 or anchor == 1:
-        return True
-    return 1 - anchor >= 1e4 * torch.finfo(torch.float32).eps
-
-
 class AdjointRule(NamedTuple):
     """Tolerance of |g - A u| <= rtol |g| and the largest number of products A p."""
 
