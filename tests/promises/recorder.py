@@ -381,11 +381,10 @@ def watch():
             if plain and (name[0] != "_" or operator) and name not in ("forward", "extra_repr"):
                 setattr(kind, name, watch_function(None, member, name))
     PUBLIC.update({id(each): PUBLIC[key] for key, each in functions.items()})
-    for module, several in lists.read("names").items():
-        for name in several:
-            value = lists.value_at(f"{module}.{name}")
-            if id(value) in functions:
-                setattr(sys.modules[module], name, functions[id(value)])
+    for path, value in VALUES.items():
+        module, _, name = path.rpartition(".")
+        if id(value) in functions and module in sys.modules:
+            setattr(sys.modules[module], name, functions[id(value)])
     WATCHED.append(functions)
 
 

@@ -2,7 +2,11 @@
 
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import lists
 import pytest
@@ -115,3 +119,14 @@ def test_every_public_name_refuses_something_or_is_known_to_refuse_nothing():
     for path, value in lists.listed():
         known = path in silent or refusals.reason(value) or ".testing." in path
         assert path in doors or known, f"{path}: record a refusal, or say in silent.json why there is none"
+
+
+@pytest.mark.nightly
+def test_refusals_are_recorded(tmp_path):
+    file, root = tmp_path / "records.jsonl", Path(__file__).parents[2]
+    named = {"REFUSALS": str(file), "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}"}
+    asked = ["-n", "0", "-p", "recorder", "tests/test_options.py", "-k", "keep_their_checks"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *asked], cwd=root, env=os.environ | named, text=True)
+    assert done.returncode == 0
+    rows = map(json.loads, file.read_text().splitlines())
+    assert "`history` must be >= 1, got 0" in {row["message"] for row in rows}
