@@ -331,7 +331,7 @@ class Looks:
 
     def __init__(self, every: int, active: Tensor, residual: Tensor, tolerance: Tensor) -> None:
         self.every, self.due = every, math.inf if every == 0 else int(every > 1)
-        self._step, self._needed, self._ratios = 0, math.inf, (residual / tolerance).detach()
+        self._step, self._needed, self._ratios = 0, math.inf, _ratios(active, residual, tolerance)
 
     def left(self, step: int, *measured: Tensor) -> int:
         """The largest number of unfinished problems in a batch entry after so many steps: one look."""
@@ -351,13 +351,19 @@ class Looks:
         return self._needed
 
     def _look(self, step: int, active: Tensor, residual: Tensor, tolerance: Tensor) -> int:
-        ratios = (residual / tolerance).detach().masked_fill(~active, 0.0)
+        ratios = _ratios(active, residual, tolerance)
         told = active.sum(-1).amax(), self._ratios.amax(), ratios.amax()
-        left, before, now = torch.stack([t.float() for t in told]).tolist()
+        # A count of more than 2^24 would be rounded in float32, which is the widest on some devices.
+        left, before, now = torch.stack([t.float() if t.device.type == "mps" else t.double() for t in told]).tolist()
         falls = 1 < now < before < math.inf
         self._needed = math.log(now) / math.log(before / now) * (step - self._step) if falls else math.inf
         self._step, self._ratios = step, ratios
         return int(left)
+
+
+def _ratios(active: Tensor, residual: Tensor, tolerance: Tensor) -> Tensor:
+    """Residuals in units of their tolerances, 0 of problems that have ended."""
+    return (residual / tolerance).detach().masked_fill(~active, 0.0)
 
 
 def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:

@@ -321,6 +321,9 @@ def check_fits_batch(argument: str, value: float | Tensor, name: str, states: Te
 
 # Options, whose fields declare their checks.
 
+#: The key of a check among the metadata of a field, which may hold what users put there.
+_CHECK = object()
+
 
 def option(check: Callable[..., Any], default: Any, *limits: Any, **named: Any) -> Any:
     """A field of `Options` with this default, and check(its name, its value, *limits, **named); None if that is it.
@@ -333,7 +336,7 @@ def option(check: Callable[..., Any], default: Any, *limits: Any, **named: Any) 
         if value is not None or not optional:
             check(name, value, *limits, **named)
 
-    return dataclasses.field(default=default, metadata={"check": checked})
+    return dataclasses.field(default=default, metadata={_CHECK: checked})
 
 
 number = functools.partial(option, check_number)
@@ -357,12 +360,14 @@ class Options:
         super().__init_subclass__(**options)
         # The decorator, which comes later, leaves defaults in the place of the fields.
         fields = {name: field for name, field in vars(cls).items() if isinstance(field, dataclasses.Field)}
-        declared = {name: field.metadata["check"] for name, field in fields.items() if "check" in field.metadata}
+        declared = {name: field.metadata[_CHECK] for name, field in fields.items() if _CHECK in field.metadata}
         inherited = [vars(base).get("_checks", {}) for base in reversed(cls.__mro__[1:])]
         cls._checks = functools.reduce(operator.or_, (*inherited, declared))
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
-            vars(self).update({name: plain(value) for name, value in vars(self).items()})
+            for field in dataclasses.fields(self):  # type: ignore[arg-type]
+                if (own := plain(given := getattr(self, field.name))) is not given:
+                    object.__setattr__(self, field.name, own)
         for name, check in self._checks.items():
             check(name, getattr(self, name))

@@ -865,6 +865,7 @@ class _Input:
     value: Any
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PerSample(_Input):
     """An input of a map of which every problem has its own part: its leading axes are those of the state.
 
@@ -887,6 +888,7 @@ class PerSample(_Input):
     """
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Shared(_Input):
     """An input of a map that all problems read, whatever its shape.
 

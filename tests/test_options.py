@@ -12,6 +12,7 @@ from implicit_attention import (
     AttentionPooling,
     Broyden,
     EnergyTransformer,
+    Implicit,
     ImplicitAttention,
     MemoryLookup,
     Phantom,
@@ -120,3 +121,17 @@ def test_options_are_checked_in_compiled_functions(made, name, wrong, dynamic):
     assert compiled(X, 0.5 if name == "damping" else given).shape == X.shape
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         torch.compile(scaled, backend="eager", dynamic=dynamic)(X, wrong)
+
+
+def test_what_users_say_of_fields_is_theirs():
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Told(Picard):
+        own: float = dataclasses.field(default=0.5, metadata={"check": "positive"})
+
+    assert (Told().own, type(Told(rtol=np.float32(0.25)).rtol)) == (0.5, float)
+
+
+def test_an_adjoint_with_a_fallback_is_made_in_compiled_functions():
+    torch._dynamo.reset()
+    made = torch.compile(lambda x: x * Implicit(fallback=Phantom(3)).fallback.steps, backend="eager", fullgraph=True)
+    assert torch.equal(made(X), 3 * X)

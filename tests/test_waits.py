@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_attention import Anderson, Equilibrium, Implicit, ImplicitAttention, Picard
+from implicit_attention._torch import Looks
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.spins import MeanField, SpinSystem, thermodynamics
 
@@ -134,3 +135,14 @@ def test_a_card_is_waited_for_no_more_often(made):
         torch.cuda.set_sync_debug_mode("default")
     # Turning the mode on warns, too.
     assert sum("called a synchronizing" in str(warning.message) for warning in caught) <= 4 + 2 + 3 + 4
+
+
+def test_looks_count_every_problem_and_pass_over_those_that_have_ended():
+    active = torch.ones(2**24 + 1, dtype=torch.bool)
+    residual, tolerance = torch.ones(len(active)), torch.full((len(active),), 0.1)
+    looks = Looks(8, active, residual, tolerance)
+    assert looks.left(1, active, 0.5 * residual, tolerance) == 2**24 + 1
+    # By halves from 5 times its tolerance; the other began as NaN.
+    active, tolerance = torch.tensor([True, False]), torch.tensor([0.1, torch.nan])
+    looks = Looks(8, active, torch.tensor([1.0, torch.nan]), tolerance)
+    assert (looks.left(1, active, torch.tensor([0.5, torch.nan]), tolerance), looks.due) == (1, 1 + 3)

@@ -30,7 +30,6 @@ from .._torch import (
     is_exporting,
     is_fake,
     may_have_tangent,
-    state_dtype,
     uncompiled,
     unobserved,
 )
@@ -477,7 +476,7 @@ def _answer(
     weights = reads_out(made()).probabilities(state) if return_weights else None
     if empty and weights is not None:
         weights = weights[..., :0]
-    output = _by_anchor(output, call) if explicit else output
+    output = output if call.values is None or not explicit else _by_anchor(output, call)
     output = output.to(dtype)
     if not isinstance(evidence, Solution):
         return Attended(output, state, evidence, None, weights)
@@ -540,11 +539,15 @@ def _with_masked_key(call: Attention) -> Attention:
 
 def _in_single(call: Attention) -> Attention:
     """The call in the precision of the solve: float32 where it came in half precision."""
-    dtype = state_dtype(call.query.dtype)
     for part in call:
-        if isinstance(part, Tensor) and part.dtype not in (dtype, torch.bool):
-            return call.to(dtype)
-    return call
+        if isinstance(part, Tensor) and (part.dtype in HALF or part.dtype not in (call.query.dtype, torch.bool)):
+            break
+    else:
+        return call
+    # Keys, values and biases of another precision are refused by the potential.
+    query, keys, values, bias = map(at_least_single, (call.query, call.keys, call.values, call.bias))
+    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
+    return call._replace(query=query, keys=keys, values=values, bias=bias, beta=beta, anchor=anchor)
 
 
 def _made(call: Attention, potential: PotentialFactory, options: SolveOptions) -> Potential:

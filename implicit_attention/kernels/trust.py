@@ -40,7 +40,7 @@ SHOWN = 400
 #: Modules that compile and call kernels: their exceptions are a kernel's fault. The native library raises nothing.
 KERNELS = ("torch._ops", "triton")
 #: Words in the messages of allocators, those of CPUs above all.
-FULL = ("not enough memory", "can't allocate memory", "out of memory")
+FULL = ("not enough memory", "can't allocate memory", "out of memory", "can't start new thread")
 # The allowed error: so many times that of rounding alone, and so many units of float32 (or float64) beside it.
 TIMES, UNITS = 4.0, 16.0
 # The largest budget of a small problem.
@@ -210,8 +210,14 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     started = time.perf_counter()
     # A thread of its own has none of the caller's modes: autocast, inference, torch.func, fake tensors.
     thread = threading.Thread(target=run, name=f"check of {use.kernel}")
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if not _is_full(error):
+            raise
+        outcome.append(error)
+    else:
+        thread.join()
     (result,), seconds = outcome, time.perf_counter() - started
     verdict: Verdict = "refused"
     if isinstance(result, BaseException):

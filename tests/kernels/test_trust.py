@@ -143,6 +143,16 @@ def test_no_room_is_no_verdict(error):
     assert verdicts() == ["verified"]
 
 
+def test_a_check_without_a_thread_is_no_verdict():
+    before = threading.stack_size(1 << 46)
+    try:
+        assert trust.answer(USE, Check(GOOD), pytest.fail) is None
+    finally:
+        threading.stack_size(before)
+    assert verdicts() == ["open"]
+    assert trust.answer(USE, Check(GOOD), lambda: "kernel") == "kernel"
+
+
 def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch):
     check = Check(GOOD)
     with monkeypatch.context() as capturing:
