@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from implicit_attention import Anderson, Equilibrium, Implicit, ImplicitAttention, Picard
-from implicit_attention._torch import Looks
+from implicit_attention import Anderson, Equilibrium, FixedPointMap, Implicit, ImplicitAttention, Picard, solve
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.spins import MeanField, SpinSystem, thermodynamics
 
@@ -137,12 +136,11 @@ def test_a_card_is_waited_for_no_more_often(made):
     assert sum("called a synchronizing" in str(warning.message) for warning in caught) <= 4 + 2 + 3 + 4
 
 
-def test_looks_count_every_problem_and_pass_over_those_that_have_ended():
-    active = torch.ones(2**24 + 1, dtype=torch.bool)
-    residual, tolerance = torch.ones(len(active)), torch.full((len(active),), 0.1)
-    looks = Looks(8, active, residual, tolerance)
-    assert looks.left(1, active, 0.5 * residual, tolerance) == 2**24 + 1
-    # By halves from 5 times its tolerance; the other began as NaN.
-    active, tolerance = torch.tensor([True, False]), torch.tensor([0.1, torch.nan])
-    looks = Looks(8, active, torch.tensor([1.0, torch.nan]), tolerance)
-    assert (looks.left(1, active, torch.tensor([0.5, torch.nan]), tolerance), looks.due) == (1, 1 + 3)
+def test_problems_that_have_ended_spoil_no_look():
+    # The second is solved where it starts, where its tolerance is 0, too; the fourth reads a NaN.
+    rate, image = torch.linspace(0.3, 0.8, 6), torch.tensor([1.0, 0.0, 1.0, torch.nan, 1.0, 1.0])
+    calls, solver = [], Picard(check_every=50, rtol=1e-3, atol=0.0, max_steps=60)
+    problem = FixedPointMap(lambda z: calls.append(None) or rate[:, None] * z + image[:, None], event_ndim=1)
+    solution = solve(problem, torch.zeros(6, 1), solver=solver, on_failure="ignore")
+    assert solution.converged.tolist() == [True, True, True, False, True, True]
+    assert len(calls) <= int(solution.num_evals.max()) + 2 < 40
