@@ -312,7 +312,7 @@ def _keys_kernel(
     k = key_tile(key_rows, first, 0, M, P, P.dims, True)
 
     cols, dims, local = first + tl.arange(0, P.keys), tl.arange(0, P.dims), tl.arange(0, P.rows)
-    gradient = tl.zeros([P.keys, P.dims], tl.float32)
+    gradient = tl.full([P.keys, P.dims], 0.0, tl.float32)
     largest = 0.0
     for reader in range(count):
         entry = tl.load(readers + batch * count + reader).to(tl.int64)
@@ -350,7 +350,7 @@ def _keys_kernel(
                 # Rows beyond the last have z = u = 0 and add nothing; nor by a bias of their keys that is large.
                 level = read(operands.shift + at, real)
                 middle = read(operands.centre + at, real)
-                by = tl.zeros([P.rows], tl.float32) + b * LOG2E * unit
+                by = tl.full([P.rows], 0.0, tl.float32) + b * LOG2E * unit
                 if P.half:
                     z_scale = read(operands.state_scale + at, real)
                     u_scale = read(operands.value_scale + at, real)

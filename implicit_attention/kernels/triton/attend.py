@@ -98,7 +98,7 @@ def _kinds_kernel(kinds, mask, mask_row: tl.int64, N: tl.int32, M: tl.int32, off
     real = rows < N
     cols = number % key_tiles * P.keys + tl.arange(0, P.keys)
     pairs = (matrix(mask, mask_row, number // key_tiles // row_tiles), offset)
-    bias = tl.zeros([P.rows, P.keys], tl.float32) + added(rows[:, None], cols[None, :], pairs, N, M, P)
+    bias = tl.full([P.rows, P.keys], 0.0, tl.float32) + added(rows[:, None], cols[None, :], pairs, N, M, P)
     # Rows that do not exist have no say. Keys that do not exist are masked: what loads them must know.
     some = real[:, None] & (bias != -INF)
     whole = ~real[:, None] | (bias == 0.0)
@@ -122,8 +122,9 @@ def over_keys(
     """
     if KIND == RUNNING:
         shift = tl.full([P.rows], -INF, tl.float32)
-    total = tl.zeros([P.rows], tl.float32)
-    sums = tl.zeros([P.rows, P.dims], tl.float32)
+    # Not by `tl.zeros`, which takes no fields of P in an older compiler.
+    total = tl.full([P.rows], 0.0, tl.float32)
+    sums = tl.full([P.rows, P.dims], 0.0, tl.float32)
     listed, whole, end = visited
     STEP: tl.constexpr = P.keys if P.mask == "none" else 1
     for TAIL in tl.static_range(2):
