@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from implicit_attention import Anderson, Equilibrium, FixedPointMap, Implicit, ImplicitAttention, Picard, solve
+from implicit_attention import (
+    Anderson,
+    Equilibrium,
+    FixedPointMap,
+    Implicit,
+    ImplicitAttention,
+    PerSample,
+    Picard,
+    solve,
+)
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.spins import MeanField, SpinSystem, thermodynamics
 
@@ -144,3 +153,16 @@ def test_problems_that_have_ended_spoil_no_look():
     solution = solve(problem, torch.zeros(6, 1), solver=solver, on_failure="ignore")
     assert solution.converged.tolist() == [True, True, True, False, True, True]
     assert len(calls) <= int(solution.num_evals.max()) + 2 < 40
+
+
+@pytest.mark.nightly
+def test_none_of_very_many_problems_is_lost():
+    # More are unfinished after the first look than float32 can count, and fewer than are worth to keep all.
+    count, left = 2**24 + 2**23 + 2**22, 2**24 + 1
+    rate = torch.zeros(count, 1)
+    rate[:left] = 0.5
+    start = 3 * (rate > 0).float()
+    problem = FixedPointMap(lambda z, rate: rate * z + rate, PerSample(rate), event_ndim=1)
+    solution = solve(problem, start, solver=Picard(check_every=2, rtol=0.1), on_failure="ignore")
+    assert solution.converged.all()
+    assert solution.value[left - 2 : left].flatten().tolist() == [1.125, 1.125]
