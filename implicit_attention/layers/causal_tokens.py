@@ -133,7 +133,7 @@ def _token(problem: CausalTokens, index: int, keys: Float[Tensor, "*batch H K Y"
         if memory is None:
             required, received = "tell what it is for one token alone", type(problem.memory).__name__
             remedy = "define its `select`, or solve all tokens at once"
-            raise ValueError(_validate.message("memory", required, f"{received}, which cannot", remedy))
+            _validate.refuse("memory", required, f"{received}, which cannot", remedy)
     found = type(problem)(problem.lagrangian, attention, memory, problem.field[..., rows, :], keys=keys)
     # A single token has no order, so that any solver can solve it.
     found.token_order = None

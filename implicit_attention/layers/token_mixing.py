@@ -134,13 +134,10 @@ def pairs_that_read(
     others = everything if own else ~torch.eye(count, dtype=torch.bool, device=x.device)
     pairs = everything.tril() if causal else others
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            received = getattr(mask, "dtype", type(mask).__name__)
-            raise TypeError(_validate.message("mask", "be boolean, True = i may read j", received))
+        _validate.check_boolean("mask", mask, "be boolean, True = i may read j")
         _validate.check_broadcast("mask", mask.shape, (*x.shape[:-2], count, count), "(*batch, N, N)")
         if symmetric and not bool((mask == mask.mT).all()):
-            required = f"be symmetric for {symmetric}"
-            raise ValueError(_validate.message("mask", required, "a pair in one order only", remedy))
+            _validate.refuse("mask", f"be symmetric for {symmetric}", "a pair in one order only", remedy)
         pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
     return pairs if sites is None else pairs & sites[..., :, None] & sites[..., None, :]
 
