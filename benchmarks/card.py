@@ -419,10 +419,7 @@ def smoked(case: Smoke, device: str) -> Row:
     kind = Attention.of(empty(case.rows), empty(case.count), 1.0, 1.0, mask, 0 if case.kind == "causal" else None)
     small = trust.small_problem(kind, case.rows, case.count)
 
-    def adjoint(problem: Attention, state: Tensor, g: Tensor, there: Any, rule: AdjointRule) -> Any:
-        return solve_adjoint(problem, state, g, there.mean, there.logsumexp, rule)
-
-    errors = {**trust.solve_errors(small, solve), **trust.adjoint_errors(small, solve, adjoint)}
+    errors = {**trust.solve_errors(small, solve), **trust.adjoint_errors(small, solve, solve_adjoint)}
     wrong = [name for name, (error, allowed) in errors.items() if not error <= allowed]
     return {"errors": errors, **({"error": f"wrong: {', '.join(wrong)}"} if wrong else {})}
 

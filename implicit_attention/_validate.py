@@ -233,7 +233,8 @@ def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> A
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(argument, "be an integer", repr(value), remedy, TypeError)
-    require(value >= low, argument, f"be >= {low}", value, remedy)
+    if value < low:
+        refuse(argument, f"be >= {low}", value, remedy)
     return value
 
 
