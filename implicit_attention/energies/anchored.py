@@ -23,7 +23,7 @@ from ..problem import Evaluation, Linearization, Problem, restricted
 from .base import Energy
 
 # Within this distance of the limit rounding decides on which side a scale lies, and the field on the bound.
-MARGIN = 1e-6
+FALLS = 1 + 1e-6
 
 
 class Fielded(Problem):
@@ -45,9 +45,12 @@ class Fielded(Problem):
         return clone
 
     def _rows(self: Any, index: Tensor) -> Any:
-        """The problems `index`, (*batch, K), of which each has a row of the field and of `self.potential`."""
-        part = self.potential.select(index)
-        if part is None or self.event_ndim != 1:
+        """The problems `index`, (*batch, K), of which each has a row of the field and of `self.potential`.
+
+        For the `select` of subclasses, each of which says what f is.
+        """
+        known = self.event_ndim == 1 and self._has_only(*self._attributes)
+        if not known or (part := self.potential.select(index)) is None:
             return None
         clone = restricted(self, index, field=1)
         clone.potential = part
@@ -82,8 +85,14 @@ class Anchored(Fielded):
         return not isinstance(self.anchor, Tensor) and self.anchor == 0
 
     def _anchored(self, mean: Tensor) -> Tensor:
-        """anchor x + (1 - anchor) mean."""
-        return mean if self._forgets else between(mean, self.field, self._anchor)
+        """anchor x + (1 - anchor) mean, exact at both ends."""
+        if self._forgets:
+            return mean
+        anchor = self._anchor
+        if isinstance(anchor, Tensor) or anchor < 0.5:
+            return mean.lerp(self.field, anchor)
+        # Python forms 1 - anchor in double precision: near 1 a float32 keeps few of its digits.
+        return self.field.lerp(mean, 1 - anchor)
 
 
 class AnchoredEnergy(Anchored, Energy):
@@ -131,10 +140,9 @@ class AnchoredEnergy(Anchored, Energy):
     row_block: int = of_part("potential", "row_block")
     #: Plain steps descend for every convex potential and every anchor.
     plain_steps_descend: bool = of_part("potential", "convex")
-    # Whether the rays of the potential were checked, and the energy falls along none of them.
-    _checked: bool = False
+    select = Fielded._rows
     #: The attributes of the class: its closed forms do not hold for a subclass with more.
-    _attributes: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
+    _attributes: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor", "_bounded")
     #: The factor of |z|^2.
     _square: ClassVar[float] = 0.5
 
@@ -147,8 +155,9 @@ class AnchoredEnergy(Anchored, Energy):
         self.potential = potential
         super().__init__(field, anchor)
         # A subclass that overrides `bottomless` may have an energy with a bound.
-        if type(self).bottomless is AnchoredEnergy.bottomless and check_bounded(potential, self.anchor, unbounded):
-            self._checked = True
+        own = type(self).bottomless is AnchoredEnergy.bottomless
+        #: Whether the energy is known to fall along no ray of the potential.
+        self._bounded = own and check_bounded(potential, self.anchor, unbounded)
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""
@@ -161,7 +170,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def as_attention(self) -> Attention | None:
         part = as_log_sum_exp(self.potential)
-        if part is None or part._dense or type(self) is not AnchoredEnergy or tuple(vars(self)) != self._attributes:
+        if part is None or part._dense or type(self) is not AnchoredEnergy or not self._has_only(*self._attributes):
             return None
         # Where the host does not look, and once they have changed, numbers outside of their range become NaN.
         beta = _validate.inside(part.beta, low=0.0, open_low=True)
@@ -210,7 +219,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def linearize(self, z: Tensor) -> Linearization:
         cov = self.potential.linearize(z)
-        if cov is None or not self._is_own():
+        if cov is None or not self._has_only(*self._attributes):
             return super().linearize(z)
 
         def product(v: Tensor) -> Tensor:
@@ -226,37 +235,21 @@ class AnchoredEnergy(Anchored, Energy):
         return Linearization(product, product, pullback)
 
     def bottomless(self, z: Tensor | None = None) -> Tensor | None:
-        ray = None if self._checked or self.event_ndim != 1 else self.potential.falling_ray()
-        if ray is None or z is None:
-            return None if ray is None else falls(ray, self.anchor)
+        ray = None if self._bounded or self.event_ndim != 1 else self.potential.falling_ray()
+        if ray is None:
+            return None
+        falls = _beyond(ray, self.anchor) > FALLS
+        if z is None:
+            return falls
         along = ray.direction.to(z)[..., None, :].expand(z.shape)
-        return falls(ray, self.anchor)[..., None] & ((along * self.hessian_product(z, along)).sum(-1) < 0)
-
-    def _is_own(self) -> bool:
-        return tuple(name for name in vars(self) if name != "_checked") == self._attributes
+        return falls[..., None] & ((along * self.hessian_product(z, along)).sum(-1) < 0)
 
     def lipschitz(self) -> Tensor | None:
         bound = self.potential.lipschitz()
         return None if bound is None else (1 - self.anchor) * bound
 
-    def select(self, index: Tensor) -> Self | None:
-        return self._rows(index) if self._is_own() else None
-
-
-def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
-    """Return anchor field + (1 - anchor) mean, exact at both ends."""
-    if isinstance(anchor, Tensor) or anchor < 0.5:
-        return mean.lerp(field, anchor)
-    # Python forms 1 - anchor in double precision: near 1 a float32 keeps few of its digits.
-    return field.lerp(mean, 1 - anchor)
-
 
 # Whether an energy certainly has no lower bound, where the host can look.
-
-
-def falls(ray: Ray, anchor: float | Tensor) -> Tensor:
-    """Whether |z|^2/2 - (1 - anchor) Phi certainly falls without end along a ray of the potential, (*batch)."""
-    return _beyond(ray, anchor) > 1 + MARGIN
 
 
 def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word) -> bool:
@@ -272,38 +265,36 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word)
     if isinstance(anchor, Tensor):
         lowest = float(anchor.detach().amin()) if anchor.numel() else 1.0
     # No ray is looked for above the largest scale.
-    ray = potential.falling_ray(1 - lowest)
-    if ray is None or not bool(falls(ray, anchor).any()):
-        return ray is not None
-    if unbounded != "ignore":
-        message = _message(potential, ray, anchor)
-        if unbounded == "raise":
-            raise ValueError(f"{message}. Pass unbounded='warn' or 'ignore' to look for a local minimum all the same.")
-        warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+    if (ray := potential.falling_ray(1 - lowest)) is None:
+        return False
+    scale = _beyond(ray, anchor)
+    if not bool((scale > FALLS).any()):
+        return True
+    if unbounded == "ignore":
+        return False
+    entry = tuple(int(i) for i in torch.unravel_index(scale.argmax(), scale.shape))
+    limit = float(ray.limit.expand(scale.shape)[entry])
+    direction = ray.direction.expand(*scale.shape, -1)[entry].tolist()
+    shown = ", ".join(f"{x:.3g}" for x in direction[:4]) + (", ..." if len(direction) > 4 else "")
+    number = float(anchor.detach().expand(scale.shape)[entry]) if isinstance(anchor, Tensor) else anchor
+    where = f" in batch entry {entry}" if entry else ""
+    required = "leave |z|^2/2 - (1 - anchor) Phi(z) a lower bound"
+    received = f"{type(potential).__name__} with anchor {number:.6g}, which falls without end along [{shown}]{where}"
+    if limit == 0:
+        remedy = "no anchor below 1 helps: use a potential that grows no faster than |z|^2"
+    else:
+        least = "" if potential.bounded_below(limit / FALLS) else " (at least)"
+        remedy = f"raise the anchor above {1 - limit:.6g}{least}, lower beta, normalise the keys"
+    fixed = "or keep the states at a fixed length (SphereEnergy)"
+    message = _validate.message("potential", required, received, f"{remedy}, {fixed}")
+    if unbounded == "raise":
+        raise ValueError(f"{message}. Pass unbounded='warn' or 'ignore' to look for a local minimum all the same.")
+    warnings.warn(message, ConvergenceWarning, stacklevel=outside())
     return False
 
 
 def _beyond(ray: Ray, anchor: float | Tensor) -> Tensor:
-    """(1 - anchor)/limit, (*batch): above 1 the energy falls."""
+    """(1 - anchor)/limit, (*batch), without graph: above 1 the energy falls."""
     pull = 1 - torch.as_tensor(anchor, dtype=ray.limit.dtype, device=ray.limit.device).detach()
     # At anchor 1 the potential is not read, and 0/0 must not count.
     return torch.where(pull > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
-
-
-def _message(potential: Potential, ray: Ray, anchor: float | Tensor) -> str:
-    beyond = _beyond(ray, anchor)
-    entry = tuple(int(i) for i in torch.unravel_index(beyond.argmax(), beyond.shape))
-    limit = float(ray.limit.expand(beyond.shape)[entry])
-    direction = ray.direction.expand(*beyond.shape, -1)[entry].tolist()
-    shown = ", ".join(f"{x:.3g}" for x in direction[:4]) + (", ..." if len(direction) > 4 else "")
-    number = float(anchor.detach().expand(beyond.shape)[entry]) if isinstance(anchor, Tensor) else anchor
-    where = f" in batch entry {entry}" if entry else ""
-    required = "leave |z|^2/2 - (1 - anchor) Phi(z) a lower bound"
-    received = f"{type(potential).__name__} with anchor {number:.6g}, which falls without end along [{shown}]{where}"
-    fixed = "or keep the states at a fixed length (SphereEnergy)"
-    if limit == 0:
-        remedy = f"no anchor below 1 helps: use a potential that grows no faster than |z|^2, {fixed}"
-        return _validate.message("potential", required, received, remedy)
-    sure = potential.bounded_below(limit * (1 - MARGIN))
-    raised = f"raise the anchor above {1 - limit:.6g}" + ("" if sure else " (at least)")
-    return _validate.message("potential", required, received, f"{raised}, lower beta, normalise the keys, {fixed}")

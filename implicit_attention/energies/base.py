@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,11 +69,17 @@ class Energy(Problem, general=True):
         return z - self.gradient(z)
 
 
-def check_fixed_budget(solver: Any, remedy: str) -> None:
-    """Raise unless the solver makes a fixed number of steps, for dynamics without a fixed point."""
-    fixed = solver.fixed_budget or solver.max_steps == 0
-    required = "make a fixed number of steps: these dynamics have no fixed point"
-    _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
+class Dynamics(Problem, general=True):
+    """Dynamics without a fixed point, of which a solver makes a fixed number of steps."""
+
+    #: The remedy for a solver that waits for convergence.
+    _instead: ClassVar[str]
+
+    def check_solver(self, solver: Any) -> None:
+        fixed = solver.fixed_budget or solver.max_steps == 0
+        required = "make a fixed number of steps: these dynamics have no fixed point"
+        received = f"{type(solver).__name__} with rtol={solver.rtol:g}"
+        _validate.require(fixed, "solver", required, received, self._instead)
 
 
 class EnergyFunction(UserProblem, Energy):

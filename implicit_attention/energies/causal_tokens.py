@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..potentials.layer_norm import LayerNormPotential
 from ..potentials.token_attention import TokenAttention
 from ..problem import Linearization, Problem, TokenOrder, pullback
 from .anchored import Fielded
-from .base import check_fixed_budget
+from .base import Dynamics
 
 
 class _Causal(Problem, general=True):
@@ -29,7 +29,7 @@ class _Causal(Problem, general=True):
 
     event_ndim = 2
 
-    def _hold(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
+    def __init__(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
         _validate.check_instance("lagrangian", lagrangian, LayerNormPotential)
         _validate.check_instance("attention", attention, TokenAttention)
         if memory is not None:
@@ -130,8 +130,8 @@ class CausalTokens(_Causal, Fielded):
         *,
         keys: Float[Tensor, "*batch H M Y"] | None = None,
     ) -> None:
-        self._hold(lagrangian, attention, memory)
-        super().__init__(field)
+        _Causal.__init__(self, lagrangian, attention, memory)
+        Fielded.__init__(self, field)
         self.keys = keys
         self._check("field", field, keys)
         # A mask that vmap maps over does not outlive it: a token then waits for all tokens before it.
@@ -183,7 +183,7 @@ class CausalTokens(_Causal, Fielded):
         return clone
 
 
-class CausalDynamics(_Causal):
+class CausalDynamics(_Causal, Dynamics):
     """x -> x + pull(LN(x)) with the pull of `CausalTokens`: the published steps of tokens of which none reads a later.
 
     It has no fixed point in x, which grows without bound, and no energy. A step of size a <= 1 is
@@ -217,17 +217,11 @@ class CausalDynamics(_Causal):
     """
 
     declares_all = True
-
-    def __init__(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
-        self._hold(lagrangian, attention, memory)
+    _instead = "use Picard(damping=0.9, max_steps=12, rtol=0, atol=0), or CausalTokens, which has fixed points"
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
         self._check("initial", z, None)
-
-    def check_solver(self, solver: Any) -> None:
-        remedy = "use Picard(damping=0.9, max_steps=12, rtol=0, atol=0), or CausalTokens, which has fixed points"
-        check_fixed_budget(solver, remedy)
 
     def fixed_point_map(self, z: States) -> States:
         """x + pull(LN(x))."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from ..potentials import Potential
@@ -15,7 +14,7 @@ from ..potentials._shapes import States, of_part
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation, Linearization, Problem, pullback
 from .anchored import Fielded
-from .base import Energy, check_fixed_budget
+from .base import Dynamics, Energy
 
 
 class _Activated(Problem, general=True):
@@ -24,7 +23,7 @@ class _Activated(Problem, general=True):
     event_ndim: int = of_part("potential", "event_ndim")
     row_block: int = of_part("potential", "row_block")
 
-    def _hold(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
+    def __init__(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
         for name, value, kind in (("lagrangian", lagrangian, LayerNormPotential), ("potential", potential, Potential)):
             _validate.check_instance(name, value, kind)
         self.lagrangian, self.potential = lagrangian, potential
@@ -102,12 +101,13 @@ class LegendreEnergy(_Activated, Fielded):
     has_metric = True
     #: Plain steps descend for every convex potential.
     plain_steps_descend: bool = of_part("potential", "convex")
+    select = Fielded._rows
     #: The attributes of the class: closed forms do not hold for a subclass with more.
     _attributes: ClassVar[tuple[str, ...]] = ("lagrangian", "potential", "field")
 
     def __init__(self, lagrangian: LayerNormPotential, potential: Potential, field: States) -> None:
-        self._hold(lagrangian, potential)
-        super().__init__(field)
+        _Activated.__init__(self, lagrangian, potential)
+        Fielded.__init__(self, field)
         lagrangian.check_state("field", field)
         potential.check_state("field", field)
 
@@ -157,9 +157,6 @@ class LegendreEnergy(_Activated, Fielded):
         slope = (steep / (shortest.square() / width + norm.eps).sqrt()).amax(-1)
         return torch.where(slope < 1, slope, torch.inf)
 
-    def select(self, index: Tensor) -> Self | None:
-        return self._rows(index) if self._has_only(*self._attributes) else None
-
     def linearize(self, z: Tensor) -> Linearization:
         norm = self.lagrangian.linearize(z)
         g = self.activation(z)
@@ -176,7 +173,7 @@ class LegendreEnergy(_Activated, Fielded):
         return Linearization(lambda v: outer(norm.product(v)), lambda u: norm.product(outer(u)), by_tensors, outer)
 
 
-class PublishedDynamics(_Activated):
+class PublishedDynamics(_Activated, Dynamics):
     """x -> x + grad Phi(LN(x)), with the energy -Phi(LN(x)): the Energy Transformer as it was published.
 
     It has no fixed point in x: along its steps x grows without bound, and only g = LN(x) slows down. A step of size a
@@ -210,18 +207,12 @@ class PublishedDynamics(_Activated):
 
     has_energy = True
     has_metric = True
-
-    def __init__(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
-        self._hold(lagrangian, potential)
+    _instead = "use GradientDescent(0.1, max_steps=12, rtol=0, atol=0), or LegendreEnergy, which has fixed points"
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
         self.lagrangian.check_state("initial", z)
         self.potential.check_state("initial", z)
-
-    def check_solver(self, solver: Any) -> None:
-        remedy = "use GradientDescent(0.1, max_steps=12, rtol=0, atol=0), or LegendreEnergy, which has fixed points"
-        check_fixed_budget(solver, remedy)
 
     def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """-Phi(g), one number per problem."""
@@ -231,6 +222,4 @@ class PublishedDynamics(_Activated):
         """x + mean(g)."""
         return z + self.potential.mean(self.activation(z))
 
-    def gradient(self, z: States) -> States:
-        """Grad E(x) = -M mean(g)."""
-        return -self.metric_product(z, self.potential.mean(self.activation(z)))
+    gradient = LegendreEnergy.gradient
