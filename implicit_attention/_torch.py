@@ -254,7 +254,7 @@ def _with_exact_functions(result: Any) -> Any:
 
 
 #: Devices whose precision torch.autocast may lower.
-_KINDS = ("cpu", "cuda", "xpu")
+_KINDS = ("cpu", "cuda", "xpu") + ("mps",) * torch.backends.mps.is_available()
 
 
 def _differentiate_exactly(result: Any, first: int) -> None:

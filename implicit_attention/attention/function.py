@@ -9,20 +9,19 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._solve import HALF_SOLVER, fits_kernels, for_graph, in_half, in_one_piece, is_finite, solve, solve_plainly
 from .._torch import (
     HALF,
     at_least_single,
-    exact_precision,
     host_may_look,
     in_own_precision,
     into_onnx,
@@ -37,7 +36,7 @@ from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..failure import FailurePolicy, FailureSite, Located, UnsupportedImplementation, Word, policy_of, without_gradient
 from ..kernels.operations import solved_in_graph
-from ..kernels.problem import Attention
+from ..kernels.problem import Attention, mapped
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, Potential, ReadsOut
 from ..potentials._attention import Fold, differentiable, loses_nan, sdpa, triangle
@@ -50,7 +49,6 @@ from ..solvers import Picard
 from ..solvers.loop import check_budget, check_no_evidence, is_budget, stepped
 from .masks import check_causal, check_order, check_whole, mask_and_bias
 
-T = TypeVar("T", Tensor, Tensor | None, float | Tensor)
 #: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are passed only if the call has them.
 PotentialFactory: TypeAlias = Callable[..., Potential]
 
@@ -259,25 +257,6 @@ class Attended(NamedTuple):
     weights: Tensor | None = None
 
 
-class AttentionKeywords(TypedDict, total=False):
-    """Keyword arguments of a call of attention beside its tensors and options.
-
-    potential: what makes the potential of the keys.
-    trace: keep the course of the iteration in the solution.
-    return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
-    return_weights: return the attention weights.
-    unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
-    site: the layer that calls.
-    """
-
-    potential: PotentialFactory
-    trace: bool
-    return_solution: bool
-    return_weights: bool
-    unbounded: Word
-    site: FailureSite | None
-
-
 def attend(
     call: Attention,
     options: SolveOptions,
@@ -285,7 +264,7 @@ def attend(
     initial: Tensor | None = None,
     grouped: bool | Literal["tiled"] = False,
     plain: bool | None = None,
-    **asked: Unpack[AttentionKeywords],
+    **asked: Any,
 ) -> Attended:
     """Equilibria of the queries over the keys, and the read-out there: softmax attention over values, or the state.
 
@@ -303,15 +282,13 @@ def attend(
         grouped: whether fewer heads of keys are shared by heads of queries: head h reads key head h // (H / Hkv), or
             h mod Hkv if "tiled".
         plain: the value of `eager()`, if the caller has it.
-        **asked: see `AttentionKeywords`.
+        **asked: what is asked for beside tensors and options, see `_answer`.
     """
     if call.first is not None:
         call = _with_triangle(call, call.first, asked.get("potential", LogSumExp))
     heads, groups = call.query.shape[-3] if call.query.ndim > 3 or grouped else None, 1
     if grouped and not call.query.shape[-3] == call.keys.shape[-3] != 0:
-        groups = group_size(call.query, call.keys)
-        initial = split_groups(initial, call.query.shape[-3], groups, -3, grouped == "tiled")
-        call = _split(call, groups, grouped == "tiled")
+        call, initial, groups = _split(call, initial, tiled=grouped == "tiled")
     if type(call.query) is Tensor and call.query.is_cpu and (eager() if plain is None else plain):
         # No compiler, mode or autocast is active that the call would have to be kept from.
         attended = _answer(call, initial, options, False, True, **asked)
@@ -333,29 +310,17 @@ def attend(
             options = options.override(impl="reference")
         else:
             in_graph = in_graph and not into_onnx() and _fits_graph(call, options, asked)
-        attended = _exactly(call, initial, options, True, asked) if in_graph else None
+        attended = _exactly(call, initial, options, True, False, **asked) if in_graph else None
         if attended is None:
             if exporting:
                 check_budget(options.effective_solver)
-            attended = _outside_graph(call, initial, options, False, asked)
+            attended = _outside_graph(call, initial, options, False, False, **asked)
     assert attended is not None
     if groups > 1:
         attended = _merged(attended)
     if heads is not None and isinstance(attended.report, SolveReport) and attended.report.route is not None:
         attended.report.route.heads = heads
     return attended
-
-
-@in_own_precision
-def _exactly(
-    call: Attention, initial: Tensor | None, options: SolveOptions, in_graph: bool, asked: AttentionKeywords
-) -> Attended | None:
-    """The answer in the precision of the call, also inside autocast and modes of torch."""
-    with exact_precision(call.query):
-        return _answer(call, initial, options, in_graph, not in_graph and eager(), **asked)
-
-
-_outside_graph = uncompiled(_exactly)
 
 
 def _with_triangle(call: Attention, first: int, potential: PotentialFactory) -> Attention:
@@ -371,7 +336,7 @@ def _with_triangle(call: Attention, first: int, potential: PotentialFactory) -> 
     return call._replace(mask=lower if call.mask is None else call.mask & lower, first=None)
 
 
-def _fits_graph(call: Attention, options: SolveOptions, asked: AttentionKeywords) -> bool:
+def _fits_graph(call: Attention, options: SolveOptions, asked: dict[str, Any]) -> bool:
     """Whether the solve may be an operation in the graph of a compiler, if there is one for it."""
     if asked.get("return_solution") or asked.get("trace") or asked.get("return_weights"):
         return False
@@ -405,7 +370,21 @@ def _answer(
     unbounded: Word = "raise",
     site: FailureSite | None = None,
 ) -> Attended | None:
-    """The answer in the precision of the solve; None if a compiler's graph needs an operation, and there is none."""
+    """The answer in the precision of the solve; None if a compiler's graph needs an operation, and there is none.
+
+    Args:
+        given: the tensors, without heads that share keys.
+        initial: where the solves start.
+        options: how the equilibria are found and differentiated.
+        in_graph: whether the solve has to be an operation of a graph.
+        plain: whether torch is known to run eagerly, and autocast not to be active.
+        potential: what makes the potential of the keys.
+        trace: keep the course of the iteration in the solution.
+        return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
+        return_weights: return the attention weights.
+        unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
+        site: the layer that calls.
+    """
     if empty := given.keys.shape[-2] == 0:
         given = _with_masked_key(given)
     if site is None and isinstance(options.on_failure, FailurePolicy):
@@ -419,19 +398,20 @@ def _answer(
     call = given._replace(query=given.query.float()) if on_card else _in_single(given)
     start = call.query if initial is None else at_least_single(initial)
     found: tuple[Tensor, SolveReport | Record, bool] | None = None
-    if on_card or (able and plain and not (return_weights or given.dropout)):
-        if options.plan.solver.max_steps == 0:
-            # A read-out in half precision widens nothing.
-            output = None if return_solution or dtype in HALF or options.impl != "auto" else _explicit(call)
-            if output is not None:
-                told = SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1))
-                return Attended(output, call.query, told, None)
-        else:
+    explicit, plain = False, able and not (return_weights or given.dropout) and (plain or (not in_graph and eager()))
+    if on_card or plain:
+        explicit = options.plan.solver.max_steps == 0
+        if not explicit:
             adjoint = AdjointReport(on_failure=options.on_failure, site=site)
             found = solve_plainly(given if half else call, start, chosen.plan, adjoint, whole=return_solution or half)
-    # What a kernel has solved needs no energy.
+        # A read-out in half precision widens nothing.
+        elif not return_solution and dtype not in HALF and options.impl == "auto":
+            query = _read_at_once(call)
+            told = SolveReport(Record.unmeasured(call.query, Status.EXPLICIT, 1))
+            found = None if query is None else (query, told, False)
+    # What needs no loop needs no energy.
     energy: AnchoredEnergy | None = None
-    explicit = found is None and options.explicit
+    explicit = options.explicit if found is None else explicit
 
     def made() -> Potential:
         return _made(_in_single(call), potential, options) if energy is None else energy.potential
@@ -476,7 +456,10 @@ def _answer(
     weights = reads_out(made()).probabilities(state) if return_weights else None
     if empty and weights is not None:
         weights = weights[..., :0]
-    output = output if call.values is None or not explicit else _by_anchor(output, call)
+    anchor = call.anchor
+    if explicit and call.values is not None and isinstance(anchor, Tensor) and anchor.requires_grad:
+        # It has no effect, but a parameter without any gradient stops distributed training.
+        output = output + 0 * anchor.sum()
     output = output.to(dtype)
     if not isinstance(evidence, Solution):
         return Attended(output, state, evidence, None, weights)
@@ -503,30 +486,17 @@ def eager() -> bool:
     return F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention and unobserved()
 
 
-def _explicit(call: Attention) -> Tensor | None:
-    """The values read out at the query, by torch's kernel; None where it may not answer as the potential does."""
-    query, keys, values, first = call.query, call.keys, call.values, call.first
-    if values is None or call.mask is not None or call.bias is not None or not fits_kernels(call):
+def _read_at_once(call: Attention) -> Tensor | None:
+    """The query, at which torch's kernel may read values out; None where it may not answer as the potential does."""
+    query, keys = call.query, call.keys
+    if call.values is None or call.mask is not None or call.bias is not None or not fits_kernels(call):
         return None
     query = query if in_one_piece(query) else query.contiguous()
     # A query that is not finite must read NaN, and kernels do not always return it.
     if query.data_ptr() % LINE or not is_finite(query):
         return None
-    # Keys and values that are not finite must not reach queries that do not attend to them.
-    if (loses_nan(keys) or first is not None) and not is_finite(keys):
-        return None
-    if first is not None and not is_finite(values):
-        return None
-    return _by_anchor(read_out_plain(query, call), call)
-
-
-def _by_anchor(output: Tensor, call: Attention) -> Tensor:
-    """The output of max_steps=0, on which the anchor has no effect.
-
-    A parameter without any gradient stops distributed training.
-    """
-    anchor = call.anchor
-    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
+    # Keys that are not finite must not reach queries that do not attend to them.
+    return query if not (loses_nan(keys) or call.first is not None) or is_finite(keys) else None
 
 
 def _with_masked_key(call: Attention) -> Attention:
@@ -545,9 +515,13 @@ def _in_single(call: Attention) -> Attention:
     else:
         return call
     # Keys, values and biases of another precision are refused by the potential.
-    query, keys, values, bias = map(at_least_single, (call.query, call.keys, call.values, call.bias))
-    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
-    return call._replace(query=query, keys=keys, values=values, bias=bias, beta=beta, anchor=anchor)
+    call = mapped(call, at_least_single)
+    beta, anchor = (t.to(call.query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
+    return call._replace(beta=beta, anchor=anchor)
+
+
+_exactly = in_own_precision(_answer)
+_outside_graph = uncompiled(_exactly)
 
 
 def _made(call: Attention, potential: PotentialFactory, options: SolveOptions) -> Potential:
@@ -576,16 +550,15 @@ def _by_loop(
     solver, impl, query = options.effective_solver, options.impl, energy.field
     if solver.max_steps == 0:
         if impl in ("native", "triton"):
-            reason = "solves, and max_steps=0 solves nothing; use impl='auto'"
-            raise UnsupportedImplementation(f"`impl={impl!r}` {reason}")
+            solves = f"`impl={impl!r}` solves, and max_steps=0 solves nothing"
+            raise UnsupportedImplementation(f"{solves}; use impl='auto'")
         record = Record.unmeasured(query, Status.EXPLICIT, 1)
         found = record if in_graph else Solution(record, value=query.detach())
         if wanted or trace:
             # Without tolerances the status is EXPLICIT even where the query solves its problem.
-            solver = Picard(rtol=0, atol=0, max_steps=0)
-            energy = energy.replace(*(t.detach() for t in energy.tensors()))
+            solver, start = Picard(rtol=0, atol=0, max_steps=0), query.detach()
             with torch.no_grad():
-                found = solve(energy, energy.field, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=trace)
+                found = solve(energy, start, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=trace)
         return query, found, False
     if in_graph and is_budget(solver):
         return stepped(solver, energy, start), Record.unmeasured(query, solver.exhausted, 1), False
@@ -605,47 +578,37 @@ def _by_loop(
 # Heads.
 
 
-def group_size(query: Tensor, keys: Tensor) -> int:
-    """Return the number of query heads that share one head of keys."""
-    heads, kv_heads = query.shape[-3], keys.shape[-3]
-    required = f"have a number of heads that the {kv_heads} heads of `key` divide"
-    received = f"{heads} heads, shape {tuple(query.shape)}"
-    _validate.require(kv_heads > 0 and heads % kv_heads == 0, "query", required, received)
-    return heads // kv_heads
+def _split(call: Attention, initial: Tensor | None, *, tiled: bool) -> tuple[Attention, Tensor | None, int]:
+    """Call and start with an axis along which the keys broadcast, and the number of query heads that share a head.
 
-
-def split_groups(given: T, heads: int, groups: int, axis: int, tiled: bool) -> T:
-    """The axis of `heads` heads as two: (heads / groups, groups), or (groups, heads / groups) if tiled.
-
-    Head h then shares the keys of head h // groups, or h mod (heads / groups) if tiled. An axis of size 1 becomes
-    (1, 1). What has no such axis (a number, a smaller tensor, None) is the same for all heads and stays as it is.
+    The axis of heads becomes (Hkv, H / Hkv), or (H / Hkv, Hkv) if tiled: head h then shares the keys of head
+    h // (H / Hkv), or h mod Hkv. An axis of size 1 becomes (1, 1). What has no such axis (a number, a smaller tensor,
+    None) is the same for all heads and stays as it is.
     """
-    if not isinstance(given, Tensor) or given.ndim < -axis:
-        return given
-    split = (heads // groups, groups) if given.shape[axis] == heads else (given.shape[axis], 1)
-    return given.unflatten(axis, split[::-1] if tiled else split)  # type: ignore[no-untyped-call, no-any-return]
+    heads, kv_heads = call.query.shape[-3], call.keys.shape[-3]
+    required = f"have a number of heads that the {kv_heads} heads of `key` divide"
+    received = f"{heads} heads, shape {tuple(call.query.shape)}"
+    _validate.require(kv_heads > 0 and heads % kv_heads == 0, "query", required, received)
+    groups, shared = heads // kv_heads, -4 if tiled else -3
 
+    def split(given: Any, axis: int) -> Any:
+        if not isinstance(given, Tensor) or given.ndim < -axis:
+            return given
+        sizes = (kv_heads, groups) if given.shape[axis] == heads else (given.shape[axis], 1)
+        return given.unflatten(axis, sizes[::-1] if tiled else sizes)  # type: ignore[no-untyped-call]
 
-def _split(call: Attention, groups: int, tiled: bool) -> Attention:
-    """The call with an axis along which the keys broadcast, in the place of heads that share keys."""
-    heads, shared = call.query.shape[-3], -4 if tiled else -3
     axes = {"query": -3, "beta": -1, "anchor": -1, "mask": -3, "bias": -3}
-    parts: dict[str, Any] = {
-        name: split_groups(getattr(call, name), heads, groups, axis, tiled) for name, axis in axes.items()
-    }
-    values = None if call.values is None else call.values.unsqueeze(shared)
-    return call._replace(keys=call.keys.unsqueeze(shared), values=values, **parts)
+    parts: dict[str, Any] = {name: split(getattr(call, name), axis) for name, axis in axes.items()}
+    parts["keys"], parts["values"] = (t if t is None else t.unsqueeze(shared) for t in (call.keys, call.values))
+    return call._replace(**parts), split(initial, -3), groups
 
 
 def _merged(attended: Attended) -> Attended:
     output, state, report, solution, weights = attended
     output, state = output.flatten(-4, -3), state.flatten(-4, -3)
     weights = None if weights is None else weights.flatten(-4, -3)
-    if solution is not None:
-        solution = _merged_solution(solution)
-        report = None if report is None else solution.report
-    elif report is not None:
-        report = report.map(_merge_heads)
+    report = None if report is None else report.map(_merge_heads)
+    solution = None if solution is None else _merged_solution(solution)
     return Attended(output, state, report, solution, weights)
 
 

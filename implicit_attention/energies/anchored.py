@@ -170,7 +170,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def as_attention(self) -> Attention | None:
         part = as_log_sum_exp(self.potential)
-        if part is None or part._dense or type(self) is not AnchoredEnergy or not self._has_only(*self._attributes):
+        if part is None or part._dense or type(self) is not AnchoredEnergy or tuple(vars(self)) != self._attributes:
             return None
         # Where the host does not look, and once they have changed, numbers outside of their range become NaN.
         beta = _validate.inside(part.beta, low=0.0, open_low=True)
