@@ -46,7 +46,7 @@ from ..potentials.log_sum_exp import OverLogSumExp
 from ..potentials.scored_keys import ScoredKeys
 from ..solution import AdjointReport, Record, Solution, SolveReport, Status, Trace
 from ..solvers import Picard
-from ..solvers.loop import check_budget, check_no_evidence, is_budget, stepped
+from ..solvers.loop import check_no_evidence, is_budget, stepped
 from .masks import check_causal, check_order, check_whole, mask_and_bias
 
 #: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are passed only if the call has them.
@@ -311,10 +311,7 @@ def attend(
         else:
             in_graph = in_graph and not into_onnx() and _fits_graph(call, options, asked)
         attended = _exactly(call, initial, options, True, False, **asked) if in_graph else None
-        if attended is None:
-            if exporting:
-                check_budget(options.effective_solver)
-            attended = _outside_graph(call, initial, options, False, False, **asked)
+        attended = attended or _outside_graph(call, initial, options, False, False, **asked)
     assert attended is not None
     if groups > 1:
         attended = _merged(attended)
@@ -607,8 +604,11 @@ def _merged(attended: Attended) -> Attended:
     output, state, report, solution, weights = attended
     output, state = output.flatten(-4, -3), state.flatten(-4, -3)
     weights = None if weights is None else weights.flatten(-4, -3)
-    report = None if report is None else report.map(_merge_heads)
-    solution = None if solution is None else _merged_solution(solution)
+    if solution is not None:
+        solution = _merged_solution(solution)
+        report = None if report is None else solution.report
+    elif report is not None:
+        report = report.map(_merge_heads)
     return Attended(output, state, report, solution, weights)
 
 

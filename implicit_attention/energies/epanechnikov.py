@@ -122,7 +122,7 @@ class Epanechnikov(Energy):
 
     def outside(self, z: Tensor) -> Tensor:
         cell = self._cell(z)
-        return cell.read.fold.restored(cell.alone)
+        return cell.read.fold.restored(cell.none & (cell.poison == 0))
 
     def select(self, index: Tensor) -> Self | None:
         memory = self.memory.select(index)
@@ -155,7 +155,7 @@ class Epanechnikov(Energy):
         poison = poison if read.poison is None else poison + read.poison
         inside = kernel > 0 if read.attended is None else (kernel > 0) & read.attended
         count = inside.to(z.dtype).sum(-1)
-        return _Cell(read, kernel, inside, count.clamp(min=1), (count == 0) & (poison == 0), bias, poison)
+        return _Cell(read, kernel, inside, count.clamp(min=1), (count == 0) | poison.isnan(), bias, poison)
 
     def _energy(self, cell: _Cell) -> Tensor:
         return -cell.read.fold.restored(cell.log_sum(self.eps)) / self.memory._row_scale
@@ -177,7 +177,8 @@ class _Cell(NamedTuple):
     """The keys in range of states, in the layout of `read`.
 
     kernel, inside: 1 - (beta/2) |z - k|^2, and whether the key is in range, (..., N, M).
-    number, alone: the number of keys in range, at least 1, and which states have none, (..., N).
+    number: the number of keys in range, at least 1, (..., N).
+    none: which states have none, or read a number that is not finite, (..., N).
     bias: that of the pairs, if there is one.
     poison: NaN for states that read a number that is not finite, else 0.
     """
@@ -186,7 +187,7 @@ class _Cell(NamedTuple):
     kernel: Tensor
     inside: Tensor
     number: Tensor
-    alone: Tensor
+    none: Tensor
     bias: Tensor | None
     poison: Tensor
 
@@ -195,28 +196,25 @@ class _Cell(NamedTuple):
         fold = self.read.fold
         weights = self.inside.to(z.dtype) if self.bias is None else self._logits(self.bias).softmax(-1)
         mean = fold.product(weights, self.read.keys)
-        mean = (mean / self.number[..., None] if self.bias is None else mean) + self.poison[..., None]
-        return z.where(fold.restored(self.alone)[..., None], fold.restored(mean))
+        mean = mean / self.number[..., None] if self.bias is None else mean
+        return z.where(fold.restored(self.none)[..., None], fold.restored(mean)) + fold.restored(self.poison)[..., None]
 
     def log_sum(self, eps: float) -> Tensor:
         """log S; log eps where nothing is in range."""
         if self.bias is None:
-            total = (self.kernel.where(self.inside, 0.0).sum(-1) + eps).masked_fill(self._none(), 1.0).log()
+            total = (self.kernel.where(self.inside, 0.0).sum(-1) + eps).masked_fill(self.none, 1.0).log()
         else:
             total = (self._logits(self.bias) + self.kernel.where(self.inside, 1.0).log()).logsumexp(-1)
             total = torch.logaddexp(total, torch.full_like(total, math.log(eps))) if eps > 0 else total
-        return total.masked_fill(self._none(), math.log(eps) if eps > 0 else -torch.inf) + self.poison
+        return total.masked_fill(self.none, math.log(eps) if eps > 0 else -torch.inf) + self.poison
 
     def steepness(self, eps: float) -> Tensor:
         """a = W/S, and 0 where nothing is in range, (*batch, N)."""
         weight = self.number.log() if self.bias is None else self._logits(self.bias).logsumexp(-1)
-        steepness = (weight - self.log_sum(eps).masked_fill(self._none(), 0.0)).exp()
-        return self.read.fold.restored(steepness.masked_fill(self._none(), 0.0) + self.poison)
-
-    def _none(self) -> Tensor:
-        return self.alone | self.poison.isnan()
+        steepness = (weight - self.log_sum(eps).masked_fill(self.none, 0.0)).exp()
+        return self.read.fold.restored(steepness.masked_fill(self.none, 0.0) + self.poison)
 
     def _logits(self, bias: Tensor) -> Tensor:
         """Return log w of the keys in range, -inf for others; zeros for states that read no key, to be replaced."""
         logits = bias.expand_as(self.kernel).masked_fill(~self.inside, -torch.inf)
-        return logits.masked_fill(self._none()[..., None], 0.0)
+        return logits.masked_fill(self.none[..., None], 0.0)
