@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,25 +12,9 @@ from .. import _validate
 from ..kernels.problem import Impl
 from ..linear import LinearSolver
 from ..problem import Problem
-from ..solution import AdjointReport, Record, Remedies
+from ..solution import AdjointReport, Remedies
 from ..solvers import Outcome, Solver
 from ..solvers.loop import Callback, iterate
-
-
-class SolveOfTokens(Protocol):
-    """A solve of the tokens of causal samples, which keeps the record of each, (*lead, N).
-
-    Not for problems without an order of tokens.
-
-    Examples:
-        >>> from implicit_attention.adjoints.base import SolveOfTokens
-        >>> list(SolveOfTokens.__annotations__)
-        ['record']
-    """
-
-    record: Record | None
-
-    def run(self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome: ...
 
 
 @dataclasses.dataclass
@@ -54,8 +38,9 @@ class Request:
     callback: Callback | None = None
     #: The method of the backward solve, where the adjoint names one.
     linear_solver: LinearSolver[Any] | None = None
-    #: The solve of the tokens of a causal block, in place of that of whole samples.
-    by_token: SolveOfTokens | None = None
+    #: The solve of the tokens of a causal block, in place of that of whole samples: its `run` is called as that of a
+    #: solver, which comes first, and its `record` is that of each token, (*lead, N).
+    by_token: Any = None
     #: Whether the residual of the answer is wanted where it costs an evaluation of its own.
     measured: bool = True
     #: The `Route` that `solve` chose: the functions of kernels that may be used.
@@ -82,7 +67,7 @@ class Request:
     def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
         """The outcome for `problem` by the solver's own steps, after each of which the callback is called."""
         if self.by_token is not None:
-            return self.by_token.run(self.solver, problem, initial, trace=self.trace, graph=graph)
+            return cast(Outcome, self.by_token.run(self.solver, problem, initial, trace=self.trace, graph=graph))
         # `solve` has refused a callback for solvers that run otherwise.
         if type(self.solver).run is not Solver.run:
             return self.solver.run(problem, initial, trace=self.trace, graph=graph)

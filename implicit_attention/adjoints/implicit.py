@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -240,21 +240,19 @@ class FixedPoint(torch.autograd.Function):
         request, _, *tensors = inputs
         ctx.request = request.without_tensors(len(tensors))
         ctx.mark_non_differentiable(*output[1:])
+        ctx.num_outputs = len(output)
         # Kernels keep no trace.
-        evaluation = () if request.trace else output[6:]
-        ctx.num_outputs, ctx.num_kept = len(output), len(evaluation)
-        ctx.save_for_backward(output[0], *evaluation, *tensors)
+        ctx.save_for_backward(output[0], *tensors, *(() if request.trace else output[6:]))
         ctx.save_for_forward(output[0], *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        z, *saved = ctx.saved_tensors
-        evaluation, tensors = tuple(saved[: ctx.num_kept]), saved[ctx.num_kept :]
+        (z, *saved), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if cotangents[0] is None:
-            return (None,) * (2 + len(tensors))
-        request = dataclasses.replace(ctx.request, evaluation=evaluation)
-        return (None, None, *gradients_at(request, z, tensors, cotangents[0], ctx.needs_input_grad[2:]))
+            return (None,) * (2 + len(needed))
+        request = dataclasses.replace(ctx.request, evaluation=tuple(saved[len(needed) :]))
+        return (None, None, *gradients_at(request, z, saved[: len(needed)], cotangents[0], needed))
 
     @tangent_rule
     def jvp(ctx: Any, saved: list[Tensor], *tangents: Any) -> tuple[Tensor | None, ...]:
@@ -310,24 +308,32 @@ def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 def _each(name: str) -> Any:
     """The method `name` of a problem, mapped over the first axis of states and tensors with torch.vmap."""
 
-    def method(self: VmappedProblem, *states: Tensor) -> Tensor:
-        def call(*arguments: Tensor) -> Any:
-            return getattr(self._rebuild(*arguments[len(states) :]), name)(*arguments[: len(states)])
-
-        mapped: Tensor = torch.vmap(call, in_dims=(*(0 for _ in states), *self.in_dims))(*states, *self.mapped_tensors)
-        return mapped
+    def method(self: VmappedProblem, *states: Tensor) -> Any:
+        call = torch.vmap(lambda z, t: getattr(self._rebuild(*t), name)(*z), in_dims=(0, self.in_dims))
+        return call(states, self.mapped_tensors)
 
     return method
+
+
+#: What a problem says of itself that holds for many of its kind.
+_KEPT: tuple[str, ...] = (
+    "event_ndim",
+    "token_order",
+    "symmetric",
+    "has_energy",
+    "has_metric",
+    "plain_steps_descend",
+    "steps_rescaled",
+)
+_KEPT += ("separates", "mixes")
 
 
 class VmappedProblem(Problem):
     """A problem whose tensors carry one more leading axis, mapped over with torch.vmap."""
 
     def __init__(self, inner: Problem, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> None:
-        # A closure, as the tensors of `inner` are stale and must not be declared.
-        self._rebuild: Callable[..., Problem] = lambda *ts: inner.replace(*ts)
-        self.mapped_tensors = tensors
-        self.in_dims = in_dims
+        # Not `inner`, whose tensors are stale and must not be declared.
+        self._rebuild, self.mapped_tensors, self.in_dims = inner.replace, tensors, in_dims
         self.event_ndim, self.token_order = inner.event_ndim, inner.token_order
         self.symmetric, self.has_energy, self.has_metric = inner.symmetric, inner.has_energy, inner.has_metric
         self.plain_steps_descend, self.steps_rescaled = inner.plain_steps_descend, inner.steps_rescaled

@@ -100,10 +100,9 @@ def gradients_by_rows(
             given, recorded = rows_of(z, index), type(part).linearize is Problem.linearize
             linear = Tape(part, given) if recorded else part.linearize(given)
             answer = _solve(method, part, linear, given, rows_of(cotangent, index), transpose=True)
-            if isinstance(linear, Tape) and answer.checked:
-                gradients = linear.vjp_tensors(answer.value, linear.products)
-            else:
-                gradients = linear.vjp_tensors(answer.value)
+            if isinstance(linear, Tape) and not answer.checked:
+                linear.products = None
+            gradients = linear.vjp_tensors(answer.value)
         if index is None:
             return gradients, answer
         answers.append(answer)
@@ -288,10 +287,8 @@ def _gradient_error(
     residual, solver = request.report.state_residual, request.solver
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None, True
-    u, g, state = answer.value, rhs, z
-    if z.ndim != residual.ndim + 1:
-        flat = (*residual.shape, z.shape[residual.ndim :].numel())
-        u, g, state = (t.reshape(flat) for t in (u, g, state))
+    flat = (*residual.shape, z.shape[residual.ndim :].numel())
+    u, g, state = answer.value.reshape(flat), rhs.reshape(flat), z.reshape(flat)
     size, given, root = norm(u), norm(g), math.sqrt(max(state.shape[-1], 1))
     # |u|/|g|, for the size of A^-1 where A u = g; of a symmetric A Rayleigh's quotient <u, u>/<u, A u>, which is nearer
     # to the smallest eigenvalue, unless there are two signs.
@@ -370,7 +367,7 @@ class Tape:
         self.problem, self.z = problem.apart(), z
         self.tensors = self.problem.tensors()
         self.wanted = [t for t in self.tensors if t.requires_grad]
-        self.products: Sequence[Tensor | None] = ()
+        self.products: Sequence[Tensor | None] | None = None
         with torch.enable_grad():
             self.state = z.detach().requires_grad_()
             self.recorded = self.problem.fixed_point_map(self.state)
@@ -381,9 +378,9 @@ class Tape:
         # Without a graph to the state f does not depend on it, or does so unseen, for which `linearize` raises.
         return self.problem.linearize(self.z).vjp(u) if product is None else product
 
-    def vjp_tensors(self, u: Tensor, products: Sequence[Tensor | None] | None = None) -> Gradients:
-        """(df/dt)^T u for every tensor t of the problem that requires grad; `products` with them may be known."""
-        products = self._products(u, *self.wanted) if products is None else products
+    def vjp_tensors(self, u: Tensor) -> Gradients:
+        """(df/dt)^T u for every tensor t of the problem that requires grad, of which `products` may be known."""
+        products = self._products(u, *self.wanted) if self.products is None else self.products
         if all(product is None for product in products):
             return self.problem.linearize(self.z).vjp_tensors(u)
         pairs = zip(self.wanted, products, strict=True)

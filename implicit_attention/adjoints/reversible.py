@@ -137,9 +137,8 @@ class Reversible(Adjoint):
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
         """The outcome with its record, in which the best of the plain steps stands in where a problem failed."""
         problem, steps = changed(request.problem, lambda t: t), request.solver.max_steps
-        count = torch.full_like(failed, steps, dtype=torch.int32)
-        status = torch.full_like(count, int(request.solver.exhausted), dtype=torch.int8)
-        status = status.masked_fill(failed, int(Status.DIVERGED))
+        status, residual, _, none, _ = Record.unmeasured(value, request.solver.exhausted, problem.event_ndim)
+        status, count = status.masked_fill(failed, int(Status.DIVERGED)), none + steps
         if not is_batched(failed) and bool(failed.any()):
             plain = Picard(rtol=0, atol=0, max_steps=steps, damping=self.damping)
             with torch.no_grad():
@@ -147,7 +146,6 @@ class Reversible(Adjoint):
             # What became of the plain steps, too.
             status = torch.where(failed & outcome.record.failed, outcome.record.status, status)
             value = torch.where(along(failed, value), outcome.value.detach(), value)
-        residual = torch.full_like(failed, torch.nan, dtype=value.dtype)
         if request.measured:
             with torch.no_grad():
                 change = (problem.fixed_point_map(value.detach()) - value)[..., None]

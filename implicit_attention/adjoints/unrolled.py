@@ -11,7 +11,7 @@ from .. import _validate
 from .._torch import is_batched
 from ..problem import Problem, isolated
 from ..solution import Status
-from ..solvers.loop import Outcome
+from ..solvers.loop import Outcome, plain_steps
 from .base import Adjoint, Request, attach
 from .implicit import fixed_point
 
@@ -97,10 +97,7 @@ class Phantom(Adjoint):
     def through(self, problem: Problem, value: Tensor) -> Tensor:
         known = torch.isfinite(value)[..., None].flatten(value.ndim - problem.event_ndim).any(-1)
         problem, z = isolated(problem, value, ~known)
-        for _ in range(self.steps):
-            mapped = problem.fixed_point_map(z)
-            z = mapped if self.damping == 0 else mapped + self.damping * (z - mapped)
-        return attach(value, z)
+        return attach(value, plain_steps(problem.fixed_point_map, z, self.steps, self.damping))
 
     def __str__(self) -> str:
         return f"Phantom({self.steps}{f', damping={self.damping:g}' if self.damping else ''})"
