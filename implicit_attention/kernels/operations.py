@@ -264,10 +264,10 @@ def hopfield_solve(
 
     Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
     """
-    from .._solve import check_kernel, in_half
+    from .._solve import in_half
 
-    call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
-    start = _state_of(call, "initial", query if initial is None else initial)
+    states = {"initial": query if initial is None else initial}
+    call, (start,) = _checked("hopfield_solve", impl, states, query, keys, beta, anchor, mask, is_causal, query_offset)
     if rtol is None:
         rtol = SOLVE_RTOL if in_half(call, impl) else 1e-4
     rtol = _validate.check_number("rtol", rtol, low=0.0)
@@ -276,9 +276,6 @@ def hopfield_solve(
     plain_steps = _validate.check_integer("plain_steps", plain_steps, low=2)
     plain, remedy = mask is None or not mask.requires_grad, "use solve() with LogSumExp(bias=mask)"
     _validate.require(plain, "mask", "not require grad", "one that does", remedy)
-    refuse_tangents("hopfield_solve", *call, start)
-    check_impl("impl", impl)
-    check_kernel(impl, call)
     return Solved(*solve_op(*_arguments(call), start, rtol, atol, max_steps, plain_steps, impl, "warn"))
 
 
@@ -340,19 +337,19 @@ def hopfield_adjoint(
 
     Reference: Hestenes and Stiefel (1952).
     """
-    from .._solve import check_kernel
-
-    call = _checked(query, keys, beta, anchor, mask, is_causal, query_offset)
-    state, cotangent = _state_of(call, "state", state), _state_of(call, "cotangent", cotangent)
-    refuse_tangents("hopfield_adjoint", *call, state, cotangent)
+    states = {"state": state, "cotangent": cotangent}
+    call, (state, cotangent) = _checked(
+        "hopfield_adjoint", impl, states, query, keys, beta, anchor, mask, is_causal, query_offset
+    )
     rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
-    check_impl("impl", impl)
-    check_kernel(impl, call)
     return AdjointAnswer(*adjoint_op(*_arguments(call), state, cotangent, rtol, max_steps, impl, "ignore"))
 
 
 def _checked(
+    operation: str,
+    impl: Impl,
+    states: dict[str, Tensor],
     query: Tensor,
     keys: Tensor,
     beta: float | Tensor,
@@ -360,8 +357,10 @@ def _checked(
     mask: Tensor | None,
     is_causal: bool,
     query_offset: int,
-) -> Attention:
-    """The record of an operation's tensors."""
+) -> tuple[Attention, list[Tensor]]:
+    """The record of an operation's tensors, and its states, by name, in the precision of the solve."""
+    from .._solve import check_kernel
+
     _validate.check_tensors([("query", query), ("keys", keys)], min_ndim=2)
     _validate.require(keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}")
     required = f"have the query's dimension {query.shape[-1]} on the last axis"
@@ -373,15 +372,11 @@ def _checked(
     for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
         limits: dict[str, Any] = {"low": 0.0, "high": high, "open_low": name == "beta"}
         number = _validate.check_per_batch(name, number, **limits, remedy="parametrise it", of=("query", query))
-        if isinstance(number, Tensor):
-            # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
-            number = _validate.inside(number, **limits).to(wide)
-        elif name == "anchor":
-            required = f"leave 1 - anchor its digits in {wide}"
-            _validate.require(
-                _validate.keeps_digits(wide, number), name, required, number, "pass float64 tensors, or 1"
-            )
-        numbers.append(number)
+        # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
+        number = _validate.inside(number, **limits)
+        numbers.append(number.to(wide) if isinstance(number, Tensor) else number)
+    kept, required = _validate.keeps_digits(wide, numbers[1]), f"leave 1 - anchor its digits in {wide}"
+    _validate.require(kept, "anchor", required, numbers[1], "pass float64 tensors, or 1")
     if mask is not None:
         pairs = (*query.shape[:-1], keys.shape[-2])
         _validate.check_boolean("mask", mask, "be boolean (True = attend) or added to the scores", or_float=True)
@@ -389,13 +384,14 @@ def _checked(
         _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
         _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)
         mask = mask if mask.dtype == torch.bool else mask.to(wide)
-    return Attention.of(query, keys, numbers[0], numbers[1], mask, query_offset if is_causal else None)
-
-
-def _state_of(call: Attention, argument: str, state: Tensor) -> Tensor:
-    """A tensor of the shape of the state, in the precision of the solve."""
-    _validate.check_float_tensor(argument, state)
-    shape, device = call.query.shape, call.query.device
-    _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))
-    _validate.require(state.device == device, argument, f"be on the query's device {device}", state.device)
-    return state.to(state_dtype(call.query.dtype))
+    call = Attention.of(query, keys, numbers[0], numbers[1], mask, query_offset if is_causal else None)
+    shape, device = query.shape, query.device
+    for name, state in states.items():
+        _validate.check_float_tensor(name, state)
+        _validate.require(state.shape == shape, name, f"have the query's shape {tuple(shape)}", tuple(state.shape))
+        _validate.require(state.device == device, name, f"be on the query's device {device}", state.device)
+    found = [state.to(wide) for state in states.values()]
+    refuse_tangents(operation, *call, *found)
+    check_impl("impl", impl)
+    check_kernel(impl, call)
+    return call, found
