@@ -284,18 +284,21 @@ def by_adjoint(request: Request, adjoint: Adjoint, *, verbose: bool = False) -> 
         outcome = outcome._replace(record=record._replace(status=status))
     if (tally := _sampled(request.report.site)) is not None:
         tally.keep(problem, outcome.value)
-    _, solution = concluded(
+    outcome, told = concluded(
         outcome,
         request.report,
         adjoint.advice(problem.advice(solver.remedies)),
         way,
-        energy_function=problem.energy if problem.has_energy else None,
         needs_solution=adjoint.needs_solution,
         cause=partial(problem.cause, outcome.value),
         tokens=None if request.by_token is None else request.by_token.record,
     )
-    assert isinstance(solution, Solution)
-    return solution
+    return _whole(told, outcome, problem.energy if problem.has_energy else None)
+
+
+def _whole(told: dict[str, Any], outcome: Outcome, energy: Callable[[Tensor], Tensor] | None) -> Solution:
+    value, _, trace, course, _ = outcome
+    return Solution(**told, value=value, trace=trace, course=course, energy_function=energy)
 
 
 def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
@@ -340,38 +343,31 @@ def concluded(
     remedies: Remedies,
     way: Route,
     *,
-    energy_function: Callable[[Tensor], Tensor] | None = None,
     needs_solution: bool = True,
     cause: Callable[[], str] = str,
     failed: bool = True,
     tokens: Record | None = None,
-    whole: bool = True,
-) -> tuple[Tensor, SolveReport]:
-    """The value and the solution, once failures are reported as `report.on_failure` says, with their `cause`.
+) -> tuple[Outcome, dict[str, Any]]:
+    """The outcome and the fields of its report, once failures are reported as `report.on_failure` says.
 
+    cause: why problems failed; it is asked where that is told.
     needs_solution: whether the gradient is wrong at a state that is no solution.
     failed: whether a problem may have no answer; False, for plain tensors, spares a look at all of them.
     tokens: the record of every token of the problems, which is reported in place of theirs.
-    whole: whether the solution is wanted; else its report is made.
     """
-    value, record, course = outcome.value, outcome.record, outcome.states
-    tracked = value.requires_grad
+    record, on_failure, tracked = outcome.record, report.on_failure, outcome.value.requires_grad
     report.awaited = tracked and not backward_running()
-    on_failure = report.on_failure
     if failed and policy_of(on_failure).backward != "keep":
-        value = without_gradient(on_failure, record.failed, value)
-        course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
+        kept = partial(without_gradient, on_failure, record.failed)
+        outcome = outcome._replace(value=kept(outcome.value), states=tuple(map(kept, outcome.states)))
     in_transform = failed and transforms_active()
     if tracked or in_transform:
         if on_failure != "ignore" and not in_transform:
             report.state_residual = record.residual
         if needs_solution:
             report.unsolved = record.failed
-    told: dict[str, Any] = {"tolerances": (way.solver.rtol, way.solver.atol), "route": way}
-    given = record if tokens is None else tokens, report, remedies
-    if whole:
-        told |= {"value": value, "trace": outcome.trace, "course": course, "energy_function": energy_function}
-    solution = Solution(*given, **told) if whole else SolveReport(*given, **told)
+    record, tolerances = record if tokens is None else tokens, (way.solver.rtol, way.solver.atol)
+    told = {"record": record, "adjoint": report, "remedies": remedies, "tolerances": tolerances, "route": way}
     # Checkpointing computes a forward pass again, whose failures were reported before.
     counts = type(on_failure) is not str and policy_of(on_failure).counts
     if (failed or counts) and not backward_running():
@@ -381,8 +377,8 @@ def concluded(
             wrong = report.awaited and needs_solution and (policy.over, policy.backward) == ("warn", "keep")
             return cause() or (NO_GRADIENT if wrong else "")
 
-        report_failures(on_failure, type(way.solver).__name__, given[0], remedies, explained, site=report.site)
-    return value, solution
+        report_failures(on_failure, type(way.solver).__name__, record, remedies, explained, site=report.site)
+    return outcome, told
 
 
 def _checked(problem: Problem, initial: Tensor, solver: Solver) -> tuple[Problem, Tensor]:
@@ -457,15 +453,12 @@ class Route:
 
         differentiated: whether the `evaluation` is wanted, if a kernel is to solve the backward pass.
         """
-        call, found = attention_of(problem, self.solver, self.impl, every_step=self.every_step), None
-        if call is not None:
-            rule = self.solver.fused_rule(problem)
-            assert rule is not None
-            found = solve_by_kernel(*_isolated(call, initial), rule, self.impl)
-        if call is None or found is None:
+        given = for_kernel(problem, initial, self.solver, self.impl, every_step=self.every_step)
+        found = None if given is None else solve_by_kernel(*given, self.impl)
+        if given is None or found is None:
             self.evaluate = self.step = "torch"
             return None
-        self.evaluate = self.step = _kernel(call, self.impl) or "torch"
+        self.evaluate = self.step = _kernel(given[0], self.impl) or "torch"
         kept = differentiated and self.product != "torch"
         return Outcome(found.state, found.record, evaluation=found[1:3] if kept else ())
 
@@ -577,12 +570,10 @@ def route(
         UnsupportedImplementation: an `impl` was named that cannot do it, and why.
     """
     way = Route(solver, impl, every_step, initial.dtype, where="inside torch.func" if transforms_active() else "")
-    if impl == "reference":
-        return way
     if (call := attention_of(problem, solver, impl, every_step=every_step)) is not None:
         way.evaluate = way.step = _kernel(call, impl) or "torch"
     if isinstance(adjoint, Implicit) and adjoint.linear_solver is None:
-        call = attention_of(problem, None, "auto") if call is None else call
+        call = attention_of(problem, None, impl) if call is None else call
         if call is not None and _has_all_gradients(call, impl):
             way.product = _kernel(call, impl) or "torch"
     return way
@@ -735,7 +726,7 @@ def adjoint_by_kernel(
             # A query that diverged has the mean of a later point than its state.
             if mean is None or not is_finite(mean):
                 mean = native.solve(call, state, THERE)[0].mean
-            return native.adjoint(call, state, mean, cotangent, rule, by_bias=by_bias), mean
+            return native.adjoint(call, state, cotangent, mean, None, rule, by_bias=by_bias), mean
         from .kernels.triton.adjoint import solve_adjoint as triton_adjoint
         from .kernels.triton.solve import solve as triton_solve
 
@@ -782,6 +773,19 @@ def _trusted(name: str, operation: str, call: Attention, run: Callable[[], _R], 
 @functools.lru_cache(maxsize=256)
 def _native_use(operation: str, device: torch.device, *variant: Any) -> trust.Use:
     return trust.Use(f"{operation} (native)", device, native.NativeVariant(*variant))
+
+
+def for_kernel(
+    problem: Problem, initial: Tensor, solver: Solver, impl: Impl, *, every_step: bool = False, keys: Any = None
+) -> tuple[Attention, Tensor, FusedRule] | None:
+    """The arguments of a solve by a kernel; None where none can do it.
+
+    keys: those of the problem in half precision, where they stay in it.
+    """
+    call = attention_of(problem, solver, impl, every_step=every_step)
+    if call is None or (rule := solver.fused_rule(problem)) is None:
+        return None
+    return *_isolated((call if keys is None else call._replace(keys=keys)).joined(), initial), rule
 
 
 def _isolated(call: Attention, initial: Tensor) -> tuple[Attention, Tensor]:
@@ -912,13 +916,15 @@ def solve_plainly(
     name = "triton" if half else "native"
     way = Route(plan.solver, impl, False, solved.state.dtype, name, name, name, floor=FLOOR if half else None)
     outcome = Outcome(solved.state, Record(*solved[3:]), evaluation=solved[1:3] if half or not failed else ())
-    energy_function = partial(_energy_at, call) if problem is None else problem.energy
     if differentiated:
         energy, start = _unchecked(call) if problem is None else problem, solved.state.detach()
         request = Request(energy, start, plan.solver, impl, False, report, route=way, known=outcome)
         outcome = outcome._replace(value=attached(request, *energy.tensors())[0])
-    told: dict[str, Any] = {"energy_function": energy_function, "failed": failed, "whole": whole}
-    return *concluded(outcome, report, plan.remedies, way, **told), failed
+    outcome, told = concluded(outcome, report, plan.remedies, way, failed=failed)
+    if not whole:
+        return outcome.value, SolveReport(**told), failed
+    energy_function = partial(_energy_at, call) if problem is None else problem.energy
+    return outcome.value, _whole(told, outcome, energy_function), failed
 
 
 def _solved_in_half(call: Attention, initial: Tensor, rule: FusedRule, impl: Impl) -> tuple[Attention, Solved] | None:
@@ -1036,19 +1042,6 @@ def adjoint_solved(
         by_beta = torch.where(kernel.status == Status.STALLED, by_beta, kernel.by_beta)
     evidence = answer.status, answer.residual, answer.tolerance, answer.num_steps.to(torch.int32)
     return AdjointAnswer(answer.value, *evidence, answer.negative_curvature, by_beta, gradients[0])
-
-
-def for_graph(
-    problem: Problem, initial: Tensor, solver: Solver, impl: Impl, keys: Tensor | None = None
-) -> tuple[Attention, Tensor, FusedRule] | None:
-    """The arguments of a solve as one operation of a compiler's graph; None where it would not have all gradients.
-
-    keys: those of the problem in half precision, where they stay in it.
-    """
-    call, rule = attention_of(problem, solver, impl), solver.fused_rule(problem)
-    if call is None or rule is None or (call.bias is not None and call.bias.requires_grad):
-        return None
-    return *_isolated((call if keys is None else call._replace(keys=keys)).joined(), initial), rule
 
 
 def written_out(problem: Problem) -> Problem:

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._solve import HALF_SOLVER, fits_kernels, for_graph, in_half, in_one_piece, is_finite, solve, solve_plainly
+from .._solve import HALF_SOLVER, fits_kernels, for_kernel, in_half, in_one_piece, is_finite, solve, solve_plainly
 from .._torch import (
     HALF,
     at_least_single,
@@ -560,8 +560,9 @@ def _by_loop(
     if in_graph and is_budget(solver):
         return stepped(solver, energy, start), Record.unmeasured(query, solver.exhausted, 1), False
     if in_graph:
-        given = for_graph(energy, start, solver, impl, keys)
-        if given is None:
+        given = for_kernel(energy, start, solver, impl, keys=keys)
+        # Without the gradient of a bias.
+        if given is None or (given[0].bias is not None and given[0].bias.requires_grad):
             return None
         # An exported program keeps no site, and counts nothing.
         state, record = solved_in_graph(*given, impl, options.on_failure, None if is_exporting() else site)

@@ -11,6 +11,7 @@ import platform
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,17 +35,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """A loaded library. parallel_for: the address of torch's loop over its threads, or 0 for one thread."""
+class Library(SimpleNamespace):
+    """A loaded library: `isa`, its instruction set, `handle`, the functions that `ARGUMENTS` names, and `parallel_for`.
 
-    isa: str
-    handle: ctypes.CDLL
-    solve: Any
-    adjoint: Any
-    finite: Any
-    step: Any
-    parallel_for: int
+    That is the address of torch's loop over its threads, or 0 for one thread.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +156,7 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
         return None, f"this processor has no {isa}"
     for name, function in functions.items():
         function.restype, *function.argtypes = ARGUMENTS[name]
-    return Library(isa, handle, **functions, parallel_for=_parallel_for()), ""
+    return Library(isa=isa, handle=handle, **functions, parallel_for=_parallel_for()), ""
 
 
 def _is_whole(path: Path) -> bool:

@@ -44,8 +44,9 @@ def solve(record: Attention, initial: Tensor, rule: FusedRule) -> tuple[Solved, 
 def adjoint(
     record: Attention,
     state: Tensor,
-    mean: Tensor,
     cotangent: Tensor,
+    mean: Tensor,
+    _: Tensor | None,
     rule: AdjointRule,
     *,
     by_bias: Tensor | None = None,
@@ -89,23 +90,17 @@ def call(
     # One after the other in memory, where the library reads those that are no tensors.
     numerals = array(_CODES[like.dtype], (0.0, 0.0))
     addresses = [like.data_ptr(), keys.data_ptr()]
-    places: list[_Place | None] = []
-    at = numerals.buffer_info()[0]
-    for i in (0, 1):
-        number = record[2 + i]
-        if isinstance(number, Tensor):
-            addresses.append(number.data_ptr())
-            places.append((number.shape, number.stride()))
-        else:
-            numerals[i] = float(number)  # type: ignore[arg-type]
-            addresses.append(at + i * numerals.itemsize)
-            places.append(None)
+    places: list[_Place | None] = [(like.shape, like.stride())]
+    for i, given in enumerate((record.beta, record.anchor, pairs, *states[1:])):
+        if isinstance(given, Tensor):
+            addresses.append(given.data_ptr())
+            places.append((given.shape, given.stride()))
+            continue
+        if given is not None:
+            numerals[i] = given
+        addresses.append(0 if given is None else numerals.buffer_info()[0] + i * numerals.itemsize)
+        places.append(None)
     kind = _NO_MASK if pairs is None else _BOOLEAN if pairs.dtype == torch.bool else _ADDED
-    places.append(None if pairs is None else (pairs.shape, pairs.stride()))
-    addresses.append(0 if pairs is None else pairs.data_ptr())
-    for state in states:
-        places.append((state.shape, state.stride()))
-    addresses += map(Tensor.data_ptr, states[1:])
     # A solve shares keys that lie in the same place; an adjoint solve has a gradient for each of them.
     integers = _packed(kind, record.first, function == "solve", (keys.shape, keys.stride()), *places)
     doubles, pointers = array("d", numbers), array("Q", addresses + outputs)
@@ -126,17 +121,15 @@ def in_memory(tensor: Tensor) -> Tensor:
 def _packed(kind: int, first: int | None, expanded: bool, keys: _Place, *others: Any) -> array[int]:
     """Sizes and steps, in the order in which the library reads them: the same for all calls of one layout.
 
-    others: the places of beta, anchor and mask, None where there are none, and of the states.
+    others: the places of the first state, of beta, anchor and mask, None where there are none, and of further states.
     """
-    beta, anchor, mask, like, *states = others
+    like, beta, anchor, mask, *states = others
     *batch, queries, dim = like[0]
     axes = len(batch)
+    sizes = (1,) * (axes + 2 - len(keys[0])) + keys[0]
     of_keys = _steps(keys, axes + 2)
-    ahead = axes + 2 - len(keys[0])
-    shared = [
-        batch[i] != 1 and (i < ahead or keys[0][i - ahead] == 1 or (expanded and of_keys[i] == 0)) for i in range(axes)
-    ]
-    order = [i for i in range(axes) if not shared[i]] + [i for i in range(axes) if shared[i]]
+    shared = [batch[i] != 1 and (sizes[i] == 1 or (expanded and of_keys[i] == 0)) for i in range(axes)]
+    order = sorted(range(axes), key=shared.__getitem__)
     out, size = [0] * axes, queries
     for i in reversed(range(axes)):
         out[i], size = size, size * batch[i]
@@ -145,12 +138,10 @@ def _packed(kind: int, first: int | None, expanded: bool, keys: _Place, *others:
     numbers.extend([batch[i] for i in order])
     numbers.extend([out[i] for i in order])
     # Keys without the step of their dimension, which is 1.
-    for place, own, kept in ((like, 2, 2), (keys, 2, 1), (beta, 0, 0), (anchor, 0, 0)):
+    further = [(place, 2, 2) for place in (mask, *states) if place is not None]
+    for place, own, kept in [(like, 2, 2), (keys, 2, 1), (beta, 0, 0), (anchor, 0, 0), *further]:
         steps = [0] * axes if place is None else _steps(place, axes + own)
         numbers.extend([steps[i] for i in order] + steps[axes : axes + kept])
-    for place in (*(() if mask is None else (mask,)), *states):
-        steps = _steps(place, axes + 2)
-        numbers.extend([steps[i] for i in order] + steps[axes:])
     return numbers
 
 
@@ -193,10 +184,7 @@ def check_solve(record: Attention) -> Errors:
 
 
 def check_adjoint(record: Attention) -> Errors:
-    def measured(record: Attention, z: Tensor, g: Tensor, mean: Tensor, _: Tensor, stop: AdjointRule) -> AdjointAnswer:
-        return adjoint(record, z, mean, g, stop)
-
-    return adjoint_errors(small_problem(record, ROWS, KEYS), lambda *given: solve(*given)[0], measured)
+    return adjoint_errors(small_problem(record, ROWS, KEYS), lambda *given: solve(*given)[0], adjoint)
 
 
 CHECKS = {"hopfield_solve": check_solve, "hopfield_adjoint": check_adjoint}
