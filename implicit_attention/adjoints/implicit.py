@@ -315,19 +315,6 @@ def _each(name: str) -> Any:
     return method
 
 
-#: What a problem says of itself that holds for many of its kind.
-_KEPT: tuple[str, ...] = (
-    "event_ndim",
-    "token_order",
-    "symmetric",
-    "has_energy",
-    "has_metric",
-    "plain_steps_descend",
-    "steps_rescaled",
-)
-_KEPT += ("separates", "mixes")
-
-
 class VmappedProblem(Problem):
     """A problem whose tensors carry one more leading axis, mapped over with torch.vmap."""
 
