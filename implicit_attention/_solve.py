@@ -332,7 +332,7 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
     check_budget(solver)
     problem, initial = _checked(problem, initial, solver)
     value = stepped(solver, written_out(problem), initial)
-    record = Record.unmeasured(value, solver.exhausted, problem.event_ndim)
+    record = Record.unmeasured(value, solver.end_rule.exhausted, problem.event_ndim)
     report, told = AdjointReport(in_graph=True), (solver.rtol, solver.atol)
     return Solution(record, report, solver.remedies, tolerances=told, value=value)
 

@@ -33,12 +33,13 @@ from ._torch import (
     is_batched,
     is_exporting,
     jvp_by_vjp,
+    norm,
     same,
     transforms_active,
     vjp,
 )
 from .kernels.problem import Attention
-from .solution import LEVERS, Status, advice
+from .solution import LEVERS, Record, Status, Trace, advice
 
 _D = TypeVar("_D", bound="Declared")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -725,6 +726,73 @@ class Problem(Declared, general=True):
                 f"`{self._name()}` reads {self._undeclared}, which requires grad but is not declared, so its gradient "
                 f"would silently be zero; {self._to_declare}"
             )
+
+
+class Tokens(Problem):
+    """A problem with a `token_order`, each of whose tokens is a problem that reads those before it.
+
+    A token has converged when its own residual is small at states of those before it that no longer change.
+    """
+
+    event_ndim = 1
+    separates = False
+    #: Which of them other rules have ended than that of their residual.
+    exits: Any = None
+    token_order: TokenOrder
+
+    def __init__(self, inner: Problem) -> None:
+        self.inner, self.mixes, self.token_order = inner, inner.mixes, cast(TokenOrder, inner.token_order)
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self.inner.fixed_point_map(z)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        self.inner.check_undeclared(z)
+
+    def settled_of(
+        self, active: Tensor, converged: Tensor | None, broken: Tensor, point: Any
+    ) -> tuple[Tensor | None, Tensor]:
+        """The tokens (*lead) that have converged, and those that are given up, by the state of all that they read.
+
+        point: the `Iteration`, for subclasses with rules of their own.
+        """
+        broken = active & self.behind(broken)
+        if converged is None:
+            return None, broken
+        # A token that was given up is not active, nor is any token that reads it.
+        return converged & ~self.behind(active & ~converged), broken
+
+    def behind(self, tokens: Tensor) -> Tensor:
+        """The `tokens` (*lead), and those that read them."""
+        # In a problem with more axes a token may read all parts of the tokens before it.
+        parts = tuple(range(1 - self.inner.event_ndim, -1))
+        return self.token_order.behind(tokens.any(parts, keepdim=True) if parts else tokens)
+
+    def course(self, trace: Trace | None) -> Trace | None:
+        """The course of the whole problems, from that of all tokens."""
+        if trace is None:
+            return None
+        start = 1 - self.inner.event_ndim
+        residual, num_evals = norm(trace.residual.flatten(start)), trace.num_evals.flatten(start).amax(-1)
+        return trace._replace(residual=residual, num_evals=num_evals)
+
+
+def of_problems(record: Record, axes: int) -> Record:
+    """The record of whole problems from that of their tokens, on the last `axes` axes.
+
+    Its status is the first failure of a token, its residual and tolerance the length of all.
+    """
+    start = record.status.ndim - axes
+    if record.status.shape[start:].numel() == 0:
+        return record.map(lambda field: field.new_zeros(field.shape[:start]))
+    first = (record.status != Status.CONVERGED).flatten(start).to(torch.int8).argmax(-1, keepdim=True)
+    return Record(
+        status=record.status.flatten(start).gather(-1, first)[..., 0],
+        residual=norm(record.residual.flatten(start)),
+        tolerance=norm(record.tolerance.flatten(start)),
+        num_steps=record.num_steps.flatten(start).amax(-1),
+        num_evals=record.num_evals.flatten(start).amax(-1),
+    )
 
 
 def check_start(problem: Problem, given: dict[str, Any], solver: Any, adjoint: Any) -> None:

@@ -558,7 +558,7 @@ def _by_loop(
                 found = solve(energy, start, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=trace)
         return query, found, False
     if in_graph and is_budget(solver):
-        return stepped(solver, energy, start), Record.unmeasured(query, solver.exhausted, 1), False
+        return stepped(solver, energy, start), Record.unmeasured(query, solver.end_rule.exhausted, 1), False
     if in_graph:
         given = for_kernel(energy, start, solver, impl, keys=keys)
         # Without the gradient of a bias.

@@ -12,7 +12,7 @@ from .._torch import LinearMap, check_graph, exact_precision, vjp
 from ..linear import extreme_eigenvalues
 from ..linear import spectral_radius as arnoldi_radius
 from ..problem import Problem, widened
-from ..solvers._rows import flat, unflat
+from ..solvers.loop import flat, unflat
 
 
 @torch.no_grad()

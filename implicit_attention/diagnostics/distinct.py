@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials.scored_keys import ScoredKeys
-from ..solvers._rows import flat
+from ..solvers.loop import flat
 
 # Rows handled at a time where an (N, M) or (N, N) matrix would be needed.
 TILE = 512

@@ -16,7 +16,7 @@ from .. import _validate
 from .._torch import HALF, at_least_single, is_exporting, length, same, transforms_active
 from ..problem import FixedPointMap, Problem, closed_over, counted, parts_of, takes_statistics, writes_to
 from ..solution import Status
-from ..solvers._rows import flat, unflat
+from ..solvers.loop import flat, unflat
 from .block_state import Frame, StateLayout
 
 

@@ -18,10 +18,9 @@ from ..energies.causal_tokens import CausalTokens
 from ..failure import ConvergenceError, OnFailure, located, report_failures
 from ..kernels.problem import Impl
 from ..options import SolveOptions
-from ..problem import Problem, TokenOrder, widened
+from ..problem import Problem, TokenOrder, Tokens, of_problems, widened
 from ..solution import AdjointReport, Record, Solution, SolveReport, Status
 from ..solvers import Outcome, Picard, Solver
-from ..solvers.in_order import Tokens, of_problems
 from .cache import KeyValueCache, check_cache
 
 

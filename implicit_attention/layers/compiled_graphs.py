@@ -20,8 +20,7 @@ from ..failure import outside
 from ..options import SolveOptions
 from ..problem import FixedPointMap, Problem, writes_to
 from ..solvers import Iteration, Picard, Solver
-from ..solvers._rows import Best, flat, unflat
-from ..solvers.loop import Images, Loop, plain_steps
+from ..solvers.loop import Best, Images, Loop, flat, plain_steps, unflat
 
 #: f(z, *inputs), a module.
 Map: TypeAlias = Callable[..., Tensor]

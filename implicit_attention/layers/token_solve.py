@@ -12,10 +12,9 @@ from torch import Tensor
 from .._torch import is_batched, transforms_active
 from ..attention.masks import triangle
 from ..linear._vectors import along
-from ..problem import Problem, TokenOrder
+from ..problem import Problem, TokenOrder, of_problems
 from ..solution import Record, SolveReport, Status
 from ..solvers import Outcome, Solver
-from ..solvers.in_order import of_problems
 from .exits import RULES, Exit, ExitReport, Exits
 from .past import BlockCache, KeyValueMemory
 from .past_check import check_past, check_update

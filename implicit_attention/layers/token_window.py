@@ -16,8 +16,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._torch import transforms_active
 from ..linear._vectors import along
-from ..problem import PerSample, Problem, Shared, TokenOrder, counted, picked, writes_to
-from ..solvers.in_order import Tokens
+from ..problem import PerSample, Problem, Shared, TokenOrder, Tokens, counted, picked, writes_to
 from .block_map import BlockProblem, stay_where
 from .exits import Exits
 from .past import KeyValueMemory, Past, rows_at

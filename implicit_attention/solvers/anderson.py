@@ -11,8 +11,7 @@ from torch import Tensor
 from .. import _validate
 from ..kernels.problem import FusedRule
 from ..problem import Problem
-from ._rows import rows_where
-from .loop import Iteration
+from .loop import Iteration, rows_where
 from .safeguard import Proposal, Safeguarded
 
 # With a single column a smaller ridge changes nothing in float32.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from ._rows import rows_where
-from .loop import Iteration
+from .loop import Iteration, rows_where
 from .safeguard import Proposal, Safeguarded
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
@@ -18,13 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._torch import Looks, host_may_look, into_onnx, length, looks_every, norm, transforms_active
+from .._torch import Looks, along, host_may_look, into_onnx, length, looks_every, norm, transforms_active
 from ..failure import UnsupportedImplementation
 from ..kernels.problem import FusedRule
-from ..problem import Problem, check_kept, counted, evaluate_pure, share_memory
+from ..problem import Problem, Tokens, check_kept, counted, evaluate_pure, of_problems, pick, put, share_memory
 from ..solution import CONTRACT, Record, Remedies, Status, Trace
-from ._rows import Best, Rows, flat, rows_where, unflat
-from .in_order import Tokens, of_problems
 
 
 class Outcome(NamedTuple):
@@ -167,11 +166,6 @@ class Solver(_validate.Options):
     def fixed_budget(self) -> bool:
         """Whether all steps are made whatever the residual."""
         return self.rtol == 0 and self.atol == 0
-
-    @property
-    def exhausted(self) -> Status:
-        """The status of a problem on which all steps were spent."""
-        return self.end_rule.exhausted
 
     @property
     def end_rule(self) -> FusedRule:
@@ -343,7 +337,7 @@ def judged(
             if problem.separates or not rows.untried:
                 raise
             # f may take no other number of problems than all.
-            best, point, rows.rows, compact = cast(Best, rows.full), None, None, False
+            best, point, rows.rows, compact = rows.full, None, None, False
         value, record = rows.all(best)
         if problem.separates or not (every or not rule.fixed_budget):
             return value, record
@@ -392,7 +386,152 @@ def judged(
             # The evaluation is given once more, and was counted.
             evals = evals - rest.to(evals.dtype)
         record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), num_evals=evals)
-        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=(record, made))
+        rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=record)
+        rows.made = made
+
+
+# The working set, whose states are rows of numbers.
+
+#: The working set is restricted anew when the unfinished problems are less than this part of it.
+COMPACT_BELOW = 2 / 3
+
+
+def flat(z: Tensor, event: torch.Size) -> Tensor:
+    """(*lead, *event) -> (*lead, n)."""
+    return z.reshape((*z.shape[: z.ndim - len(event)], math.prod(event)))
+
+
+def unflat(z: Tensor, event: torch.Size) -> Tensor:
+    """(*lead, n) -> (*lead, *event)."""
+    return z.reshape((*z.shape[:-1], *event))
+
+
+def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
+    """torch.where with one condition per problem, (*lead), on states (*lead, n), numbers or truth values (*lead)."""
+    if host_may_look(condition):
+        # Mostly all rows agree: a look at them then saves a pass over the states.
+        if bool(condition.all()):
+            return yes
+        if isinstance(no, Tensor) and not bool(condition.any()):
+            return no
+    condition = along(condition, yes)
+    if yes.dtype == torch.bool:
+        # onnxruntime cannot choose between truth values.
+        return (condition & yes) | (~condition & no)
+    return torch.where(condition, yes, no)
+
+
+class Best(NamedTuple):
+    """The best state of every problem so far, with the numbers measured at that state."""
+
+    value: Tensor
+    record: Record
+
+
+class Rows:
+    """The working set: which rows of the last leading axis are still being iterated.
+
+    Without a graph rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's
+    bits do not depend on how many others are left, unless they may read each other (`Problem.separates`). A problem
+    that cannot be restricted keeps all its rows to the end.
+
+    Args:
+        problem: of all rows.
+        initial: their states, (*lead, *event).
+        compact: whether finished ones may leave.
+        together: whether none has finished before all have, as they read each other.
+        begun: the record of the steps that led to `initial`, of which problems with MAX_STEPS go on; None at first.
+    """
+
+    def __init__(
+        self, problem: Problem, initial: Tensor, *, compact: bool, together: bool, begun: Record | None = None
+    ) -> None:
+        lead = initial.shape[: initial.ndim - problem.event_ndim]
+        self.event = initial.shape[len(lead) :]
+        self.initial = flat(initial, self.event)
+        self.active = torch.ones(lead, dtype=torch.bool, device=initial.device)
+        self.count = lead[-1] if lead else 0
+        self.base = self.problem = problem
+        self.rows: Tensor | None = None
+        #: The best states of all rows as some left, which those that stay are put into.
+        self.full: Any = None
+        self.compact = compact and not together and self.count > 0 and initial.numel() > 0
+        self.together, self.begun = together, begun
+        #: How many steps led to `initial`.
+        self.made = 0
+        if begun is not None:
+            self.active = begun.status == Status.MAX_STEPS
+        #: Whether f was not evaluated yet since some left.
+        self.untried = False
+        #: Whether the number of rows is a power of two, so that graphs of few sizes are compiled.
+        self.few_sizes = False
+        pad = problem.separates and initial.numel() > 0 and not torch.is_grad_enabled()
+        padded = self._rounded_up(self.count) if pad else self.count
+        if padded > self.count:
+            index = torch.arange(padded, device=initial.device)
+            selected = problem.select(index.clamp(max=self.count - 1).expand(*lead[:-1], -1))
+            self.compact = self.compact and selected is not None
+            if selected is not None:
+                self.base = self.problem = selected
+                self.active = (index < self.count).expand(*lead[:-1], padded)
+                self.initial = torch.cat(
+                    [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
+                )
+
+    def _rounded_up(self, count: int) -> int:
+        if self.few_sizes:
+            return min(1 << max(count - 1, 0).bit_length(), self.count)
+        return -(-count // self.base.row_block) * self.base.row_block
+
+    def compaction(self, left: int, active: Tensor, needed: Callable[[], float]) -> Tensor | None:
+        """The working rows to keep, unfinished ones first, or None if too few have finished.
+
+        left: the largest number of unfinished ones in a batch entry.
+        needed: how many steps they are expected to need, to let none leave where it is not worth while.
+        """
+        if not self.compact or active.shape[-1] <= self.base.row_block:
+            return None
+        stay = self._rounded_up(left)
+        if stay > COMPACT_BELOW * active.shape[-1]:
+            return None
+        begins = self.rows is None
+        if begins and not self.base.separates and needed() * (1 - stay / active.shape[-1]) < 1:
+            # The evaluation of all that judges them at the end has to be worth it.
+            return None
+        # All distinct: finished rows fill up the block and are carried along unchanged.
+        order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :stay]
+        if begins:
+            # Some problems cannot be restricted.
+            self.compact = self.base.select(order) is not None
+        return order if self.compact else None
+
+    def take(self, order: Tensor, best: Best, tree: Any) -> Any:
+        """Restrict problem and solver memory to the rows `order` of the present working set, with the best states."""
+        self.full = self._merged(best)
+        self.untried = True
+        self.rows = order if self.rows is None else self.rows.gather(-1, order)
+        self.problem = cast(Problem, self.base.select(self.rows))
+        return pytree.tree_map_only(Tensor, lambda t: pick(t, order), tree)
+
+    def all(self, best: Best) -> tuple[Tensor, Record]:
+        """Value and record of all rows, in their order, without padding."""
+        best = self._merged(best)
+        return self.unpadded(best.value, 0), best.record.map(lambda t: self.unpadded(t, 0))
+
+    def unpadded(self, tensor: Tensor, before: int) -> Tensor:
+        """`tensor` without the rows that were added; its leading axes come after `before` other axes."""
+        if self.active.ndim == 0 or self.active.shape[-1] == self.count:
+            return tensor
+        return tensor.narrow(before + self.active.ndim - 1, 0, self.count)
+
+    def _merged(self, best: Best) -> Best:
+        if self.rows is None:
+            return best
+        record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
+        return Best(put(self.full.value, self.rows, best.value), record)
+
+
+# One loop.
 
 
 @dataclasses.dataclass(eq=False)
@@ -474,13 +613,13 @@ class Loop:
         Returns the best states, and the last evaluation with its tolerances.
         """
         advance(self.evaluate, self.step, self.start, decide=self.decide)
-        if self.bottomless is not None and self.solver.exhausted == Status.MAX_STEPS and self.before is not None:
+        if self.bottomless is not None and self.rule.exhausted == Status.MAX_STEPS and self.before is not None:
             # More steps would not help where the energy curves downwards; near a minimum they would.
             downward = ((self.point.z - self.before.z) * (self.point.r - self.before.r)).sum(-1) > 0
             here = self.rows.problem.bottomless(unflat(self.point.z, self.rows.event))
             downward = downward if here is None else downward | here
             self.end(self.bottomless & downward, Status.DIVERGED)
-        self.end(self.active, self.solver.exhausted)
+        self.end(self.active, self.rule.exhausted)
         return self.best, self.point, self.tolerance
 
     def evaluate(self, z: Tensor, index: int) -> Images:
@@ -683,14 +822,14 @@ def check_budget(solver: Solver) -> None:
         where = "ONNX" if into_onnx() else "an exported program"
         required = f"make a number of steps that is known beforehand, to be a part of {where}"
         remedy = "use a fixed budget: solver=Picard(max_steps=4, rtol=0, atol=0), or max_steps=0"
-        raise UnsupportedImplementation(_validate.message("solver", required, repr(solver), remedy))
+        _validate.refuse("solver", required, repr(solver), remedy, UnsupportedImplementation)
 
 
 def check_no_evidence(wanted: bool, name: str) -> None:
     """Raise if the evidence `name` of a solve is wanted, which no exported program has."""
     if wanted:
         remedy = "leave it out, and look at the evidence before the model is exported"
-        raise UnsupportedImplementation(_validate.message(name, "be False in an exported program", True, remedy))
+        _validate.refuse(name, "be False in an exported program", True, remedy, UnsupportedImplementation)
 
 
 def updated(solver: Solver, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
@@ -711,7 +850,7 @@ def check_candidate(name: str, candidate: Tensor, z: Tensor) -> None:
     wanted, given = ((tuple(t.shape), t.dtype, str(t.device)) for t in (z, candidate))
     if given != wanted:
         remedy = "form it from point.z, point.r and point.mapped, or convert it with .to(point.z)"
-        raise ValueError(_validate.message(name, f"return a candidate like point.z, {wanted}", given, remedy))
+        _validate.refuse(name, f"return a candidate like point.z, {wanted}", given, remedy)
 
 
 def check_memory(name: str, state: Any, z: Tensor) -> None:
@@ -720,7 +859,7 @@ def check_memory(name: str, state: Any, z: Tensor) -> None:
         if isinstance(kept, Tensor) and kept.shape[: z.ndim - 1] != z.shape[:-1]:
             required = f"return a state whose tensors begin with the axes of the problems, {tuple(z.shape[:-1])}"
             remedy = "expand it to them, as problems leave the work one by one; what all share can be no tensor there"
-            raise ValueError(_validate.message(name, required, f"shape {tuple(kept.shape)}", remedy))
+            _validate.refuse(name, required, f"shape {tuple(kept.shape)}", remedy)
 
 
 #: States z (*lead, n), f(z), and E(z) (*lead) where it is wanted.

@@ -12,8 +12,7 @@ from .. import _validate
 from ..kernels import rule
 from ..linear import CG, GMRES
 from ..problem import Problem
-from ._rows import flat, rows_where, unflat
-from .loop import Iteration
+from .loop import Iteration, flat, rows_where, unflat
 from .safeguard import Proposal, Safeguarded
 
 

@@ -11,22 +11,22 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict
 
 from .. import _validate
-from .._torch import along, is_batched, norm, transforms_active
+from .._torch import is_batched, norm, transforms_active
 from ..problem import FixedPointMap, Problem, evaluate_pure
 from ..solution import Record, Remedies, Status, Trace
-from ._rows import flat, rows_where
 from .anderson import Anderson
 from .broyden import Broyden
-from .loop import Outcome, Solver
+from .loop import Outcome, Solver, flat, rows_where
 from .newton import NewtonKrylov
 from .picard import Picard
 
@@ -67,19 +67,21 @@ class _Recorder:
         self.rounds = initial.dtype != self.dtype
         self.initial = flat(initial, event).reshape(self.lead.numel(), event.numel())
         rows = torch.arange(len(self.initial), device=initial.device)
-        self.value = self.initial.clone()
-        self.record = Record.unmeasured(self.initial, solver.exhausted, event_ndim=1).map(torch.clone)
+        self.value, self.rule = self.initial.clone(), solver.end_rule
+        self.record = Record.unmeasured(self.initial, self.rule.exhausted, event_ndim=1).map(torch.clone)
         self.energy = self.record.residual.clone() if trace and problem.has_energy else None
         self.events: list[tuple[Tensor, Tensor, list[Tensor]]] | None = [] if trace else None
+        #: Whether f is being evaluated, whose errors are not those of the solver.
         self.in_map = False
+        #: f at the initial states.
+        self.first_mapped: Any = None
         self.first_mapped = self.evaluate(rows, self.initial, 0, last=True)
-        self.record.status[self.record.status == Status.DIVERGED] = int(Status.NONFINITE)
         #: Those that the solver is to solve.
         self.rows = self.unsettled(rows)
 
     def unsettled(self, rows: Tensor) -> Tensor:
         """Those of `rows` in which something is left to do."""
-        going = (self.record.status == self.solver.exhausted) & (self.record.residual != 0)
+        going = (self.record.status == self.rule.exhausted) & (self.record.residual != 0)
         return rows[going[rows]]
 
     def evaluate(self, rows: Tensor, z: Tensor, step: int, *, last: bool = False) -> Tensor:
@@ -89,34 +91,35 @@ class _Recorder:
 
         last: whether z is the foreign solver's answer, or where it starts.
         """
-        solver, record = self.solver, self.record
+        record, rule, first = self.record, self.rule, self.first_mapped is None
         problem, states, shape, places = self._part(rows)
-        states = states.index_copy(0, places, z.reshape(len(rows), states.shape[1]))
-        mapped, energy, residual, tolerance = self._at(problem, states, shape, step)
+        z = z.reshape(len(rows), states.shape[1])
+        mapped, energy, residual, tolerance = self._at(problem, states.index_copy(0, places, z), shape, step)
+        mapped = mapped[places]
         if transforms_active():
-            return mapped[places]
+            return mapped
         residual, tolerance = residual[places], tolerance[places]
-        going, first = record.status[rows] == solver.exhausted, record.num_evals[rows] == 0
+        going = record.status[rows] == rule.exhausted
         finite = torch.isfinite(residual) & torch.isfinite(tolerance)
-        met = finite & (residual <= (0.5 if self.rounds else 1.0) * tolerance) & (not solver.fixed_budget)
-        lower = finite & ((residual < record.residual[rows]) | (last and solver.fixed_budget))
-        better = going & (first | met | lower)
+        met = finite & (residual <= (0.5 if self.rounds else 1.0) * tolerance) & (not rule.fixed_budget)
+        lower = finite & ((residual < record.residual[rows]) | (last and rule.fixed_budget))
+        better = going & (met | lower | first)
         # As in the library's own loop: a map that is not finite at the initial state makes the value NaN.
-        found: list[tuple[Tensor, Any]] = [(self.value, rows_where(finite | ~first, states[places], torch.nan))]
+        found = [(self.value, rows_where(finite, z, torch.nan) if first else z)]
         found += [(record.residual, residual), (record.tolerance, tolerance)]
-        found += [(record.num_steps, min(step, solver.max_steps))]
         if self.energy is not None and energy is not None:
             found += [(self.energy, energy[places])]
         for kept, new in found:
-            kept[rows] = torch.where(along(better, kept), new, kept[rows])
+            kept[rows[better]] = new[better].to(kept.dtype)
+        record.num_steps[rows[better]] = min(step, rule.max_steps)
         record.num_evals[rows] += 1
         record.status[rows[going & met]] = int(Status.CONVERGED)
-        record.status[rows[going & ~finite]] = int(Status.DIVERGED)
+        record.status[rows[going & ~finite]] = int(Status.NONFINITE if first else Status.DIVERGED)
         if self.events is not None:
             self.events.append((record.num_evals[rows] - 1, rows, [t[rows] for t in self._shown()]))
         if not last and len(self.unsettled(rows)) == 0:
             raise _Finished
-        return mapped[places]
+        return mapped
 
     def _part(self, rows: Tensor) -> tuple[Problem, Tensor, torch.Size, Tensor]:
         """The problem of which f is evaluated for `rows`, its initial states (P, n), their shape, and where `rows` are.
@@ -139,7 +142,7 @@ class _Recorder:
         image, energy = evaluate_pure(problem, states.reshape(shape), energy=self.energy is not None, call=step)
         self.in_map = False
         mapped = image.reshape(states.shape).to(states.dtype)
-        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
+        tolerance = self.rule.atol + self.rule.rtol * norm(mapped)
         return mapped, None if energy is None else energy.reshape(-1), norm(mapped - states), tolerance
 
     def outcome(self) -> Outcome:
@@ -160,7 +163,7 @@ class _Recorder:
         # A value that is not finite, as one may be that was rounded, has no finite residual.
         status, residual = self.record.status, norm(mapped - self.value)
         lost = status == Status.NONFINITE
-        if not self.solver.fixed_budget:
+        if not self.rule.fixed_budget:
             small = torch.isfinite(residual) & (residual <= tolerance) & ~lost
             status = status.masked_fill(status == Status.CONVERGED, int(Status.STALLED))
             status = status.masked_fill(small, int(Status.CONVERGED))
@@ -183,27 +186,6 @@ class _Recorder:
                 course[index, rows] = values.to(course.dtype)
         *numbers, value = courses
         return Trace.of(*(t.reshape(length, *self.lead) for t in numbers), value.reshape(length, *self.shape))
-
-
-class _Options(Mapping[str, Any]):
-    """Options of a foreign solver: a copy that cannot be changed."""
-
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        known, required = given is None or isinstance(given, Mapping), "be a mapping from names to values"
-        _validate.require(known, "options", required, repr(given), kind=TypeError)
-        self._items = deepcopy(dict(given or {}))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._items[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __repr__(self) -> str:
-        return repr(self._items)
 
 
 def _needed(module: str, user: str) -> Any:
@@ -234,15 +216,17 @@ class _Foreign(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "options", _Options(self.__dict__["options"]))
+        given, required = self._options, "be a mapping from names to values"
+        _validate.require(isinstance(given, Mapping | None), "options", required, repr(given), kind=TypeError)
+        # A copy of its own, which nobody can change.
+        object.__setattr__(self, "options", immutable_dict(deepcopy(dict(given or {}))))
         for name, argument in self.reserved.items():
             kept = name not in self._options
             _validate.require(kept, "options", f"not hold {name!r}", repr(self._options), f"use `{argument}`")
 
     @property
-    def _options(self) -> _Options:
-        options: _Options = self.__dict__["options"]
-        return options
+    def _options(self) -> Any:
+        return self.__dict__["options"]
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         name = type(self).__name__
@@ -286,7 +270,7 @@ class _Foreign(Solver):
 
     def found(self, recorder: _Recorder, rows: Tensor) -> tuple[Tensor, int, bool]:
         """The library's answer for the rows, the steps to it, and whether it spent its budget."""
-        raise NotImplementedError(f"{type(self).__name__} must define found(recorder, rows)")
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,42 +319,38 @@ class SciPy(_Foreign):
     }
 
     def found(self, recorder: _Recorder, rows: Tensor) -> tuple[Tensor, int, bool]:
-        calls = steps = 0
-        counted = self.method not in ("hybr", "lm")
+        optimize, calls, steps = _needed("scipy.optimize", "SciPy"), 0, 0
+        tells_steps = self.method not in ("hybr", "lm")
+
+        def state(x: Any) -> Tensor:
+            return torch.as_tensor(x, dtype=torch.float64, device=recorder.initial.device)
 
         def residual(x: Any) -> Any:
             nonlocal calls
-            z = state(x)
-            step = min(calls, steps + 1) if counted else calls
+            z, step = state(x), min(calls, steps + 1) if tells_steps else calls
             calls += 1
             return (recorder.evaluate(rows, z, step)[0] - z).cpu().numpy()
-
-        def state(x: Any) -> Tensor:
-            return torch.as_tensor(x, dtype=torch.float64).to(recorder.initial.device)
 
         def count(*_: Any) -> None:
             nonlocal steps
             steps += 1
 
         start = recorder.initial[rows[0]].cpu().numpy().copy()
-        result = self._root(residual, start, count if counted else None)
-        exhausted = result.nfev >= self.max_steps if self.method in _BY_EVALUATIONS else result.status == 2
-        return state(result.x), steps if counted else calls, exhausted
-
-    def _root(self, residual: Any, start: Any, callback: Any) -> Any:
-        optimize = _needed("scipy.optimize", "SciPy")
         budget, tolerances = _BY_EVALUATIONS.get(self.method, ("maxiter", {"fatol": 0.0}))
-        options = {budget: self.max_steps, **tolerances, **deepcopy(dict(self._options))}
+        options = {budget: self.max_steps, **tolerances, **deepcopy(self._options)}
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.filterwarnings("ignore", module=r"scipy\.")
             warnings.filterwarnings("error", category=optimize.OptimizeWarning)
             try:
-                return optimize.root(residual, start, method=self.method, callback=callback, options=options)
+                told = count if tells_steps else None
+                result = optimize.root(residual, start, method=self.method, callback=told, options=options)
             except optimize.OptimizeWarning as warning:
                 required = f"hold options of scipy.optimize.root(method={self.method!r})"
                 received = f"{self._options!r} ({warning})"
                 remedy = f"see scipy.optimize.show_options('root', {self.method!r})"
-                raise ValueError(_validate.message("options", required, received, remedy)) from warning
+                _validate.refuse("options", required, received, remedy)
+        exhausted = result.nfev >= self.max_steps if self.method in _BY_EVALUATIONS else result.status == 2
+        return state(result.x), steps if tells_steps else calls, exhausted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -579,5 +559,6 @@ def _statistics(errors: list[Tensor], sizes: list[Tensor], record: Record, steps
         rest = lowest.expand(-1, steps + 1 - length)
         found[f"{name}_lowest"] = lowest.squeeze(1)
         found[f"{name}_trace"] = torch.cat([torch.where(after, lowest, course), rest], dim=1)
-    module = _needed("torchdeq.solver.stat", "register_with_torchdeq")
-    return module.SolverStat(**found, nstep=at.squeeze(1).to(torch.float32))
+    from torchdeq.solver.stat import SolverStat
+
+    return SolverStat(**found, nstep=at.squeeze(1).to(torch.float32))

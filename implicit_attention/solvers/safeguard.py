@@ -12,8 +12,7 @@ from .. import _validate
 from .._torch import host_may_look, norm, resolves
 from ..kernels import rule
 from ..problem import Problem
-from ._rows import rows_where, unflat
-from .loop import Iteration, Solver, Update
+from .loop import Iteration, Solver, Update, rows_where, unflat
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 
