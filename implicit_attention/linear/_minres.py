@@ -57,20 +57,10 @@ class MINRES(LinearSolver[MINRESState]):
     def begin(self, residual: Tensor) -> MINRESState:
         size, still = length(residual), torch.zeros_like(residual)
         zeros = torch.zeros_like(size)
-        return MINRESState(
-            **fresh(size),
-            value=still,
-            lanczos=divide(residual, size),
-            lanczos_before=still,
-            beta=zeros,
-            cosine=zeros - 1,
-            sine=zeros,
-            delta=zeros,
-            epsilon=zeros,
-            search=still,
-            search_before=still,
-            stiffness=zeros,
-        )
+        # All but the first vector of Lanczos begins at 0.
+        vectors = dict.fromkeys(("value", "lanczos_before", "search", "search_before"), still)
+        numbers = dict.fromkeys(("beta", "sine", "delta", "epsilon", "stiffness"), zeros)
+        return MINRESState(**fresh(size), **vectors, **numbers, lanczos=divide(residual, size), cosine=zeros - 1)
 
     def step(self, matvec: LinearMap, state: MINRESState, active: Tensor) -> MINRESState:
         # The step of Lanczos: A v_k without its parts along v_{k-1} and v_k is beta_{k+1} v_{k+1}.

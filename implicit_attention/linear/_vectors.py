@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -57,10 +57,8 @@ def freeze(active: Tensor, new: State, old: State) -> State:
     # A look at a few flags costs less than a pass over each vector.
     if host_may_look(active) and bool(active.all()):
         return new
-    changes: dict[str, Any] = {}
-    for field in fields(new):  # type: ignore[arg-type]
-        after, before = getattr(new, field.name), getattr(old, field.name)
-        changes[field.name] = after if after is before else choose(active, after, before)
+    pairs = [(name, after, getattr(old, name)) for name, after in vars(new).items()]
+    changes = {name: choose(active, after, before) for name, after, before in pairs if after is not before}
     return replace(new, **changes)  # type: ignore[type-var]
 
 

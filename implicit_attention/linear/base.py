@@ -184,14 +184,7 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
         return max_steps
 
     def _sweep(
-        self,
-        matvec: LinearMap,
-        residual: Tensor,
-        live: Tensor,
-        aim: Tensor,
-        num_steps: Tensor,
-        max_steps: int,
-        every: int,
+        self, matvec: LinearMap, residual: Tensor, live: Tensor, aim: Tensor, num_steps: Tensor, max_steps: int
     ) -> tuple[S, Tensor, Tensor]:
         """The state after the steps of one sweep from a residual, its correction, and the steps of all sweeps so far.
 
@@ -203,7 +196,7 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
             active = live & (state.residual_norm > aim) & (state.verdict < 0) & (num_steps < max_steps)
             measured = active, state.residual_norm, aim
             if step == 0:
-                looks = Looks(every, *measured)
+                looks = Looks(looks_every(self.check_every, residual), *measured)
             elif step >= looks.due and not looks.left(step, *measured):
                 break
             state, num_steps = self.step(matvec, state, active), num_steps + active
@@ -235,7 +228,6 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
         """
         check_arguments(self.rtol, matvec, b, initial)
         b, max_steps = b.detach(), self.max_steps or self.default_max_steps(b.shape[-1])
-        every = looks_every(self.check_every, b)
         value = torch.zeros_like(b) if initial is None else initial.detach()
         # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
         _, scale = normalised(b if initial is None else torch.cat([b, value], -1))
@@ -271,9 +263,7 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
             unit, stretch = normalised(residual)
             aim = tolerance / stretch
             start = choose(live, unit, 0.0)
-            state, correction, num_steps = self._sweep(
-                apply, start, live, aim, num_steps + cost * live, max_steps, every
-            )
+            state, correction, num_steps = self._sweep(apply, start, live, aim, num_steps + cost * live, max_steps)
             tried = torch.addcmul(value, stretch.unsqueeze(-1), correction)
             left = b - measure(tried)
             after = norm(left)

@@ -189,7 +189,9 @@ def arnoldi(matvec: LinearMap, start: Tensor, steps: int) -> tuple[Tensor, Tenso
     n = start.shape[-1]
     require(n > 0, "start", "have at least one entry per problem", f"shape {tuple(start.shape)}")
     apply, count = checked(matvec, start), min(steps, n)
-    fillers = _fillers(start, count)
+    # The same vectors on every call and device: by numpy, as torch's random numbers cannot be had inside torch.vmap.
+    drawn = np.random.default_rng(0).standard_normal((count, n))
+    fillers = torch.from_numpy(drawn).to(device=start.device, dtype=start.dtype)
     unit, _ = normalised(start.detach())
     basis: tuple[Tensor, ...] = (_unit(choose(dot(unit, unit) != 0, unit, fillers[0])),)
     columns = []
@@ -208,13 +210,6 @@ def arnoldi(matvec: LinearMap, start: Tensor, steps: int) -> tuple[Tensor, Tenso
 
 def _unit(vector: Tensor) -> Tensor:
     return divide(vector, length(vector))
-
-
-def _fillers(start: Tensor, count: int) -> Tensor:
-    """Pseudo-random vectors (count, n), the same on every call and device; the global generator is not touched."""
-    # By numpy: torch's random numbers cannot be had inside torch.vmap.
-    drawn = np.random.default_rng(0).standard_normal((count, start.shape[-1]))
-    return torch.from_numpy(drawn).to(device=start.device, dtype=start.dtype)
 
 
 def _without_nan(matrix: Tensor) -> tuple[Tensor, Tensor]:

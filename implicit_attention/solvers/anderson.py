@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..kernels.problem import FusedRule
+from ..linear._vectors import dot
 from ..problem import Problem
 from .loop import Iteration, rows_where
 from .safeguard import Proposal, Safeguarded
@@ -94,8 +95,8 @@ class Anderson(Safeguarded):
         self, problem: Problem, history: AndersonHistory, dz: Tensor, dr: Tensor, fresh: Tensor
     ) -> AndersonHistory:
         keep = self._history(problem) - 1
-        column = tuple(_dot(dr, old) for old in history.dr[:keep])
-        gram = ((_dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
+        column = tuple(dot(dr, old) for old in history.dr[:keep])
+        gram = ((dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
         return AndersonHistory(
             dr=(dr, *history.dr[:keep]),
             # A step that is not to be mixed may not be finite: its weight 0 would not hide it.
@@ -116,7 +117,7 @@ class Anderson(Safeguarded):
     def _weights(self, history: AndersonHistory, r: Tensor) -> tuple[Tensor, ...]:
         """The least-squares weights, m times (*lead), by an LDL^T factorisation of the Gram matrix, entry by entry."""
         m, tiny, eps = len(history.dr), torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
-        rest, valid = [_dot(dr, r) for dr in history.dr], history.valid
+        rest, valid = [dot(dr, r) for dr in history.dr], history.valid
         count = torch.stack(valid, -1).sum(-1).clamp(min=1)
         # A column is valid only where all newer ones are.
         rest = [torch.where(v, b, 0.0) for v, b in zip(valid, rest, strict=True)]
@@ -142,7 +143,3 @@ class Anderson(Safeguarded):
             for j, factor in enumerate(lower[i], i + 1):
                 weights[i] = torch.addcmul(weights[i], factor, weights[j], value=-1)
         return tuple(torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True))
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1)

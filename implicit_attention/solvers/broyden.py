@@ -77,5 +77,5 @@ def _apply(history: BroydenHistory, x: Tensor, *, transposed: bool = False) -> T
     pairs = (history.v, history.u) if transposed else (history.u, history.v)
     result = x
     for u, v, valid in zip(*pairs, history.valid, strict=True):
-        result = result - rows_where(valid, u * (v * x).sum(-1, keepdim=True), torch.zeros_like(u))
+        result = result - rows_where(valid, u * (v * x).sum(-1, keepdim=True), 0.0)
     return result

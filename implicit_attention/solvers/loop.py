@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -280,28 +280,27 @@ def iterate(
         traced: list[list[Tensor]] = []
         numbers = itertools.count()
 
-        def kept(loop: Loop) -> None:
-            record, z = loop.best.record, unflat(loop.best.value, rows.event)
-            with torch.no_grad():
-                energy = [loop.rows.problem.energy(z)] if problem.has_energy else []
-            traced.append([record.residual, *energy, record.num_evals, z])
+        def seen(loop: Loop) -> None:
+            record, residual, active = loop.best.record, loop.best.record.residual.detach(), loop.active
+            if trace:
+                z = unflat(loop.best.value, rows.event)
+                with torch.no_grad():
+                    energy = [loop.rows.problem.energy(z)] if problem.has_energy else []
+                traced.append([record.residual, *energy, record.num_evals, z])
+            if callback is not None:
+                if axes:
+                    residual, active = norm(residual.flatten(-axes)), active.flatten(-axes).any(-1)
+                callback(next(numbers), *(rows.unpadded(t, 0).clone() for t in (residual, active)))
 
-        def told(loop: Loop) -> None:
-            residual, active = loop.best.record.residual.detach(), loop.active
-            if axes:
-                residual, active = norm(residual.flatten(-axes)), active.flatten(-axes).any(-1)
-            assert callback is not None
-            callback(next(numbers), *(rows.unpadded(t, 0).clone() for t in (residual, active)))
-
-        seen = [*[kept] * trace, *[told] * (callback is not None)]
+        shown = seen if trace or callback is not None else None
         # A fixed budget does not wait for another device.
         looks = 0 if solver.fixed_budget and initial.device.type != "cpu" else every
         kind = solver._loop(problem, initial) if compact else Loop
 
         def loop(rows: Rows, given: Tensor | None) -> Loop:
             if rows.begun is not None:
-                return Loop(solver, rows, looks, seen, given=given)
-            return kind(solver, rows, looks, seen, kernel=kernel)
+                return Loop(solver, rows, looks, shown, given=given)
+            return kind(solver, rows, looks, shown, kernel=kernel)
 
         value, record = judged(rows, loop, solver.end_rule, every=every)
         if share_memory(value, initial):
@@ -468,15 +467,15 @@ class Rows:
         pad = problem.separates and initial.numel() > 0 and not torch.is_grad_enabled()
         padded = self._rounded_up(self.count) if pad else self.count
         if padded > self.count:
-            index = torch.arange(padded, device=initial.device)
-            selected = problem.select(index.clamp(max=self.count - 1).expand(*lead[:-1], -1))
+            numbers = torch.arange(padded, device=initial.device)
+            # The last row once more in the place of those that are added.
+            index = numbers.clamp(max=self.count - 1)
+            selected = problem.select(index.expand(*lead[:-1], -1))
             self.compact = self.compact and selected is not None
             if selected is not None:
                 self.base = self.problem = selected
-                self.active = (index < self.count).expand(*lead[:-1], padded)
-                self.initial = torch.cat(
-                    [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
-                )
+                self.active = (numbers < self.count).expand(*lead[:-1], padded)
+                self.initial = self.initial.index_select(-2, index)
 
     def _rounded_up(self, count: int) -> int:
         if self.few_sizes:
@@ -542,7 +541,7 @@ class Loop:
         solver: the method.
         rows: the working set.
         every: the most evaluations between two looks of the host at whether all have finished; 0 for none.
-        seen: called with this object after every evaluation.
+        seen: called with this object after every evaluation, if the course of the solve is wanted.
         kernel: makes of the first states (*lead, n) and the rows to be solved (*lead) a `Step`, which does all between
             two evaluations, if it `reads` images; None for the solver's own steps.
         given: f at the first states, (*lead, n), where it is known.
@@ -551,7 +550,7 @@ class Loop:
     solver: Solver
     rows: Rows
     every: int
-    seen: Sequence[Callable[[Loop], None]]
+    seen: Callable[[Loop], None] | None
     kernel: Callable[[Tensor, Tensor], Any] | None = None
     given: Tensor | None = None
 
@@ -640,9 +639,8 @@ class Loop:
             self._begin(found[1])
         judge = self._judge if self.by_kernel is None else self._judge_by_kernel
         judge(found, index)
-        if index > 0 or rows.begun is None:
-            for tell in self.seen:
-                tell(self)
+        if self.seen is not None and (index > 0 or rows.begun is None):
+            self.seen(self)
         if index == self.last:
             return True
         measured = self.active, self.point.residual, self.tolerance
@@ -752,8 +750,7 @@ class Loop:
         """The states to evaluate next."""
         self.before = self.point
         if self.by_kernel is not None:
-            following: Tensor = self.following
-            return following
+            return cast(Tensor, self.following)
         problem = self.rows.problem
         update = updated(self.solver, problem, self.state, self.point, self.accepted)
         self.state, z = update.state, update.candidate

@@ -61,7 +61,7 @@ class NewtonKrylov(Safeguarded):
         def matvec(v: Tensor) -> Tensor:
             return v - flat(linear.jvp(unflat(v, event)), event)
 
-        rhs = rows_where(accepted & torch.isfinite(point.residual), point.r, torch.zeros_like(point.r))
+        rhs = rows_where(accepted & torch.isfinite(point.residual), point.r, 0.0)
         inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)
         solution = inner.solve(matvec, rhs)
         moves = (solution.value != 0).any(-1)

@@ -839,8 +839,9 @@ def gmres_estimates_are_those_of_torch(n):
     live = torch.tensor([True, True, True, False], device=harness.DEVICE)
     taken = torch.tensor([0, 0, 6, 0], device=harness.DEVICE)
     for steps in (1, 2, 5, 10):
-        given = applied(matrix), b, live, 1e-3 * b.norm(dim=-1), taken, steps, 4
-        (one, *ours), (two, *theirs) = (method(restart=steps)._sweep(*given) for method in (gmres.TritonGMRES, GMRES))
+        given = applied(matrix), b, live, 1e-3 * b.norm(dim=-1), taken, steps
+        methods = (method(restart=steps, check_every=4) for method in (gmres.TritonGMRES, GMRES))
+        (one, *ours), (two, *theirs) = (method._sweep(*given) for method in methods)
         assert_close(one.residual_norm, two.residual_norm, rtol=1e-10, atol=1e-12)
         assert_close(ours[0], theirs[0], rtol=1e-10, atol=1e-12)
         assert one.verdict.tolist() == two.verdict.tolist()
@@ -859,7 +860,7 @@ def gmres_keeps_a_basis_that_needs_second_passes_orthonormal(n, dtype=DOUBLE):
 
     # No residual is below an aim of -1.
     none = torch.zeros_like(b[:, 0])
-    gmres.TritonGMRES()._sweep(product, b, none == 0, none - 1, none.long(), 12, 4)
+    gmres.TritonGMRES(check_every=4)._sweep(product, b, none == 0, none - 1, none.long(), 12)
     vectors = torch.stack(basis, 1).double()
     eye = torch.eye(12, dtype=DOUBLE, device=harness.DEVICE).expand(2, -1, -1)
     assert_close(vectors @ vectors.mT, eye, rtol=0, atol=64 * unit)
@@ -876,7 +877,7 @@ def gmres_shows_a_product_zeros_for_rows_at_rest():
 
     none = torch.zeros_like(b[:, 0])
     with Poison():
-        gmres.TritonGMRES()._sweep(product, b, none == 0, none + 1e-9, none.long(), 5, 4)
+        gmres.TritonGMRES(check_every=4)._sweep(product, b, none == 0, none + 1e-9, none.long(), 5)
     assert seen == [[True] * 3, *[[False, False, True]] * 4]
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._torch import LinearMap, Looks, length
+from ..._torch import LinearMap, Looks, length, looks_every
 from ...linear import GMRES
 from ...linear._vectors import LOST as _LOST
 from ...linear._vectors import ROUNDOFF
@@ -75,18 +75,11 @@ class TritonGMRES(GMRES):
     trusts: Callable[[Tensor, int], bool] = field(default=lambda residual, steps: True, repr=False)
 
     def _sweep(
-        self,
-        matvec: LinearMap,
-        residual: Tensor,
-        live: Tensor,
-        aim: Tensor,
-        num_steps: Tensor,
-        max_steps: int,
-        every: int,
+        self, matvec: LinearMap, residual: Tensor, live: Tensor, aim: Tensor, num_steps: Tensor, max_steps: int
     ) -> tuple[Any, Tensor, Tensor]:
         steps = self.sweep_steps(max_steps)
         if not self.trusts(residual, steps):
-            return super()._sweep(matvec, residual, live, aim, num_steps, max_steps, every)
+            return super()._sweep(matvec, residual, live, aim, num_steps, max_steps)
         residual, dtype, device = residual.contiguous(), residual.dtype, residual.device
         size, rows, n = length(residual), live.numel(), residual.shape[-1]
         parts, most = triton.cdiv(n, PART), triton.next_power_of_2(steps + 1)
@@ -120,7 +113,7 @@ class TritonGMRES(GMRES):
             for step in range(steps):
                 measured = memory.active[step % 2].view(torch.bool), size.flatten(), memory.aim.flatten()
                 if step == 0:
-                    looks = Looks(every, *measured)
+                    looks = Looks(looks_every(self.check_every, size), *measured)
                 elif step >= looks.due and not looks.left(step, *measured):
                     break
                 if step + 1 == len(memory.basis):

@@ -179,14 +179,15 @@ def gmres_errors(variant: GMRESVariant, device: torch.device) -> Errors:
             image: Tensor = v - scale * v.flip(-1)
             return image
 
-        given = product, r, live.to(device), least, left.to(device), steps, CHECK_EVERY
-        state, correction, num_steps = method._sweep(*given)
+        state, correction, num_steps = method._sweep(product, r, live.to(device), least, left.to(device), steps)
         vectors = torch.stack(basis)
         found = correction, state.residual_norm, vectors @ vectors.mT, state.verdict, num_steps, torch.stack(seen)
         return [t.cpu() for t in found]
 
-    exact, rough = (swept(GMRES(), dtype, torch.device("cpu")) for dtype in (torch.float64, variant.dtype))
-    measured = swept(TritonGMRES(restart=variant.steps - 1), variant.dtype, device)
+    by_torch = GMRES(check_every=CHECK_EVERY)
+    kernels = TritonGMRES(restart=variant.steps - 1, check_every=CHECK_EVERY)
+    exact, rough = (swept(by_torch, dtype, torch.device("cpu")) for dtype in (torch.float64, variant.dtype))
+    measured = swept(kernels, variant.dtype, device)
     compared, size = KernelComparison(unit), float(residual.norm(dim=-1).max())
     for name, *each in zip(("correction", "residual", "products of the basis"), measured, exact, rough, strict=False):
         compared.add(name, *each, size=size)
