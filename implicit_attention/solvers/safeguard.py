@@ -202,7 +202,7 @@ class Safeguarded(Solver):
         whole = host_may_look(accepted) and bool(accepted.all())
         pairs = zip(found, state, strict=False)
         # What the guard does not read is None from the beginning.
-        kept = [None if old is None else new if whole else rows_where(accepted, new, old) for new, old in pairs]
+        kept: Any = [None if old is None else new if whole else rows_where(accepted, new, old) for new, old in pairs]
         z, r, residual, energy, force = kept
         point = point._replace(z=z, r=r, residual=residual, force=force)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
