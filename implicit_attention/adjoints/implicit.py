@@ -17,6 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import _validate
 from .._torch import (
+    along,
     at_least_single,
     exact_precision,
     host_may_look,
@@ -29,7 +30,6 @@ from .._torch import (
 )
 from ..failure import stays_out, unread
 from ..linear import LinearSolver
-from ..linear._vectors import along
 from ..problem import Problem, changed, isolated, pullback
 from ..solution import Record, Remedies, Status, Trace
 from ..solvers.loop import Outcome

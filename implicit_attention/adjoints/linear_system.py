@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import LinearMap, norm, transforms_active
+from .._torch import LinearMap, along, norm, transforms_active
 from ..failure import forgiven, left_out, lost, policy_of, report_gradients
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
-from ..linear._vectors import along
 from ..linear.base import adjoint_rtol, has_no_digits
 from ..linear.base import forgiven as within_rounding
 from ..problem import Linearization, Problem, first_of, pick, put, widened

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._torch import (
+    along,
     check_graph,
     exact_precision,
     is_batched,
@@ -23,7 +24,6 @@ from .._torch import (
     without_hooks,
 )
 from ..failure import report_failures
-from ..linear._vectors import along
 from ..problem import Problem, changed, evaluate_pure, isolated
 from ..solution import AdjointReport, Record, Status
 from ..solvers import Picard

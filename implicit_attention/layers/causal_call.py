@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._torch import host_may_look, is_batched, is_exporting, refusing, transforms_active
+from .._torch import along, host_may_look, is_batched, is_exporting, refusing, transforms_active
 from ..adjoints import Adjoint, Request, Reversible
 from ..failure import report_failures
-from ..linear._vectors import along
 from ..problem import counted
 from ..solution import Record, Solution, Status
 from ..solvers import Picard, Solver

@@ -9,9 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .._torch import is_batched, transforms_active
+from .._torch import along, is_batched, transforms_active
 from ..attention.masks import triangle
-from ..linear._vectors import along
 from ..problem import Problem, TokenOrder, of_problems
 from ..solution import Record, SolveReport, Status
 from ..solvers import Outcome, Solver

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._torch import transforms_active
-from ..linear._vectors import along
+from .._torch import along, transforms_active
 from ..problem import PerSample, Problem, Shared, TokenOrder, Tokens, counted, picked, writes_to
 from .block_map import BlockProblem, stay_where
 from .exits import Exits

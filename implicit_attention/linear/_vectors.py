@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._torch import along as along
-from .._torch import host_may_look, length
+from .._torch import along, host_may_look, length
 
 State = TypeVar("State")
 
