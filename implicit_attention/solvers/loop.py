@@ -32,8 +32,8 @@ class Outcome(NamedTuple):
     Not for users of `solve`, which returns a `Solution`.
 
     `trace` is the course of the solve, if it was asked for; `states` are the values after every step with their graph,
-    where both were asked for. `evaluation` is what a kernel found at the values and that of the backward solve
-    reads: the mean of the keys, for Triton their log-sum-exp, too.
+    where both were asked for. `evaluation` is what a kernel found at the values, for that of the backward solve: the
+    mean of the keys and, by Triton, their log-sum-exp.
 
     Examples:
         >>> import torch
@@ -173,7 +173,7 @@ class Solver(_validate.Options):
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0)
 
     def fused_rule(self, problem: Problem) -> FusedRule | None:
-        """Return the rule by which a fused operation is this solver on such a problem, or None if none can be."""
+        """Return the rule by which a kernel makes the steps of this solver on such a problem; None if it cannot."""
         return None
 
     def check_problem(self, problem: Problem) -> None:
@@ -234,8 +234,9 @@ def plain_steps(
     damping: float,
     seen: Callable[[tuple[Any, Any], int], None] | None = None,
 ) -> Any:
-    """The state after `steps` steps of `Picard(damping)`, of a tensor or a tuple, list or dict of some, as by hand.
+    """The state after `steps` steps of `Picard(damping)`, made as in a loop by hand.
 
+    z: a tensor, or a tuple, list or dict of tensors.
     seen: shown each state with its image.
     """
 
@@ -267,7 +268,7 @@ def iterate(
 
     kernel: as for a `Loop`, in the first working set; problems that go on afterwards make the steps of the solver.
     """
-    # The axes that number the tokens of a problem, each of which is one then.
+    # How many axes number the tokens of a problem; where there are some, each token is iterated as a problem.
     axes = problem.event_ndim - 1 if problem.token_order is not None and not isinstance(problem, Tokens) else 0
     problem = Tokens(problem) if axes else problem
     keep = graph and trace
@@ -344,18 +345,19 @@ def judged(
         solved, known = record.status == Status.CONVERGED, record.status != Status.NONFINITE
         if isinstance(problem, Tokens) and problem.exits is not None:
             known = known & ~problem.exits.ended_at(None)
-        beside, found = raised or not every or point.z.shape != states.shape, False
+        # Whether f has to be evaluated at these states, as the last evaluation was elsewhere.
+        anew, found = raised or not every or point.z.shape != states.shape, False
         while not found:
-            if found := beside:
+            if found := anew:
                 with torch.no_grad():
                     images = imaged(problem, states, False, 2, event, None)
                     point, tolerance = measured(problem, images, 2, event, rule)
             small = (point.residual <= tolerance) & (point.residual < torch.inf) & (tolerance < torch.inf)
             done: Any = (solved & (small | ~known)).all()
-            if not beside:
+            if not anew:
                 # One look at both: whether the last evaluation was there, and what it says.
                 found, done = torch.stack([(point.z == states).all(), done]).tolist()
-                beside = not found
+                anew = not found
         change = (point.residual - record.residual).abs()
         residual = torch.where(known, point.residual.detach(), record.residual)
         tolerance = torch.where(known, tolerance.detach(), record.tolerance)
@@ -381,8 +383,8 @@ def judged(
         if mixes:
             rest = known & (point.residual < torch.inf)
         given, evals = None if torch.is_grad_enabled() else point.mapped, record.num_evals
-        if given is not None and not beside:
-            # The evaluation is given once more, and was counted.
+        if given is not None and not anew:
+            # The next loop counts the evaluation that it is given, which this one has counted.
             evals = evals - rest.to(evals.dtype)
         record = record._replace(status=status.masked_fill(rest, int(Status.MAX_STEPS)), num_evals=evals)
         rows = Rows(problem, unflat(value, event), compact=compact, together=mixes, begun=record)
@@ -542,8 +544,8 @@ class Loop:
         rows: the working set.
         every: the most evaluations between two looks of the host at whether all have finished; 0 for none.
         seen: called with this object after every evaluation, if the course of the solve is wanted.
-        kernel: makes of the first states (*lead, n) and the rows to be solved (*lead) a `Step`, which does all between
-            two evaluations, if it `reads` images; None for the solver's own steps.
+        kernel: from the first states (*lead, n), and which rows are to be solved (*lead), to a `Step`. That does all
+            between two evaluations if it `reads` the images. None for the solver's own steps.
         given: f at the first states, (*lead, n), where it is known.
     """
 
@@ -574,13 +576,14 @@ class Loop:
         self.accepted: Any = None
         self.following: Any = None
         self.start = rows.initial if rows.begun is None else rows.initial.nan_to_num(0.0, 0.0, 0.0)
-        #: Which problems have an energy that falls without end, its floor, and which energies overflow from the start.
+        #: Which problems have an energy without a minimum, the floor at which they end, and which of them began where
+        #: their energy overflows, (*lead) each.
         known = rows.problem.bottomless() if rows.problem.has_energy else None
         self.bottomless = None if known is None else known.to(rows.active.device)[..., None].expand(rows.active.shape)
         self.floor: Tensor | None = None
         self.overflows: Tensor | None = None
-        # The last state, which fused operations return as well: as the energy falls, it is the best of all. A residual
-        # of a token holds for the last states of the tokens before it.
+        #: Whether the last state that is accepted is returned, whatever its residual. Where kernels solve, too, each
+        #: step lowers the energy, and they return the last. A token's residual holds beside the last states of others.
         self.descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
         self.descends = self.descends or rows.together or isinstance(rows.problem, Tokens)
         self._go_on_with(rows.active)
@@ -681,7 +684,8 @@ class Loop:
         rows = self.rows
         point, tolerance = measured(rows.problem, found, index, rows.event, self.rule)
         if point.energy is not None:
-            # An energy overflows where squares do, and shows no descent there: too long, unless it began as long.
+            # Where |r|^2 or |f(z)|^2 overflows, an energy does, too, and cannot show that it falls: the problem counts
+            # as one that left the finite numbers, unless it began there.
             long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
             self.overflows = long | far if self.overflows is None else self.overflows
             point = point._replace(residual=point.residual.masked_fill(long & ~self.overflows, torch.inf))
@@ -697,34 +701,34 @@ class Loop:
         if rows.together and converged is not None:
             converged = converged & ~(self.active & ~converged).any()
         if self.bottomless is not None:
-            below = self._below_floor(self.bottomless, point)
+            below = self._below_floor()
             broken = broken | (below if converged is None else below & ~converged)
         if isinstance(rows.problem, Tokens):
             numbered = point._replace(step=rows.made + index)
             converged, broken = rows.problem.settled_of(self.active, converged, broken, numbered)
-        self._improve(point, tolerance, candidates, converged)
+        self._improve(candidates, converged)
         if converged is not None:
             self.end(converged, Status.CONVERGED)
         self.end(broken, Status.NONFINITE if rows.made + index == 0 else Status.DIVERGED)
 
-    def _below_floor(self, bottomless: Tensor, point: Iteration) -> Tensor:
+    def _below_floor(self) -> Tensor:
         """Which unfinished problems, of those whose energy is `bottomless`, are below its floor, (*lead), and given up.
 
-        Where it starts sets the scale of the floor: a minimum 1/eps^2 times as deep shares no digit with it. Of
-        problems that are not certain to fall this would not be true: the start may be near a saddle, and tell nothing
-        of the minimum. A step that is refused may jump a minimum, unless it leads to -inf.
+        The floor is 1/eps^2 times the scale at the start below the first energy: a minimum there would share no digit
+        with the start. Others have no floor: they may start near a saddle, which tells nothing of how deep a minimum
+        is. States that were refused do not count, as such a step may have jumped over a minimum; -inf always does.
         """
-        energy, floor = cast(Tensor, point.energy), self.floor
+        point, energy, floor = self.point, cast(Tensor, self.point.energy), self.floor
         if floor is None:
             scale = energy.abs() + point.z.square().sum(-1) + point.residual.square()
             level = energy - scale / torch.finfo(point.z.dtype).eps ** 2
-            floor = self.floor = torch.where(bottomless, level, torch.nan).detach()
+            floor = self.floor = level.where(cast(Tensor, self.bottomless), torch.nan).detach()
         below: Tensor = self.accepted & (energy < floor)
         return self.active & (below | (floor.isfinite() & (energy == -torch.inf)))
 
-    def _improve(self, point: Iteration, tolerance: Tensor, candidates: Tensor, converged: Tensor | None) -> None:
+    def _improve(self, candidates: Tensor, converged: Tensor | None) -> None:
         """Keep the candidates that are better; where the energy `descends` all candidates are."""
-        (value, record), z, better = self.best, point.z, candidates
+        (value, record), point, z, better = self.best, self.point, self.point.z, candidates
         if self.rows.made + point.step == 0:
             # An initial state at which f is not finite is NaN, loudly.
             z = rows_where(point.residual < torch.inf, z, torch.nan)
@@ -732,7 +736,7 @@ class Loop:
             better = candidates & (point.residual < (torch.inf if self.descends else record.residual))
             better = better if self.descends or converged is None else better | converged
         kept = functools.partial(rows_where, better)
-        residual, tolerance = kept(point.residual, record.residual), kept(tolerance, record.tolerance)
+        residual, tolerance = kept(point.residual, record.residual), kept(self.tolerance, record.tolerance)
         steps = kept(self.steps + point.step, record.num_steps)
         # Evaluations that do not improve a problem are spent on it all the same.
         record = Record(record.status, residual, tolerance, steps, record.num_evals + self.active)
@@ -755,8 +759,8 @@ class Loop:
         update = updated(self.solver, problem, self.state, self.point, self.accepted)
         self.state, z = update.state, update.candidate
         if torch.is_grad_enabled():
-            # Further steps of a finished problem are detached: at the first 0/0 their gradient of zero would turn into
-            # NaN, and 0 * NaN is NaN in tensors that all problems share.
+            # Further steps of a finished problem are detached. Their gradient is 0, which a division 0/0 in them would
+            # turn into NaN, also for the tensors that all problems share.
             def live(t: Tensor) -> Tensor:
                 return rows_where(self.active, t, t.detach().nan_to_num(0.0, 0.0, 0.0))
 
@@ -768,7 +772,7 @@ class Loop:
         if update.stalled is not None:
             self.end(update.stalled, Status.STALLED)
         if not (problem.separates or self.whole):
-            # Others read the state that is returned for a finished problem; a NaN stays where it is.
+            # Others go on to read, of a finished problem, the state that is returned for it, but no NaN.
             z = rows_where(self.active, z, self.best.value.nan_to_num(0.0, 0.0, 0.0))
         return z
 
@@ -830,9 +834,11 @@ def check_no_evidence(wanted: bool, name: str) -> None:
 
 
 def updated(solver: Solver, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
-    """A step of the solver. The first two are checked, as many methods extrapolate in the second."""
+    """A step of the solver. The first two are checked, as many methods extrapolate in the second.
+
+    Of later ones size and dtype are compared, which would be broadcast or rounded without an error.
+    """
     update, z = solver.step(problem, state, point, accepted), point.z
-    # Later candidates of another size or dtype would be broadcast or rounded.
     if not (point.step > 1 and update.candidate.shape == z.shape and update.candidate.dtype == z.dtype):
         name = f"{type(solver).__name__}.step"
         _validate.check_instance(name, update, Update, "return Update(state, candidate)", "state may be ()")
@@ -867,7 +873,7 @@ def imaged(
     problem: Problem, z: Tensor, energy: bool, index: int, event: torch.Size, before: Iteration | None
 ) -> Images:
     """z, f(z) and E(z), once the map has passed its tests."""
-    # Of inference tensors nobody would see that the map writes to them, or to what it returned before.
+    # Torch counts no writes to inference tensors, whose copies show whether the map writes to its state.
     z = counted(z)
     mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
     mapped = flat(mapped, event)

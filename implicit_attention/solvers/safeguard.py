@@ -156,7 +156,7 @@ class Safeguarded(Solver):
             promise = 2 * problem.divergence(*(unflat(t, point.event_shape) for t in (state.z, state.z + state.r)))
         plain = slope = (before * state.direction).sum(-1)
         if state.force is not None and not self.backtracks:
-            # Where the metric grows along a plain step, its promise may be more than any part of it can keep.
+            # Where the metric grows along a plain step, E may fall by less than the promise, however short it is made.
             plain = torch.minimum(promise, slope)
         accelerated = state.accelerated & (not self.backtracks)
         required = rule.DESCENT * state.length * torch.where(accelerated, promise, plain)
@@ -221,9 +221,9 @@ class Safeguarded(Solver):
         """The history with the last step where it was `accepted`, and where E curved downwards along it."""
         dz, dr = point.z - state.z, point.r - state.r
         history = self.remember(problem, state.history, dz, dr, accepted)
-        # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a
-        # derivative: with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows
-        # without bound.
+        # Where r was 0 nothing moved, and nothing is learned. The next step is 0, too, but its derivative by r counts
+        # where steps are differentiated: with a history of 0/0 it would be that of a plain step, whose products need
+        # not converge, and as 4 r the step would have one that grows without bound.
         moved = (point.z != state.z).any(-1)
         if torch.is_grad_enabled():
             history = _kept_still(moved, history, state.history)
