@@ -779,14 +779,20 @@ def as_problem(data: Data) -> Attention:
 
 
 def over_keys(data: Data, kind: str, state: Tensor, *given: Tensor) -> Callable[[], None]:
-    """One launch of a kernel over the keys for all queries: "evaluate" or "product", of what `OverKeys` takes."""
+    """One launch of a kernel over the keys for all queries: "evaluate" or "product", of the state and `given`:
+
+    mean and log-sum-exp, and for a product the vector, and where it is written.
+    """
+    from implicit_attention.kernels.triton.adjoint import Directions
     from implicit_attention.kernels.triton.attend import OverKeys
     from implicit_attention.kernels.triton.layout import InMemory, Left
 
     problem = as_problem(data)
     kernel = OverKeys(InMemory.of(problem), kind)
     left = Left(problem, torch.empty(state.shape[:-1], dtype=torch.int8, device=state.device), kernel.chosen)
-    return functools.partial(kernel, left, state, *given)
+    names = "state", "mean", "logsumexp", "search", "spread"
+    queries = dict.fromkeys(Directions._fields, state) | dict(zip(names, (state, *given), strict=False))
+    return functools.partial(kernel, left, Directions(**queries))
 
 
 def evaluation(data: Data, state: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -757,9 +757,8 @@ def _trusted(name: str, operation: str, call: Attention, run: Callable[[], _R], 
     """Return the answer of `run`, which calls the kernel of this name, if that is trusted, else None."""
     keys = call.keys
     if name == "triton":
-        made, kernels = triton.CHECKS[operation]
-        variant = triton.variant(call, kernels)
-        use, check = trust.Use(f"{operation} (triton)", keys.device, variant), partial(made, call, variant)
+        use = trust.Use(f"{operation} (triton)", keys.device, triton.variant(call, operation))
+        check = partial(triton.errors, call, operation)
     else:
         loaded = library.found()[0]
         assert loaded is not None

@@ -172,11 +172,9 @@ class Solved(NamedTuple):
     @classmethod
     def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> Solved:
         """Tensors made by `empty(size, dtype=)` for states of that shape and dtype."""
-        rows = shape[:-1]
-        status, steps, evals = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.int32))
-        state, mean = (empty(shape, dtype=dtype) for _ in range(2))
-        logsumexp, residual, tolerance = (empty(rows, dtype=dtype) for _ in range(3))
-        return cls(state, mean, logsumexp, status, residual, tolerance, steps, evals)
+        kinds = dtype, torch.int8, dtype, dtype, torch.int32, torch.int32
+        states = (empty(shape, dtype=dtype) for _ in range(2))
+        return cls(*states, *(empty(shape[:-1], dtype=kind) for kind in kinds))
 
     @property
     def record(self) -> Record:
@@ -222,8 +220,6 @@ class AdjointAnswer(NamedTuple):
         cls, empty: Callable[..., Tensor], shape: torch.Size, keys: torch.Size, dtype: torch.dtype
     ) -> AdjointAnswer:
         """Tensors made by `empty(size, dtype=)` for states and keys of these shapes."""
-        rows = shape[:-1]
-        status, steps, negative = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.bool))
-        residual, tolerance, by_beta = (empty(rows, dtype=dtype) for _ in range(3))
-        value, by_keys = empty(shape, dtype=dtype), empty(keys, dtype=dtype)
-        return cls(value, status, residual, tolerance, steps, negative, by_beta, by_keys)
+        kinds = torch.int8, dtype, dtype, torch.int32, torch.bool, dtype
+        each = [(shape, dtype), *((shape[:-1], kind) for kind in kinds), (keys, dtype)]
+        return cls(*(empty(size, dtype=kind) for size, kind in each))

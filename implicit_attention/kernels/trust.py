@@ -202,7 +202,7 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     def run() -> None:
         _checking.active = True
         try:
-            with torch.cuda.device(use.device) if use.device.type == "cuda" else contextlib.nullcontext():
+            with on_device(use.device):
                 outcome.append(check())
         except BaseException as error:
             outcome.append(error)
@@ -267,6 +267,11 @@ def _failure(error: BaseException) -> str:
 def _first(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which kernels are launched on a device, which need not be the current CUDA device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def captures(device: torch.device) -> bool:
@@ -371,17 +376,21 @@ class KernelComparison:
 # Solves and adjoint solves of a kernel.
 
 
+def check_rule(dtype: torch.dtype) -> FusedRule:
+    """The rule by which small problems are solved, of keys or states in that precision."""
+    return FusedRule(RTOL[dtype], 0.0, CHECK_STEPS, plain_steps=2)
+
+
 def solve_errors(small: Attention, solve: Solve) -> Errors:
     """Solve a small problem, and compare its report with measurements at its answers, which have all digits."""
-    wide, rtol = state_dtype(small.query.dtype), RTOL[small.keys.dtype]
-    stop = FusedRule(rtol, 0.0, CHECK_STEPS, plain_steps=2)
+    wide, stop = state_dtype(small.query.dtype), check_rule(small.keys.dtype)
     solved = solve(small, small.query.to(wide), stop)
     z = solved.state.cpu().double()
     measured = []
     for written in (Written(small), Written(small, wide)):
         _, mean, logsumexp = written.attend(z)
         f = written.mapped(mean)
-        measured.append((mean, logsumexp, (f - z).norm(dim=-1), rtol * f.norm(dim=-1)))
+        measured.append((mean, logsumexp, (f - z).norm(dim=-1), stop.rtol * f.norm(dim=-1)))
     found = KernelComparison(torch.finfo(wide).eps)
     for name, right, near in zip(("mean", "logsumexp", "residual", "tolerance"), *measured, strict=True):
         found.add(name, getattr(solved, name), right, near)
@@ -398,7 +407,7 @@ def adjoint_errors(
 ) -> Errors:
     """The same for an adjoint solve, which takes the results of an evaluation at the state."""
     wide, rtol = state_dtype(small.query.dtype), RTOL[small.keys.dtype]
-    state = solve(small, small.query.to(wide), FusedRule(rtol, 0.0, CHECK_STEPS, plain_steps=2)).state
+    state = solve(small, small.query.to(wide), check_rule(small.keys.dtype)).state
     there = solve(small, state, THERE)
     g, stop = normal(tuple(small.query.shape), seed=4).to(wide), AdjointRule(rtol, CHECK_STEPS)
     measured = solve_adjoint(small, state, g.to(state.device), there.mean, there.logsumexp, stop)
@@ -440,8 +449,7 @@ def small_problem(record: Attention, rows: int, count: int) -> Attention:
         mask = third_masked(2, rows if mask_kind(record.pairs).endswith("pair") else 1, count)
         # One query attends to no key.
         mask[:, mask.shape[1] // 2] = -torch.inf if mask.shape[1] > 1 else mask[:, 0]
-        mask = mask != -torch.inf if record.pairs.dtype == torch.bool else mask.to(wide)
-        mask = mask.to(device)
+        mask = (mask != -torch.inf if record.pairs.dtype == torch.bool else mask).to(device, record.pairs.dtype)
     query, keys = query.to(device, record.query.dtype), keys.to(device, record.keys.dtype)
     return Attention.of(query, keys, beta, anchor, mask, None if record.first is None else OFFSET)
 

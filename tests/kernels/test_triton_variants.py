@@ -141,22 +141,21 @@ def used(operation, given, rule, aside):
         solve_adjoint(given, state, state, state, state[..., 0], AdjointRule(1e-2, rule.max_steps))
 
 
-@pytest.mark.parametrize("operation", support.CHECKS)
+@pytest.mark.parametrize("operation", support.KERNELS)
 def test_all_problems_of_a_variant_run_the_code_that_its_check_runs(operation, codes):
-    check, kernels = support.CHECKS[operation]
     ran = {}
     for name, make in PROBLEMS.items():
         given = make()
         # Counts and tolerances are numbers, too, and states may begin anywhere.
         rules = (RULE, FusedRule(1, 0, 2**40, 2**40))
         for aside, rule in enumerate(rules):
-            variant = support.variant(given, kernels)
+            variant = support.variant(given, operation)
             found = codes(lambda given=given, rule=rule, aside=aside: used(operation, given, rule, aside))
             assert {name for name, *_ in found} >= LAUNCHED[operation]
             first, before = ran.setdefault(variant, (name, found))
             assert found == before, f"{name} and {first} are one variant of two codes"
             if first == name and not aside:
-                checked = codes(lambda given=given, variant=variant: check(given, variant))
+                checked = codes(lambda given=given: support.errors(given, operation))
                 assert found <= checked, f"the check of {name} runs other code"
     assert {whether for variant in ran for whether in variant.listed} == {True, False}
 

@@ -39,10 +39,10 @@ BOTH = SOLVE, ADJOINT
 BROKEN = {
     "evaluate": Kernel("attend", "_attend_kernel", "queries.mean", centred=False, refused=BOTH),
     "step": Kernel("solve", "_step_kernel", "answer.logsumexp", refused=BOTH),
-    "product": Kernel("attend", "_attend_kernel", "queries.out", centred=True),
+    "product": Kernel("attend", "_attend_kernel", "queries.spread", centred=True),
     "conjugate": Kernel("adjoint", "_conjugate_kernel", "answer.value"),
     "end": Kernel("adjoint", "_end_kernel", "answer.value"),
-    "keys": Kernel("adjoint", "_keys_kernel", "out"),
+    "keys": Kernel("attend", "_keys_kernel", "out"),
 }
 
 
@@ -213,7 +213,7 @@ EVIDENCE = "answer.residual", "answer.tolerance", "left.status"
 OUTPUTS = {
     "evaluate": ("queries.mean", "queries.logsumexp"),
     "step": ("answer.state", "answer.mean", "answer.logsumexp", *EVIDENCE),
-    "product": ("queries.out",),
+    "product": ("queries.spread",),
     "conjugate": ("course.remainder", "answer.value", "answer.negative_curvature", "answer.tolerance"),
     "end": ("answer.value", "answer.by_beta", *EVIDENCE, *OPERANDS),
     "keys": ("out",),
@@ -227,7 +227,7 @@ def trust_that_every_output_is_compared(name):
     (query, keys), options = given()
     numbers = (torch.full((2,), options[each], device=harness.DEVICE) for each in ("beta", "anchor"))
     record = Attention(query, keys, *numbers)
-    check, kernels = support.CHECKS["hopfield_solve" if SOLVE in BROKEN[name].refused else "hopfield_adjoint"]
+    operation = "hopfield_solve" if SOLVE in BROKEN[name].refused else "hopfield_adjoint"
     unseen = []
     for output in OUTPUTS[name]:
 
@@ -235,7 +235,7 @@ def trust_that_every_output_is_compared(name):
             written(arguments, output).view(-1)[-1] += 1
 
         with untried((name, more)):
-            found = check(record, support.variant(record, kernels))
+            found = support.errors(record, operation)
         if all(error <= allowed for error, allowed in found.values()):
             unseen.append(output)
     assert not unseen
@@ -380,17 +380,16 @@ def trust_that_half_precision_is_fine(dtype):
 
     problem, launched = harness.problem_of(lead=(2,), n=50, m=100, dim=40, dtype=dtype), attend.OverKeys.__call__
 
-    def coarse(kernel, left, *tensors, fine=False):
+    def coarse(kernel, left, queries, fine=False):
         flags, left.fine = left.fine, torch.zeros_like(left.fine)
-        launched(kernel, left, *tensors)
+        launched(kernel, left, queries)
         left.fine = flags
 
     for operation, wrong in (
         ("hopfield_solve", {"mean", "residual"}),
         ("hopfield_adjoint", {"residual", "by_beta"}),
     ):
-        check, kernels = support.CHECKS[operation]
-        compared = functools.partial(check, problem, support.variant(problem, kernels))
+        compared = functools.partial(support.errors, problem, operation)
         assert all(error <= allowed for error, allowed in compared().values())
         attend.OverKeys.__call__ = coarse
         try:

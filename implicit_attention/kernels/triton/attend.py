@@ -45,6 +45,9 @@ from .tile import (
 RUNNING, SHIFTED, CENTRED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Sums of exponentials of shifted scores that have lost nothing, neither to underflow nor to overflow.
 LEAST_TOTAL, MOST_TOTAL = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
+# Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
+PROGRAMS = 264
+MOST_SPLITS = 16
 # What the pairs of a tile are.
 ALL_MASKED, SOME, NONE_MASKED = (tl.constexpr(kind) for kind in range(3))
 
@@ -174,16 +177,6 @@ def _scores(rows, k, keys, start, M, P: tl.constexpr, FINE: tl.constexpr, TAIL: 
     return product(rest, tl.trans(k), scores, P) if FINE else scores
 
 
-class Queries(NamedTuple):
-    """Tensors of queries: an evaluation writes `mean` and `logsumexp` of a state, a product `out` of a vector."""
-
-    state: Tensor
-    mean: Tensor
-    logsumexp: Tensor
-    vector: Tensor
-    out: Tensor
-
-
 class OverKeys:
     """The kernel of a problem: `evaluate` and `product` write for the queries that are left."""
 
@@ -191,20 +184,17 @@ class OverKeys:
         self.placed, self.chosen, self.centred = placed, tiles(kind, placed.problem), kind == "product"
         self.given = *placed.rows, MaskTiles.of(placed, self.chosen, by_keys=False), *placed.sizes
 
-    def __call__(
-        self, left: Left, state: Tensor, mean: Tensor, logsumexp: Tensor, *vectors: Tensor, fine: bool = False
-    ) -> None:
-        """Write the means and log-sum-exps of the states; or of `vectors` the products of the first to the second.
+    def __call__(self, left: Left, queries: NamedTuple, fine: bool = False) -> None:
+        """Write `mean` and `logsumexp` of the `state` of queries; or the product with their `search` to `spread`.
 
         The log-sum-exps before are those by which scores are shifted, if they are numbers and near enough. In half
         precision a product is coarse or `fine`.
         """
-        given = Queries(state, mean, logsumexp, *(vectors or (state, mean))), left.noted, *self.given
         fine = fine and self.placed.problem.keys.dtype in HALF
         # Operands with a rest need the registers of a third program.
         chosen = self.chosen._replace(registers=None) if fine else self.chosen
         options = {"picked": left.listed, "centred": self.centred, "fine": fine}
-        self.placed.launch(_attend_kernel, left.programs(chosen), chosen, *given, **options)
+        self.placed.launch(_attend_kernel, left.programs(chosen), chosen, queries, left.noted, *self.given, **options)
 
 
 @kernel
@@ -215,7 +205,7 @@ def _attend_kernel(
     key_row: tl.int64,
     mask,
     mask_row: tl.int64,
-    beta,
+    numbers,
     listed,
     N: tl.int32,
     M: tl.int32,
@@ -252,7 +242,7 @@ def _attend_kernel(
     unit, most = 1.0, 1.0
     if P.half:
         unit, most = tl.load(keys.unit + of_keys), tl.load(keys.most + of_keys)
-    given = (batch * N + first, local, dims, real, tl.load(beta + batch), unit, most, over)
+    given = (batch * N + first, local, dims, real, tl.load(numbers + 2 * batch), unit, most, over)
     if P.half and not P.centred:
         fine = real & (read(left.fine + batch * N + first + local, real) != 0)
         if any_of(real & ~fine):
@@ -287,8 +277,8 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
     level = tl.load(queries.logsumexp + at, mask=real, other=float("nan"))
     if P.centred:
         m = read(queries.mean + whole, inside)
-        v = read(queries.vector + whole, inside)
-        v_rows, size = _operands(v, offsets, queries.vector + start, real, P)
+        v = read(queries.search + whole, inside)
+        v_rows, size = _operands(v, offsets, queries.search + start, real, P)
         if FINE:
             centre = tl.sum(m * (v * (1.0 / size)[:, None]), 1) * (1.0 / unit)
             level = level * LOG2E
@@ -305,7 +295,7 @@ def _write(queries, rows, given, P: tl.constexpr, FINE: tl.constexpr):
         # The weights sum to 0 but for the rounding of z and v, which what the keys have in common would amplify.
         m = read(queries.mean + whole, inside)
         spread = (total * unit - rest[:, None] * m) * (size * unit)[:, None]
-        write(queries.out + whole, spread, inside & rows[:, None])
+        write(queries.spread + whole, spread, inside & rows[:, None])
     else:
         fresh = rows
         if not P.half:
@@ -337,3 +327,144 @@ def _store(sums, total, level, rows, queries, scale, b, unit, at, whole, dims, P
         # Read once more: in registers it would be in the way of the loop.
         level += lost(found, read(queries.state + whole, inside), scale, b, P)
     write(queries.logsumexp + at, level, rows)
+
+
+# (df/dK)^T u, by tiles of keys, which no two programs share: its sums have a fixed order.
+
+
+class KernelOperands(NamedTuple):
+    """Per query, as it enters products: z and u' = (1 - anchor) u as operands and their scales, in half precision what
+    rounding cut off z, the log-sum-exp in units of log 2, <mean, u'> in units of the scale of u'."""
+
+    state: Tensor
+    state_rest: Tensor
+    state_scale: Tensor
+    shift: Tensor
+    value: Tensor
+    value_scale: Tensor
+    centre: Tensor
+
+
+def gradient_of_keys(placed: InMemory, operands: KernelOperands, out: Tensor) -> None:
+    """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
+    chosen, (rows, count, offset) = tiles("keys", placed.problem), placed.sizes
+    # The sets that read each matrix of keys.
+    readers = placed.keys.numbers.argsort(stable=True).view(placed.keys.starts.numel(), -1).to(torch.int32)
+    matrices, sets = readers.shape
+    key_tiles, work = matrices * triton.cdiv(count, chosen.keys), sets * triton.cdiv(rows, chosen.rows)
+    splits = max(min(PROGRAMS // key_tiles, work // 2, MOST_SPLITS), 1)
+    parts = out if splits == 1 else trust.empty((splits, *out.shape), dtype=out.dtype, device=out.device)
+    given = *placed.rows, operands, parts, readers, MaskTiles.of(placed, chosen, by_keys=True)
+    sizes = rows, count, offset, sets, out.numel(), splits
+    placed.launch(_keys_kernel, key_tiles * splits, chosen, *given, *sizes)
+    if splits > 1:
+        torch.sum(parts, 0, out=out)
+
+
+@kernel
+def _keys_kernel(
+    keys,
+    key_row: tl.int64,
+    mask,
+    mask_row: tl.int64,
+    numbers,
+    operands,
+    out,
+    readers,
+    listed,
+    N: tl.int32,
+    M: tl.int32,
+    offset: tl.int32,
+    count: tl.int32,
+    total: tl.int64,
+    splits: tl.int32,
+    P: tl.constexpr,
+):
+    """`readers` are the `count` sets of queries that read each matrix of keys."""
+    split = tl.program_id(0) % splits
+    number = tl.program_id(0) // splits
+    per_batch = tl.cdiv(M, P.keys)
+    batch = (number // per_batch).to(tl.int64)
+    first = (number % per_batch) * P.keys
+    key_rows = matrix(keys, key_row, batch)
+    unit, most = 1.0, 1.0
+    if P.half:
+        unit, most = tl.load(keys.unit + batch), tl.load(keys.most + batch)
+    k = key_tile(key_rows, first, 0, M, P, P.dims, True)
+
+    cols, dims, local = first + tl.arange(0, P.keys), tl.arange(0, P.dims), tl.arange(0, P.rows)
+    gradient = tl.full([P.keys, P.dims], 0.0, tl.float32)
+    largest = 0.0
+    for reader in range(count):
+        entry = tl.load(readers + batch * count + reader).to(tl.int64)
+        b, of_mask = tl.load(numbers + 2 * entry), tl.load(mask.numbers + entry)
+        pairs = (matrix(mask, mask_row, of_mask), offset)
+        # How many tiles of queries it visits have no masked pair, and how many there are.
+        if P.mask != "none":
+            tile = of_mask.to(tl.int64) * per_batch + number % per_batch
+            visited = listed.visited + tile * tl.cdiv(N, P.rows)
+            whole, end = tl.load(listed.counts + 2 * tile), tl.load(listed.counts + 2 * tile + 1)
+        else:
+            row_tiles = tl.cdiv(N, P.rows)
+            some, full = 0, 0
+            if P.causal:
+                # Rows that end before the first key do not attend to it, rows from the last one on attend to all.
+                some = tl.minimum(tl.maximum(first - offset, 0) // P.rows, row_tiles)
+                full = tl.minimum(tl.cdiv(tl.maximum(first - offset + P.keys - 1, 0), P.rows), row_tiles)
+            whole, end = row_tiles - full, row_tiles - some
+        for TAIL in tl.static_range(2):
+            # Other splits are the first to have a tile of the next reader.
+            begin = (split + reader) % splits
+            for place in range(begin + whole if TAIL else begin, end if TAIL else whole, splits):
+                if P.mask != "none":
+                    start = tl.load(visited + place) * P.rows
+                else:
+                    start = (some + place - whole if TAIL else full + place) * P.rows
+                if not P.half:
+                    gradient = gradient * one(M)
+                real = start + local < N
+                inside = real[:, None] & (dims < P.dim)[None, :]
+                at = entry * N + start + local
+                base, places = (entry * N + start) * P.dim, local[:, None] * P.dim + dims[None, :]
+                z = read(operands.state + base + places, inside)
+                u = read(operands.value + base + places, inside)
+                # Rows beyond the last have z = u = 0 and add nothing; nor by a bias of their keys that is large.
+                level = read(operands.shift + at, real)
+                middle = read(operands.centre + at, real)
+                by = tl.full([P.rows], 0.0, tl.float32) + b * LOG2E * unit
+                if P.half:
+                    z_scale = read(operands.state_scale + at, real)
+                    u_scale = read(operands.value_scale + at, real)
+                    by, middle, level = by * z_scale, middle / unit, level - PEAK
+                bias = 0.0
+                if TAIL:
+                    bias = added((start + local)[None, :], cols[:, None], pairs, N, M, P)
+                    bias = tl.where(real[None, :], bias, -INF)
+                z_rows = (z, operands.state + base, local * P.dim, real)
+                u_rows = (u, operands.value + base, local * P.dim, real)
+                scores = scores_of(z_rows, k, key_rows, first, M, P, True, True)
+                if P.half:
+                    # Large scores would lose digits to the rounding of z.
+                    rest = read(operands.state_rest + base + places, inside)
+                    scores = product(k, tl.trans(rest), scores, P)
+                p = tl.exp2(exponents(scores, by[None, :], bias, level[None, :]))
+                centred = scores_of(u_rows, k, key_rows, first, M, P, True, True) - middle[None, :]
+                if P.half:
+                    # Relative to the largest scales of the tile, and to the most that is centred: no operand overflows.
+                    both = u_scale * z_scale * (b * unit)
+                    before = largest
+                    largest = tl.maximum(before, tl.max(tl.maximum(u_scale, both * (0.5 * most)), 0))
+                    share = 1.0 / tl.where(largest > 0.0, largest, 1.0)
+                    gradient = gradient * (before * share)
+                    p = p * (u_scale * share)[None, :]
+                    weights = p * (z_scale * (b * unit))[None, :] * centred
+                    gradient = product(narrow(p, P), u, gradient, P)
+                    gradient = product(narrow(weights, P), z, gradient, P)
+                else:
+                    gradient = product(p, u, gradient, P)
+                    gradient = product(p * (centred * b), z, gradient, P)
+    if P.half:
+        gradient = gradient * (largest * INVERSE_PEAK)
+    out += split.to(tl.int64) * total + (batch * M + first) * P.dim
+    where = tl.arange(0, P.keys)[:, None] * P.dim + dims[None, :]
+    write(out + where, gradient, (cols < M)[:, None] & (dims < P.dim)[None, :])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..._torch import HALF
 from ..problem import Attention
+from ..trust import on_device
 
 #: Bytes that a thread reads at once, where they begin at a multiple of them.
 ALIGNMENT = 16
@@ -156,13 +156,12 @@ class Matrices(NamedTuple):
 
 
 class InMemory(NamedTuple):
-    """A problem as kernels read it: beta and anchor in float32 for each set; keys in the place of no mask."""
+    """A problem as kernels read it: keys in the place of no mask; beta and anchor of each set, (*batch, 2) float32."""
 
     problem: Attention
     keys: Matrices
     mask: Matrices
-    beta: Tensor
-    anchor: Tensor
+    numbers: Tensor
 
     @classmethod
     def of(cls, problem: Attention) -> InMemory:
@@ -174,16 +173,16 @@ class InMemory(NamedTuple):
             # Sets that share a mask are told of its tiles once.
             own = written_once(mask)
             mask = in_rows(own.expand(*own.shape[:-1], problem.keys.shape[-2]))
-        numbers = torch.empty(2, *lead, dtype=torch.float32, device=problem.query.device)
-        for out, given in zip(numbers, problem[2:4], strict=True):
+        numbers = torch.empty(*lead, 2, dtype=torch.float32, device=problem.query.device)
+        for out, given in zip(numbers.unbind(-1), problem[2:4], strict=True):
             # The host would wait for a copy of its number.
             out.copy_(given) if isinstance(given, Tensor) else out.fill_(given)
-        return cls(problem, keys, keys if mask is None else Matrices.of(mask, lead), *numbers.view(2, -1))
+        return cls(problem, keys, keys if mask is None else Matrices.of(mask, lead), numbers)
 
     @property
     def rows(self) -> tuple[object, ...]:
-        """Keys and mask with the steps of their rows, as kernels take them, and beta."""
-        return self.keys, self.keys.memory.stride(-2), self.mask, self.mask.memory.stride(-2), self.beta
+        """Keys and mask with the steps of their rows, as kernels take them, and beta with anchor."""
+        return self.keys, self.keys.memory.stride(-2), self.mask, self.mask.memory.stride(-2), self.numbers
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -207,13 +206,8 @@ class InMemory(NamedTuple):
             **options,
         )
         compiled = {"num_warps": chosen.warps, "num_stages": chosen.stages, "maxnreg": chosen.registers}
-        with on_device(self.beta.device):
+        with on_device(self.numbers.device):
             kernel[(programs,)](*arguments, plan, **compiled, enable_fp_fusion=True)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context in which kernels are launched on a device, which need not be the current CUDA device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def written_once(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Points(NamedTuple):
     """The point where f is evaluated next, and its evaluation; of the last accepted point the energy."""
 
     field: Tensor
-    point: Tensor
+    state: Tensor
     mean: Tensor
     logsumexp: Tensor
     energy: Tensor
@@ -78,8 +78,8 @@ def solve(problem: Attention, initial: Tensor, stop: FusedRule) -> Solved:
     for step in range(stop.max_steps + 1):
         if step and not left.next():
             break
-        evaluate(left, *course[1:4])
-        given = course, answer, left.noted, placed.beta, placed.anchor, rows, *stop, step, int(stop.exhausted), earliest
+        evaluate(left, course)
+        given = course, answer, left.noted, placed.numbers, rows, *stop, step, int(stop.exhausted), earliest
         placed.launch(_step_kernel, left.programs(chosen), chosen, *given, picked=left.listed)
     return answer
 
@@ -109,8 +109,7 @@ def _step_kernel(
     course,
     answer,
     left,
-    beta,
-    anchor,
+    numbers,
     N: tl.int32,
     rtol: tl.float32,
     atol: tl.float32,
@@ -125,12 +124,12 @@ def _step_kernel(
     batch, _, first, local, _, real, at, whole, inside = query_tile(N, left, P)
     if not any_of(real):
         return
-    b, a = tl.load(beta + batch), tl.load(anchor + batch)
+    b, a = tl.load(numbers + 2 * batch), tl.load(numbers + 2 * batch + 1)
     # Before there is an accepted point, and without an anchor, nothing is read, so that NaN there does not matter.
     index = local * 0 + step
     known, anchored = real & (index >= plain_steps), inside & (local * 0.0 + a != 0.0)[:, None]
     based = inside & known[:, None]
-    z = read(course.point + whole, inside)
+    z = read(course.state + whole, inside)
     m = read(course.mean + whole, inside)
     ax = a * read(course.field + whole, anchored)
     base_m = read(answer.mean + whole, based)
@@ -156,8 +155,8 @@ def _step_kernel(
     sums = trapezoid, across, turned, tl.sum(r * df, 1), tl.sum(df * df, 1), tl.sum(dz * dr, 1)
     # The last step of a budget is plain: it is never rejected.
     truths = finite, tried, known & (index + 1 < max_steps)
-    square, past, numbers = tl.sum(r * r, 1), (before, residual_before), (EPS, SMALLEST_NORMAL, LEAST)
-    accepted, tries, by_r, by_df = decide(square, residual, energy, *sums, *past, *truths, *numbers)
+    square, past, units = tl.sum(r * r, 1), (before, residual_before), (EPS, SMALLEST_NORMAL, LEAST)
+    accepted, tries, by_r, by_df = decide(square, residual, energy, *sums, *past, *truths, *units)
 
     # In half precision what a residual is not known to counts against it.
     reached = residual <= (tolerance - KNOWN_TO * size if P.half else tolerance)
@@ -178,7 +177,7 @@ def _step_kernel(
     write(course.tried + at, tries, real)
     plain = ax + (1.0 - a) * tl.where(accepted[:, None], m, base_m)
     fast = z + by_r[:, None] * r - by_df[:, None] * df
-    write(course.point + whole, tl.where(tries[:, None], fast, plain), inside & still[:, None])
+    write(course.state + whole, tl.where(tries[:, None], fast, plain), inside & still[:, None])
     if P.half:
         # Only fine residuals are true. The next one may be within the tolerance if it shrinks as this one did.
         near = (residual <= tl.maximum(tolerance, ROUNDING * size)) | (

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...solution import Status
 from ..step import Step, StepMemory
-from .layout import PART, on_device
-from .tile import INF, kernel, read, write
+from ..trust import on_device
+from .layout import PART
+from .tile import INF, kernel, part_of_row, read, taken, write
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -39,15 +40,14 @@ class TritonStep(Step):
         read = ("active", "best_residual", "accelerated", "last_residual", "gram", "counts")
         new = old._replace(**{name: torch.empty_like(getattr(old, name)) for name in read})
         sums = z.new_empty(rows, parts, SIZES.value + 3 * m)
-        given = z, mapped, _in_bytes(old), sums, n, parts, number
+        given = z, mapped, _in_bytes(old), sums, n, number
         with on_device(z.device):
-            _measure_kernel[(rows, parts)](*given, M=m, PART=PART)
+            _measure_kernel[(rows, parts)](*given, M=m)
             _advance_kernel[(rows, parts)](
                 *(self.value, value, to, _in_bytes(new), *given),
                 *(rule.rtol, rule.atol, self.ridge, self.growth, finfo.eps, finfo.tiny),
                 *(int(number >= rule.plain_steps), int(rule.fixed_budget)),
                 M=m,
-                PART=PART,
                 SLOTS=max(2, triton.next_power_of_2(m)),
                 PARTS=triton.next_power_of_2(parts),
             )
@@ -71,12 +71,9 @@ def _sizes(x, out):
 
 
 @kernel
-def _measure_kernel(
-    z, f, old, sums, n: tl.int32, parts: tl.int32, number: tl.int32, M: tl.constexpr, PART: tl.constexpr
-):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    local = part * PART + tl.arange(0, PART)
-    inside, at = local < n, row * n + local
+def _measure_kernel(z, f, old, sums, n: tl.int32, number: tl.int32, M: tl.constexpr):
+    row, part, local, inside = part_of_row(n)
+    at, parts = row * n + local, tl.num_programs(1)
     here = read(z + at, inside)
     image = read(f + at, inside)
     r = image - here
@@ -125,7 +122,6 @@ def _advance_kernel(
     old,
     sums,
     n: tl.int32,
-    parts: tl.int32,
     number: tl.int32,
     rtol: tl.float64,
     atol: tl.float64,
@@ -136,21 +132,18 @@ def _advance_kernel(
     mixes: tl.int32,
     fixed: tl.int32,
     M: tl.constexpr,
-    PART: tl.constexpr,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    local = part * PART + tl.arange(0, PART)
-    inside, at = local < n, row * n + local
+    row, part, local, inside = part_of_row(n)
+    at, parts = row * n + local, tl.num_programs(1)
     WIDTH: tl.constexpr = SIZES + 3 * M
     some = tl.arange(0, PARTS)
     real, numbers = some < parts, sums + (row * parts + some) * WIDTH
     kind = z.dtype.element_ty
     # Numbers of the host are float64, or in the interpreter Python's.
-    one = tl.sum((some == 0).to(tl.int32), 0).to(kind)
-    rtol, atol, growth = (rtol * one).to(kind), (atol * one).to(kind), (growth * one).to(kind)
-    ridge, eps, tiny = (ridge * one).to(kind), (eps * one).to(kind), (tiny * one).to(kind)
+    rtol, atol, growth = tl.full([], rtol, kind), tl.full([], atol, kind), tl.full([], growth, kind)
+    ridge, eps, tiny = tl.full([], ridge, kind), tl.full([], eps, kind), tl.full([], tiny, kind)
     residual = _length(numbers, real, tiny, eps)
     size = _length(numbers + 3, real, tiny, eps)
     tolerance = atol + rtol * size
@@ -206,10 +199,10 @@ def _advance_kernel(
         weights = _least_squares(gram, rest, age, valid, ridge, eps, tiny, M)
         step, bound = base_r, tl.max(tl.abs(base_r), 0) * 0.0
         for k in tl.static_range(M):
-            weight = tl.sum(tl.where(age == k, weights, 0.0), 0)
-            at_k = row * M * n + tl.sum(tl.where(age == k, slots, 0), 0) * n + local
+            weight = taken(weights, age == k)
+            at_k = row * M * n + taken(slots, age == k) * n + local
             step -= weight * read(old.df + at_k, inside & (local * 0 + valid > k))
-            bound += tl.abs(weight) * tl.sum(tl.where(age == k, largest, 0.0), 0)
+            bound += tl.abs(weight) * taken(largest, age == k)
         usable = still & (mixes != 0) & (valid > 0) & (bound + residual < INF)
         following = base_z + tl.where(usable, step, base_r)
     else:
@@ -243,16 +236,16 @@ def _least_squares(gram, rest, age, valid, ridge, eps, tiny, M: tl.constexpr):
     """
     i, j = age[:, None], age[None, :]
     diagonal = (i == j) & (i < valid)
-    shift = ridge * tl.sum(tl.sum(tl.where(diagonal, gram, 0.0), 0), 0) / tl.maximum(valid, 1) + tiny
-    least = shift / 2 + 4 * eps * tl.sum(tl.where(diagonal, gram, 0.0), 0)
+    shift = ridge * tl.sum(taken(gram, diagonal), 0) / tl.maximum(valid, 1) + tiny
+    least = shift / 2 + 4 * eps * taken(gram, diagonal)
     gram += tl.where(diagonal, shift, 0.0)
     weights, lower = rest * 0.0, gram * 0.0
     for k in tl.static_range(M):
-        line = tl.sum(tl.where(i == k, gram, 0.0), 0)
-        pivot = tl.sum(tl.where(age == k, line, 0.0), 0)
+        line = taken(gram, i == k)
+        pivot = taken(line, age == k)
         if k > 0:
-            pivot = tl.where(pivot > tl.sum(tl.where(age == k, least, 0.0), 0), pivot, INF)
-        here = tl.sum(tl.where(age == k, rest, 0.0), 0)
+            pivot = tl.where(pivot > taken(least, age == k), pivot, INF)
+        here = taken(rest, age == k)
         weights = tl.where(age == k, here / pivot, weights)
         factor = tl.where((age > k) & (age < valid), line / pivot, 0.0)
         lower = tl.where(i == k, factor[None, :], lower)
@@ -260,6 +253,6 @@ def _least_squares(gram, rest, age, valid, ridge, eps, tiny, M: tl.constexpr):
         gram -= factor[:, None] * line[None, :]
     for back in tl.static_range(M - 1):
         k = M - 2 - back
-        line = tl.sum(tl.where(i == k, lower, 0.0), 0)
+        line = taken(lower, i == k)
         weights -= tl.where(age == k, tl.sum(line * weights, 0), 0.0)
     return tl.where(age < valid, weights, 0.0)

@@ -15,27 +15,9 @@ from torch import Tensor
 from ..._torch import HALF
 from ...linear import GMRES
 from ...solution import Status
-from ..problem import FINEST, FLOOR, RTOL, Attention, FusedRule
-from ..trust import (
-    CHECK_STEPS,
-    Errors,
-    KernelComparison,
-    adjoint_errors,
-    mask_kind,
-    normal,
-    small_problem,
-    solve_errors,
-)
-from .layout import (
-    PART,
-    TILES,
-    fitting,
-    largest_dim,
-    lists,
-    step_tiles,
-    tiles,
-    whole_tiles,
-)
+from ..problem import FINEST, FLOOR, Attention, FusedRule
+from ..trust import Errors, KernelComparison, adjoint_errors, check_rule, mask_kind, normal, small_problem, solve_errors
+from .layout import PART, TILES, fitting, largest_dim, lists, step_tiles, tiles, whole_tiles
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
@@ -109,7 +91,7 @@ def step_errors(variant: StepVariant, device: torch.device) -> Errors:
     """Solve a small problem with rows of as many parts, and compare what it says of its answers with measurements."""
     from .step import TritonStep
 
-    rule = FusedRule(RTOL[variant.dtype], 0.0, CHECK_STEPS, plain_steps=2)
+    rule = check_rule(variant.dtype)
     given = z = normal((3, PART * (variant.parts - 1) + 5), seed=0).to(device, variant.dtype)
     step = TritonStep(rule, variant.history, 0.0, 20.0, z, torch.ones(3, dtype=torch.bool, device=device))
     for number in range(rule.max_steps + 1):
@@ -219,9 +201,13 @@ class TritonVariant(NamedTuple):
     listed: tuple[bool, ...]
 
 
-def variant(record: Attention, kernels: tuple[str, ...]) -> TritonVariant:
+#: Operation -> the kernels of whose tiles it is made.
+KERNELS = {"hopfield_solve": ("evaluate",), "hopfield_adjoint": ("evaluate", "product", "keys")}
+
+
+def variant(record: Attention, operation: str) -> TritonVariant:
     keys, mask = record.keys, record.pairs
-    chosen = [tiles(kernel, record) for kernel in kernels]
+    chosen = [tiles(kernel, record) for kernel in KERNELS[operation]]
     return TritonVariant(
         dtype=keys.dtype,
         head_dim=keys.shape[-1],
@@ -233,45 +219,27 @@ def variant(record: Attention, kernels: tuple[str, ...]) -> TritonVariant:
     )
 
 
-def _solve(record: Attention, chosen: TritonVariant) -> Errors:
-    from .solve import solve
-
-    return solve_errors(_small(record, chosen, "evaluate"), solve)
-
-
-def _adjoint(record: Attention, chosen: TritonVariant) -> Errors:
-    from .adjoint import solve_adjoint
-    from .solve import solve
-
-    return adjoint_errors(_small(record, chosen, "evaluate", "product", "keys"), solve, solve_adjoint)
-
-
-#: Operation -> its check, and the kernels whose tiles it is made of.
-CHECKS = {
-    "hopfield_solve": (_solve, ("evaluate",)),
-    "hopfield_adjoint": (_adjoint, ("evaluate", "product", "keys")),
-}
-
-
-def _small(record: Attention, chosen: TritonVariant, *kernels: str) -> Attention:
-    """A problem of the same code and tiles, with tiles of every kind: some pairs masked, none, all, and some again.
+def errors(record: Attention, operation: str) -> Errors:
+    """Those of a problem of the same code and tiles, with tiles of every kind: some pairs masked, none, all, and some.
 
     All problems of these tiles trust what it shows, so that its number of keys is theirs only where one tile has them.
     """
+    from .adjoint import solve_adjoint
+    from .solve import solve
+
     most = max(max(sizes.rows, sizes.keys) for table in TILES.values() for sizes in table.values())
     rows, count = min(record.query.shape[-2], most + 5), record.keys.shape[-2]
-    many = all(tiles(kernel, record).keys == whole_tiles(kernel, record).keys for kernel in kernels)
+    many = all(tiles(kernel, record).keys == whole_tiles(kernel, record).keys for kernel in KERNELS[operation])
     small = small_problem(record, rows, 4 * most + 3 if many else fitting(count, most))
-    if small.pairs is not None:
-        low, high = (False, True) if small.pairs.dtype == torch.bool else (-torch.inf, 0.0)
+    if (pairs := small.pairs) is not None:
+        low, high = (False, True) if pairs.dtype == torch.bool else (-torch.inf, 0.0)
         # All queries but the one that attends to no key.
-        others = [row for row in range(small.pairs.shape[-2]) if row == 0 or row != small.pairs.shape[-2] // 2]
+        others = [row for row in range(pairs.shape[-2]) if row == 0 or row != pairs.shape[-2] // 2]
         if many:
-            small.pairs[:, others, most : 2 * most] = high
-            small.pairs[:, :, 2 * most : 3 * most] = low
+            pairs[:, others, most : 2 * most] = high
+            pairs[:, :, 2 * most : 3 * most] = low
         else:
-            small.pairs[1] = high
-        small = small.paired(small.pairs.to(chosen.added or torch.bool))
+            pairs[1] = high
     if small.first is not None and many:
         small = small._replace(first=3 * most)
-    return small
+    return solve_errors(small, solve) if operation == "hopfield_solve" else adjoint_errors(small, solve, solve_adjoint)

@@ -13,14 +13,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .layout import ALIGNMENT as _ALIGNMENT
-from .layout import UNFINISHED as _UNFINISHED
+from . import layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-ALIGNMENT = tl.constexpr(_ALIGNMENT)
-UNFINISHED = tl.constexpr(_UNFINISHED)
+ALIGNMENT, PART, UNFINISHED = map(tl.constexpr, (layout.ALIGNMENT, layout.PART, layout.UNFINISHED))
 # Biases below this, but for -inf, would become -inf in units of log 2.
 LOWEST_BIAS = tl.constexpr(-2.0e38)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
@@ -34,11 +32,10 @@ def kernel(function: Any) -> Any:
     """Return the kernel; its machine code depends on constants and dtypes alone, so that one check is for all of it.
 
     Numbers have annotations: Triton would compile anew for those that are 1, multiples of 16 or large, and in tuples
-    nothing keeps it from that. Betas and anchors begin anywhere, keys and masks as their orders in `KernelPlan` say,
-    all other tensors at multiples of 16 bytes.
+    nothing keeps it from that. Tensors begin at multiples of 16 bytes.
     """
     numbers = [name for name, kind in function.__annotations__.items() if kind != "tl.constexpr"]
-    return triton.jit(function, do_not_specialize=[*numbers, "beta", "anchor"])
+    return triton.jit(function, do_not_specialize=numbers)
 
 
 # Addresses.
@@ -54,6 +51,14 @@ def read(at, there):
 def write(at, numbers, there):
     """Write the numbers at these places, where there are such, in the dtype of what is there."""
     tl.store(at, numbers, mask=there)
+
+
+@triton.jit
+def part_of_row(n):
+    """The row (int64) and the part of it that this program works off: its number, its indices, and which there are."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    local = part * PART + tl.arange(0, PART)
+    return row, part, local, local < n
 
 
 @triton.jit
@@ -92,6 +97,12 @@ def query_tile(N, left, P: tl.constexpr):
         real = real & (read(left.status + batch * N + first + local, real) == UNFINISHED)
     at, whole = batch * N + first + local, (batch * N + first) * P.dim + local[:, None] * P.dim + dims[None, :]
     return batch, tile, first, local, dims, real, at, whole, real[:, None] & (dims < P.dim)[None, :]
+
+
+@triton.jit
+def taken(x, here):
+    """The number of a vector, or the row of a matrix, at the one place where `here` is true; 0 if there is none."""
+    return tl.sum(tl.where(here, x, 0), 0)
 
 
 @triton.jit
