@@ -49,7 +49,9 @@ BROKEN = {
 def written(arguments, path):
     """The tensor of an argument, or of a field of one."""
     name, _, field = path.partition(".")
-    return getattr(arguments[name], field) if field else arguments[name]
+    found = getattr(arguments[name], field) if field else arguments[name]
+    # Truth values as numbers.
+    return found.view(torch.uint8) if found.dtype == torch.bool else found
 
 
 class Broken:

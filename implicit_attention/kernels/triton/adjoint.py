@@ -61,13 +61,10 @@ def solve_adjoint(
         return answer
     placed = InMemory.of(problem)
     multiply, chosen = OverKeys(placed, "product"), step_tiles(problem)
-    high, rest, value = (empty(state.shape, dtype=placed.keys.memory.dtype) for _ in range(3))
-    scale, shift, value_scale, centre = (empty(state.shape[:-1], dtype=torch.float32) for _ in range(4))
-    operands = KernelOperands(high, rest, scale, shift, value, value_scale, centre)
+    rows_of = (empty(state.shape, dtype=placed.keys.memory.dtype) for _ in range(3))
+    operands = KernelOperands(*rows_of, *(empty(state.shape[:-1], dtype=torch.float32) for _ in range(4)))
     there = map(in_order, (state, mean, logsumexp, cotangent))
     course = Directions(*there, *(empty(n, dtype=torch.float32) for n in (*[state.shape] * 3, state.shape[:-1])))
-    # Kernels write truth values as numbers.
-    written = answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))
     steps = counted(rule.max_steps)
     left = Left(problem, answer.status, multiply.chosen)
     for step in range(steps + 1):
@@ -76,10 +73,10 @@ def solve_adjoint(
                 break
             multiply(left, course, fine=rule.rtol < COARSE_RTOL)
         given = left.noted, placed.numbers, rows, rule.rtol, steps, step
-        placed.launch(_conjugate_kernel, left.programs(chosen), chosen, course, written, *given, picked=left.listed)
+        placed.launch(_conjugate_kernel, left.programs(chosen), chosen, course, answer, *given, picked=left.listed)
     left = Left(problem, answer.status, multiply.chosen)
     multiply(left, course._replace(search=answer.value), fine=True)
-    of_all = course, written, operands, left.noted, placed.numbers, rows, steps
+    of_all = course, answer, operands, left.noted, placed.numbers, rows, steps
     placed.launch(_end_kernel, left.programs(chosen), chosen, *of_all, picked=left.listed)
     if keys.numel():
         gradient_of_keys(placed, operands, answer.by_keys)
@@ -150,7 +147,7 @@ def _end_kernel(course, answer, operands, left, numbers, N: tl.int32, max_steps:
     m = read(course.mean + whole, inside)
     spread = read(course.spread + whole, inside)
     tolerance = read(answer.tolerance + at, real)
-    blocked = read(answer.negative_curvature + at, real) != 0
+    blocked = read(answer.negative_curvature + at, real)
     steps = read(answer.num_steps + at, real)
     tl.debug_barrier()  # every thread has read what another may write
     r = g - (value - rest * b * spread)

@@ -338,9 +338,9 @@ class KernelOperands(NamedTuple):
 
     state: Tensor
     state_rest: Tensor
+    value: Tensor
     state_scale: Tensor
     shift: Tensor
-    value: Tensor
     value_scale: Tensor
     centre: Tensor
 

@@ -49,11 +49,11 @@ TILES = {
 }
 # Others before compute capability 9.0, where products take their operands from registers.
 EARLIER = {
-    ("evaluate", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
+    ("evaluate", True): TILES["evaluate", True] | {64: Tiles(64, 64, 4, 3)},
     ("evaluate", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
-    ("product", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 4, 3)},
+    ("product", True): TILES["product", True] | {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 2)},
     ("product", False): {64: Tiles(64, 16, 4, 2), 128: Tiles(64, 16, 4, 2, None, 32)},
-    ("keys", True): {64: Tiles(32, 64, 4, 3, 168), 128: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 4, 2)},
+    ("keys", True): TILES["keys", True] | {64: Tiles(32, 64, 4, 3, 168)},
     ("keys", False): {64: Tiles(16, 64, 4, 1), 128: Tiles(16, 64, 4, 1, None, 32)},
 }
 SMALLEST_TILE = 16

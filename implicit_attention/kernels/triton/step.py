@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...solution import Status
-from ..step import Step, StepMemory
+from ..step import Step
 from ..trust import on_device
 from .layout import PART
 from .tile import INF, kernel, part_of_row, read, taken, write
@@ -40,11 +40,11 @@ class TritonStep(Step):
         read = ("active", "best_residual", "accelerated", "last_residual", "gram", "counts")
         new = old._replace(**{name: torch.empty_like(getattr(old, name)) for name in read})
         sums = z.new_empty(rows, parts, SIZES.value + 3 * m)
-        given = z, mapped, _in_bytes(old), sums, n, number
+        given = z, mapped, old, sums, n, number
         with on_device(z.device):
             _measure_kernel[(rows, parts)](*given, M=m)
             _advance_kernel[(rows, parts)](
-                *(self.value, value, to, _in_bytes(new), *given),
+                *(self.value, value, to, new, *given),
                 *(rule.rtol, rule.atol, self.ridge, self.growth, finfo.eps, finfo.tiny),
                 *(int(number >= rule.plain_steps), int(rule.fixed_budget)),
                 M=m,
@@ -53,11 +53,6 @@ class TritonStep(Step):
             )
         self.memory, self.value = new, value
         return to
-
-
-def _in_bytes(memory: StepMemory) -> StepMemory:
-    """The memory with truth values as kernels read and write them."""
-    return StepMemory(*(t.view(torch.int8) if t.dtype == torch.bool else t for t in memory))
 
 
 @triton.jit
