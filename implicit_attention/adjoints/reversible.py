@@ -137,7 +137,7 @@ class Reversible(Adjoint):
     def _judged(self, request: Request, value: Tensor, failed: Tensor) -> Outcome:
         """The outcome with its record, in which the best of the plain steps stands in where a problem failed."""
         problem, steps = changed(request.problem, lambda t: t), request.solver.max_steps
-        status, residual, _, none, _ = Record.unmeasured(value, request.solver.exhausted, problem.event_ndim)
+        status, residual, _, none, _ = Record.unmeasured(value, request.solver.end_rule.exhausted, problem.event_ndim)
         status, count = status.masked_fill(failed, int(Status.DIVERGED)), none + steps
         if not is_batched(failed) and bool(failed.any()):
             plain = Picard(rtol=0, atol=0, max_steps=steps, damping=self.damping)
