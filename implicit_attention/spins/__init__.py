@@ -15,6 +15,7 @@ from ..solution import SolveReport, Status
 from .adaptive_tap import AdaTAP
 from .approximation import Answer, Approximation, FixedPointApproximation, LogPartition
 from .bethe import Bethe
+from .bonds import Bonds
 from .decomposition import Decomposition, decompose, extensivity
 from .driven import DrivenPath, drive
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
@@ -38,6 +39,7 @@ __all__ = [
     # Systems, and the laws of their sites.
     "SpinSystem",
     "LowRank",
+    "Bonds",
     "SphereUnits",
     "AmosResponse",
     "SaddlePointResponse",

@@ -73,32 +73,42 @@ def coupling_bound(system: SpinSystem, *, squares: Tensor | None = None, enough:
         # The larger of both ends: U U^T and the diagonal, both of eigenvalues >= 0, are subtracted from each other.
         factors = system.live_factors.detach()
         diagonal = factors.square().sum(-1).amax(-1)
-        largest = torch.maximum(_perron_bound((factors.mT @ factors).abs()), diagonal)
+        inner = (factors.mT @ factors).abs()
+        largest = torch.maximum(_perron_bound(_rows_of(inner), inner[..., 0]), diagonal)
         return largest.expand(system.batch)
-    couplings = system.live_couplings.detach()
+    graph = system.graph
+    couplings = system.live_numbers.detach()
     if system.block:
         couplings = torch.linalg.matrix_norm(couplings)
-    sums = torch.linalg.vector_norm(couplings, ord=1, dim=-1) if system.row_sums is None else system.row_sums
-    if squares is not None:
-        sums = sums + squares[..., None] * torch.linalg.vector_norm(couplings, dim=-1).square()
+    if graph is not None:
+        size = couplings.abs() if squares is None else couplings.abs() + squares[..., None] * couplings.square()
+        sums = graph.sums_of(size)
+    else:
+        sums = torch.linalg.vector_norm(couplings, ord=1, dim=-1) if system.row_sums is None else system.row_sums
+        if squares is not None:
+            sums = sums + squares[..., None] * torch.linalg.vector_norm(couplings, dim=-1).square()
     bound = _widened(sums.amax(-1))
     if not everywhere(bound < enough):
-        size = couplings.abs()
-        if squares is not None:
-            size = size + squares[..., None, None] * size.square()
-        bound = torch.minimum(bound, _perron_bound(size))
+        if graph is not None:
+            product: LinearMap = lambda x: graph.product(size, x[..., None])[..., 0]  # noqa: E731
+        else:
+            size = couplings.abs()
+            if squares is not None:
+                size = size + squares[..., None, None] * size.square()
+            product = _rows_of(size)
+        bound = torch.minimum(bound, _perron_bound(product, sums))
     return bound.expand(system.batch)
 
 
-def _perron_bound(size: Tensor) -> Tensor:
-    """An upper bound of the largest eigenvalue of matrices (*batch, N, N) without negative entries."""
+def _rows_of(size: Tensor) -> LinearMap:
+    """The products of matrices (*batch, N, N)."""
+    # Its bits do not depend on the rest of the batch.
+    return lambda x: torch.linalg.vecdot(size, x[..., None, :])
 
-    def product(x: Tensor) -> Tensor:
-        # Its bits do not depend on the rest of the batch.
-        summed: Tensor = torch.linalg.vecdot(size, x[..., None, :])
-        return summed
 
-    following = product(torch.ones_like(size[..., 0]))
+def _perron_bound(product: LinearMap, like: Tensor) -> Tensor:
+    """An upper bound of the largest eigenvalue of a map of vectors that has no negative entries."""
+    following = product(torch.ones_like(like))
     for _ in range(POWERS):
         largest = following.amax(-1, keepdim=True)
         x = (following / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
@@ -116,7 +126,7 @@ def lowest_eigenvalue(system: SpinSystem) -> Tensor:
     """The smallest eigenvalue of symmetric couplings, (*batch); of many sites an estimate from inside the spectrum."""
     field, couplings = system.field.detach(), system.couplings.detach()
     constant = system.at(field, couplings, system.beta)
-    if not (system.low_rank or system.block) and system.num_sites <= DENSE:
+    if not (system.low_rank or system.graph or system.block) and system.num_sites <= DENSE:
         lowest: Tensor = torch.linalg.eigvalsh(constant.live_couplings)[..., 0]
         return lowest.expand(system.batch)
     # Numbers couple all components of the spins alike: one component has all eigenvalues.

@@ -30,6 +30,7 @@ from ..potentials import SphericalLaw
 from ..problem import Linearization, pullback
 from ._site import outer, stretched
 from .approximation import SampleProblem, gradient
+from .bonds import Graph
 from .system import couple
 
 # Lanczos vectors for the largest eigenvalue of a matrix without negative entries.
@@ -41,16 +42,25 @@ class Expansion(SampleProblem, general=True):
 
     Args:
         field: beta h, (*batch, N, D).
-        bonds: K, (*batch, N, N) or (*batch, N, N, D, D), without a diagonal.
+        bonds: K, (*batch, N, N) or (*batch, N, N, D, D), without a diagonal; on a graph (*batch, E), to second order.
         onsite: where bonds are matrices, their diagonal, traceless: (*batch, N, D, D), which counts to first order.
             None where they are numbers.
         response: of one spin to its field.
         radius: R.
         order: of the expansion, 2 or 3.
+        graph: of the bonds, if they are on one.
     """
 
     def __init__(
-        self, field: Tensor, bonds: Tensor, onsite: Tensor | None, *, response: SphericalLaw, radius: float, order: int
+        self,
+        field: Tensor,
+        bonds: Tensor,
+        onsite: Tensor | None,
+        *,
+        response: SphericalLaw,
+        radius: float,
+        order: int,
+        graph: Graph | None = None,
     ) -> None:
         self.field = field
         self.bonds = bonds
@@ -59,7 +69,14 @@ class Expansion(SampleProblem, general=True):
         self.response = response
         self.radius = radius
         self.order = order
-        self.own_axes = {"field": 2, "bonds": 4 if self.block else 2, "onsite": 3}
+        self.graph = graph
+        self.own_axes = {"field": 2, "bonds": 4 if self.block else 2 if graph is None else 1, "onsite": 3}
+
+    def coupled(self, bonds: Tensor, v: Tensor) -> Tensor:
+        """sum_j B_ij v_j, (*batch, N, D), for numbers B that are laid out as the bonds, or for themselves."""
+        if self.graph is not None:
+            return self.graph.product(bonds, v)
+        return couple(bonds, v, block=self.block and bonds is self.bonds)
 
     def correction(self, x: Tensor) -> Tensor:
         """G, the part of log Z beyond first order, (*batch)."""
@@ -68,7 +85,7 @@ class Expansion(SampleProblem, general=True):
     def log_partition(self, x: Tensor) -> Tensor:
         """log Z of spins in the fields x, stationary at the solution, (*batch)."""
         m = self.response.magnetization(x, 1.0, self.radius)
-        seen = self.field - x + couple(self.bonds, m, block=self.block) / 2
+        seen = self.field - x + self.coupled(self.bonds, m) / 2
         first = self.response.log_partition(x, 1.0, self.radius).sum(-1) + (m * seen).sum((-1, -2))
         return first + self.correction(x)
 
@@ -80,7 +97,9 @@ class Expansion(SampleProblem, general=True):
         variance = torch.maximum(*self.response.covariance_parts(x, 1.0, self.radius))
         start = torch.ones_like(variance)
         largest = extreme_eigenvalues(
-            lambda v: variance * (strength @ (variance * v)[..., None])[..., 0], start, min(VECTORS, start.shape[-1])
+            lambda v: variance * self.coupled(strength, (variance * v)[..., None])[..., 0],
+            start,
+            min(VECTORS, start.shape[-1]),
         )[1]
         return largest.value
 
@@ -94,10 +113,9 @@ class IsingExpansion(Expansion):
     def _correction(self, means: Tensor) -> Tensor:
         m = means[..., 0]
         variance = (self.radius - m) * (self.radius + m)
-        chain = self.bonds * variance[..., None, :]
-        total = (chain * chain.mT).sum((-1, -2)) / 4
+        total = (variance * self.coupled(self.bonds.square(), variance[..., None])[..., 0]).sum(-1) / 4
         if self.order > 2:
-            skewness = -2 * m * variance
+            skewness, chain = -2 * m * variance, self.bonds * variance[..., None, :]
             pairs = (skewness * (self.bonds**3 @ skewness[..., None])[..., 0]).sum(-1)
             total = total + pairs / 12 + ((chain @ chain) * chain.mT).sum((-1, -2)) / 6
         return total
@@ -106,12 +124,12 @@ class IsingExpansion(Expansion):
         return self._answer(self.response.magnetization(z, 1.0, self.radius))
 
     def _answer(self, m: Tensor) -> Tensor:
-        return self.field + couple(self.bonds, m, block=False) + self._reaction(m[..., 0])[..., None]
+        return self.field + self.coupled(self.bonds, m) + self._reaction(m[..., 0])[..., None]
 
     def _reaction(self, m: Tensor) -> Tensor:
         """dG/dm, (*batch, N)."""
         variance = (self.radius - m) * (self.radius + m)
-        along = (self.bonds.square() @ variance[..., None])[..., 0]
+        along = self.coupled(self.bonds.square(), variance[..., None])[..., 0]
         if self.order == 2:
             return -m * along
         skewness = -2 * m * variance
@@ -141,7 +159,7 @@ class VectorExpansion(Expansion):
 
     def _correction(self, x: Tensor, ladder: Sequence[Tensor]) -> Tensor:
         if self.onsite is None:
-            return _vectors(self.bonds, x, *ladder)
+            return self._vectors(x, *ladder)
         # <s s^T> = m m^T + S, of which the part tau 1 does not meet a traceless matrix.
         weight = ladder[0].square() + ladder[1]
         onsite = einsum(weight, x, self.onsite, x, "... i, ... i a, ... i a b, ... i b -> ...") / 2
@@ -157,9 +175,32 @@ class VectorExpansion(Expansion):
             return self._correction(y, _continued(ladder, x, y)[: self.order])
 
         closed = self.order == 2 and self.onsite is None
-        slope = _vectors_slope(self.bonds, x, *ladder) if closed else gradient(correction, x)
+        slope = self._vectors_slope(x, *ladder) if closed else gradient(correction, x)
         reaction = _unresponded(slope, x, ladder, rho)
-        return self.field + couple(self.bonds, ladder[0][..., None] * x, block=self.block) + reaction
+        return self.field + self.coupled(self.bonds, ladder[0][..., None] * x) + reaction
+
+    def _overlap(self, x: Tensor) -> Tensor:
+        """x_i . x_j, laid out as the bonds."""
+        return x @ x.mT if self.graph is None else self.graph.overlap(x)
+
+    def _vectors(self, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
+        """The terms for numbers K_ij, (*batch): the second order in O(N^2 D), the third, if there is `bend`, in O(N^3)."""
+        dim, square, overlap, weights = x.shape[-1], x.square().sum(-1), self._overlap(x), self.bonds.square()
+        # Tr(S_i S_j) has these three parts.
+        mixed = self.coupled(weights, tau[..., None])[..., 0]
+        twice = self.coupled(weights * overlap.square(), slope[..., None])[..., 0]
+        total = ((dim * tau + 2 * slope * square) * mixed + slope * twice).sum(-1) / 4
+        return total if bend is None else total + _third_order(self.bonds, x, overlap, tau, slope, bend)
+
+    def _vectors_slope(self, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
+        """The derivative by x of the second order for numbers K_ij, (*batch, N, D)."""
+        square, overlap, weights = x.square().sum(-1), self._overlap(x), self.bonds.square()
+        seen = weights * overlap
+        sums = self.coupled(weights, torch.stack([x.shape[-1] * tau + slope * square, tau], -1))
+        quadratic = self.coupled(seen * overlap, slope[..., None])[..., 0]
+        own = slope * sums[..., 0] + (bend * square + 2 * slope) * sums[..., 1] + bend * quadratic
+        across: Tensor = self.coupled(seen, slope[..., None] * x)
+        return own[..., None] * x / 2 + slope[..., None] * across
 
     def linearize(self, z: Tensor) -> Linearization:
         # The derivative of the map reads one function more than the map.
@@ -187,34 +228,19 @@ class VectorExpansion(Expansion):
         return ladder, rho
 
 
-def _vectors(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
-    """The terms for numbers K_ij, (*batch): the second order in O(N^2 D), the third, if there is `bend`, in O(N^3)."""
-    dim, square, overlap = x.shape[-1], x.square().sum(-1), x @ x.mT
-    # Tr(S_i S_j) has these three parts.
-    across, along = outer(tau, tau), outer(slope, slope)
-    mixed, twice = outer(slope * square, tau), along * overlap.square()
-    total = (bonds.square() * (dim * across + 2 * mixed + twice)).sum((-1, -2)) / 4
-    if bend is not None:
-        contracted = (3 * dim + 6) * along + 6 * outer(slope, bend * square) + outer(bend, bend) * overlap.square()
-        total = total + (bonds**3 * overlap * contracted).sum((-1, -2)) / 12
-        # In Tr(S_i S_j S_k) at least one site gives a multiple of 1, by which the others are joined, or none does.
-        joined = bonds * (bonds @ (tau[..., None] * bonds))
-        turned = bonds * overlap
-        triples = joined * (dim * across + 3 * mixed + 3 * twice)
-        triples = triples + along * turned * (turned @ (slope[..., None] * turned))
-        total = total + triples.sum((-1, -2)) / 6
-    return total
-
-
-def _vectors_slope(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-    """The derivative by x of the second order for numbers K_ij, (*batch, N, D)."""
-    square, overlap, weights = x.square().sum(-1), x @ x.mT, bonds.square()
-    seen = weights * overlap
-    sums = weights @ torch.stack([x.shape[-1] * tau + slope * square, tau], -1)
-    quadratic = ((seen * overlap) @ slope[..., None])[..., 0]
-    own = slope * sums[..., 0] + (bend * square + 2 * slope) * sums[..., 1] + bend * quadratic
-    across: Tensor = seen @ (slope[..., None] * x)
-    return own[..., None] * x / 2 + slope[..., None] * across
+def _third_order(
+    bonds: Tensor, x: Tensor, overlap: Tensor, tau: Tensor, slope: Tensor, bend: Tensor
+) -> Tensor:
+    """The third order for numbers K_ij, (*batch)."""
+    dim, square, along = x.shape[-1], x.square().sum(-1), outer(slope, slope)
+    contracted = (3 * dim + 6) * along + 6 * outer(slope, bend * square) + outer(bend, bend) * overlap.square()
+    total = (bonds**3 * overlap * contracted).sum((-1, -2)) / 12
+    # In Tr(S_i S_j S_k) at least one site gives a multiple of 1, by which the others are joined, or none does.
+    joined = bonds * (bonds @ (tau[..., None] * bonds))
+    turned = bonds * overlap
+    triples = joined * (dim * outer(tau, tau) + 3 * outer(slope * square, tau) + 3 * along * overlap.square())
+    triples = triples + along * turned * (turned @ (slope[..., None] * turned))
+    return total + triples.sum((-1, -2)) / 6
 
 
 def _blocks(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:

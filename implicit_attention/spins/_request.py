@@ -92,7 +92,7 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
             lost = lost | system.asymmetric()
         if host_may_look(lost) and not lost.any():
             sound = system.at(field, couplings, system.beta)
-            sound.row_sums = None if system.low_rank or system.block else strongest
+            sound.row_sums = None if system.low_rank or system.graph or system.block else strongest
             return sound, lost
     own = couplings.shape[-system.pair_axes :]
     if couplings.ndim > len(own):
@@ -111,6 +111,9 @@ def nonfinite_sites(system: SpinSystem) -> tuple[Bool[Tensor, "*batch N"], Tenso
     if system.low_rank:
         sizes = torch.linalg.vector_norm(system.live_factors, dim=-1)
         strongest = sizes * sizes.sum(-1, keepdim=True)
+    elif system.graph is not None:
+        sizes = system.live_numbers.abs()
+        strongest = system.graph.sums_of(sizes.sum((-1, -2)) if system.block else sizes)
     else:
         couplings, axes = system.live_couplings, (-3, -2, -1) if system.block else (-1,)
         if host_may_look(couplings) and couplings.numel() and bool(couplings.amin() >= 0):

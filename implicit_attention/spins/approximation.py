@@ -20,6 +20,7 @@ from ..problem import Linearization, Problem, pullback, restricted
 from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport, Status
 from ..solvers import Anderson, Picard, Solver
 from ._curvature import everywhere
+from .bonds import Graph
 from .methods import listed
 from .system import SpinSystem
 
@@ -107,11 +108,16 @@ class Approximation:
         """Whether products J v are all that it needs of the couplings, so that they may be a `LowRank`."""
         return False
 
+    @property
+    def by_bonds(self) -> bool:
+        """Whether it reads no pairs but those that are coupled, so that couplings may be `Bonds`."""
+        return self.by_products
+
     def check(self, system: SpinSystem) -> None:
         """Raise if the method cannot treat the system."""
-        name, fits = type(self).__name__, self.by_products or not system.low_rank
-        required, remedy = f"be a tensor for {name}, which reads every pair", "use LowRank(...).dense(), or MeanField()"
-        _validate.require(fits, "couplings", required, "a LowRank", remedy)
+        name = type(self).__name__
+        if not (self.by_products if system.graph is None else self.by_bonds):
+            system.check_dense(f"be a tensor for {name}, which reads every pair", "use {}(...).dense(), or MeanField()")
         if self.symmetric:
             system.check_symmetric(name)
 
@@ -341,9 +347,14 @@ class SampleProblem(Problem, general=True):
     event_ndim = 2
     row_block = 1
     own_axes: Mapping[str, int]
+    #: That of couplings on bonds.
+    graph: Graph | None = None
 
     def select(self, index: Tensor) -> Self | None:
-        return restricted(self, index, **self.own_axes)
+        clone = restricted(self, index, **self.own_axes)
+        if self.graph is not None:
+            clone.graph = self.graph.select(index)
+        return clone
 
     def check_undeclared(self, z: Tensor) -> None:
         """Accept every problem: it reads nothing but attributes."""
@@ -421,8 +432,10 @@ def field_unit(system: SpinSystem) -> Tensor:
 
     The largest of its own field, that of the others and 1/(beta R), as a power of two.
     """
-    size = system.live_couplings.abs()
-    others = system.radius * (torch.linalg.matrix_norm(size) if system.block else size).sum(-1, keepdim=True)
+    size = system.live_numbers.abs()
+    size = torch.linalg.matrix_norm(size) if system.block else size
+    sums = size.sum(-1, keepdim=True) if system.graph is None else system.graph.sums_of(size)[..., None]
+    others = system.radius * sums
     own = torch.linalg.vector_norm(system.live_field, dim=-1, keepdim=True)
     return power_of_two(torch.maximum(own, others).maximum(1 / (system.beta_tensor(2) * system.radius)))
 
@@ -460,6 +473,6 @@ def require_ising(method: Approximation, system: SpinSystem) -> None:
 
 def require_numbers(method: str, system: SpinSystem, remedy: str) -> None:
     """Raise unless the coupling of every pair is a number."""
-    required = f"have a number for each pair, (N, N) or (*batch, N, N), for {method}"
+    required = f"have a number for each pair, {'(N, N) or (*batch, N, N)' if system.graph is None else '(E,)'}, for {method}"
     received = f"shape {tuple(system.couplings.shape)}"
     _validate.require(not system.block, "couplings", required, received, remedy)

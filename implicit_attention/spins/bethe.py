@@ -11,9 +11,11 @@ from torch import Tensor
 
 from .._torch import host_may_look_at_constant, readable
 from ..potentials import SignUnits
-from ..problem import Problem
+from ..problem import Linearization, Problem, pullback
 from ..solution import Remedies, Status
+from ._curvature import DENSE, exceeds_one
 from .approximation import FixedPointApproximation, SampleProblem, power_of_two, require_ising
+from .bonds import Graph
 from .system import SpinSystem
 
 
@@ -67,66 +69,117 @@ class Bethe(FixedPointApproximation):
         super().check(system)
         require_ising(self, system)
 
+    @property
+    def by_bonds(self) -> bool:
+        return True
+
     def problem(self, system: SpinSystem) -> Problem:
-        return _Messages(*_in_units(system)[:2])
+        return _Messages(*_in_units(system)[:3])
 
     def start(self, system: SpinSystem) -> Tensor:
-        field, bonds, _ = _in_units(system)
-        return _passed_on(torch.zeros_like(bonds), field, bonds)
+        messages = _Messages(*_in_units(system)[:3])
+        return messages.fixed_point_map(messages.bonds.new_zeros(*system.batch, 2, messages.graph.num_bonds))
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
         # u_ij = atanh(t x) with t = tanh(beta J_ij), where x is the mean that i has without j. A pair of the means m_i
         # and m_j obeys m_i (1 - t^2 x^2) = x (1 - t^2) + t m_j (1 - x^2).
-        bonds, m = _in_units(system)[1], m[..., 0] / system.radius
+        graph, _, bonds, _ = _in_units(system)
         below = 1 - torch.finfo(m.dtype).eps
-        t = below * torch.tanh(bonds)
-        own, other = m[..., :, None], m[..., None, :]
+        t = below * torch.tanh(bonds)[..., None, :]
+        own = graph.at_ends(m[..., 0] / system.radius)
+        other = own.flip(-2)
         between = (1 - t) * (1 + t)
         root = (between.square() - 4 * t * (own - t * other) * (other - t * own)).clamp(min=0).sqrt()
         return torch.atanh((2 * t * (own - t * other) / (between + root)).clamp(-below, below))
 
     def unit(self, system: SpinSystem) -> Tensor:
         # No message is larger than its bond.
-        return power_of_two(_in_units(system)[1].detach().abs().clamp(min=1.0))
+        return power_of_two(_in_units(system)[2].detach().abs().clamp(min=1.0))[..., None, :]
 
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
-        field, bonds, own = _in_units(system)
-        return _log_partition(state, field, bonds) + own.sum(-1) / 2
+        graph, field, bonds, own = _in_units(system)
+        return _Messages(graph, field, bonds).log_partition(state) + own
 
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
-        return system.radius * torch.tanh(_cavity(state, _in_units(system)[0])[0])[..., None]
+        return system.radius * torch.tanh(_Messages(*_in_units(system)[:3]).cavity(state)[0])[..., None]
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
-        field, bonds, _ = _in_units(system)
-        cavity = _cavity(state, field)[1]
-        # A pair has the weights exp(+-bonds +- cavity +- cavity^T); of its two spins r is the correlation coefficient.
-        along, across = _log_cosh(cavity + cavity.mT), _log_cosh(cavity - cavity.mT)
-        variance = torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity))
+        graph, field, bonds, _ = _in_units(system)
+        here, there = _Messages(graph, field, bonds).cavity(state)[1].unbind(-2)
+        # A pair has the weights exp(+-bond +- here +- there); of its two spins r is the correlation coefficient.
+        along, across = _log_cosh(here + there), _log_cosh(here - there)
+        variances = sum(torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity)) for cavity in (here, there))
         # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
         log_sinh = 2 * bonds.abs() + torch.log(-torch.expm1(-4 * bonds.abs())) - math.log(2.0)
-        size = log_sinh - (variance + variance.mT) / 2
+        size = log_sinh - variances / 2
         rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
-        rest = rest - variance - variance.mT
-        weights = torch.exp((size - rest).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
+        weights = torch.exp((size - (rest - variances)).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
         r = torch.exp(size)
         # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by the sums of its rows.
-        own = 1 - (r / (1 + r)).sum(-1)
-        return _indefinite(own + torch.finfo(own.dtype).eps ** 0.5, torch.sign(bonds) * weights)
+        own = 1 - graph.sums_of(r / (1 + r)) + torch.finfo(r.dtype).eps ** 0.5
+        if system.num_sites <= DENSE:
+            return _indefinite(own, graph.dense(torch.sign(bonds) * weights))
+        diagonal = own + graph.sums_of(weights)
+        root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()[..., None]
+        inner = exceeds_one(lambda v: root * graph.product(torch.sign(bonds) * weights, root * v), root)
+        return inner | (diagonal <= 0).any(-1)
 
 
 _log_cosh = SignUnits().cumulant
 
 
 class _Messages(SampleProblem):
-    """u = f(u) for messages u, with fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
+    """u = f(u) for the messages u_ij and u_ji of each bond, (*batch, 2, E), in units of 1/beta.
 
-    def __init__(self, field: Tensor, bonds: Tensor) -> None:
+    Args:
+        graph: of the bonds.
+        field: (*batch, N).
+        bonds: (*batch, E), 0 for those that join a site to itself.
+    """
+
+    def __init__(self, graph: Graph, field: Tensor, bonds: Tensor) -> None:
+        self.graph: Graph = graph
         self.field = field
         self.bonds = bonds
-        self.own_axes = {"field": 1, "bonds": 2}
+        self.own_axes = {"field": 1, "bonds": 1}
+
+    def cavity(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """t_i, (*batch, N), and c_ij and c_ji of each bond, (*batch, 2, E)."""
+        into = u.flip(-2)
+        total = self.field + self.graph.sums(into)
+        return total, self.graph.at_ends(total) - into
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return _passed_on(z, self.field, self.bonds)
+        return _message(self.cavity(z)[1], self.bonds[..., None, :])
+
+    def linearize(self, z: Tensor) -> Linearization:
+        # df/dc = sinh(2 K)/(cosh(2 c) + cosh(2 K)), of which nothing overflows or cancels.
+        bonds = self.bonds[..., None, :]
+        strength, strange = bonds.abs(), self.cavity(z)[1].abs()
+        fall = torch.exp(-2 * strength)
+        slope = torch.sign(bonds) * torch.sigmoid(2 * (strength - strange)) * -torch.expm1(-4 * strength)
+        slope = slope / (1 + fall * torch.exp(-2 * strange))
+
+        def product(v: Tensor) -> Tensor:
+            into = v.flip(-2)
+            return slope * (self.graph.at_ends(self.graph.sums(into)) - into)
+
+        def transposed(u: Tensor) -> Tensor:
+            out = slope * u
+            return (self.graph.at_ends(self.graph.sums(out)) - out).flip(-2)
+
+        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+    def log_partition(self, u: Tensor) -> Tensor:
+        """The Bethe log Z, (*batch); at the fixed point its derivative in every message is 0."""
+        total, cavity = self.cavity(u)
+        here, there = cavity.unbind(-2)
+        # A pair with the fields a and b that all others leave it: the mean of exp(K + log cosh(a + b)) and of
+        # exp(-K + log cosh(a - b)), as terms that are positive, so that they do not cancel where they are small.
+        pairs = (_log_cosh(here + there) + _log_cosh(here - there)) / 2
+        sites = _log_cosh(total)
+        pairs = pairs + _log_cosh(self.bonds + _message(here, there)) - self.graph.at_ends(sites).sum(-2)
+        return sites.sum(-1) + self.graph.without_loops(pairs).sum(-1)
 
 
 def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
@@ -152,23 +205,19 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
     return result
 
 
-def _in_units(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
-    """Field, bonds and their diagonal of +-1 spins in units of 1/beta; bonds of every sample on their own."""
+def _in_units(system: SpinSystem) -> tuple[Graph, Tensor, Tensor, Tensor]:
+    """Graph, field and bonds of +-1 spins in units of 1/beta, and the constant of the diagonal, (*batch)."""
     field = system.beta_over(1) * system.radius * system.live_field[..., 0]
-    bonds = (system.beta_over(2) * system.radius**2 * system.live_couplings).expand(*system.batch, -1, -1)
-    own = bonds.diagonal(dim1=-2, dim2=-1)
-    return field, bonds - torch.diag_embed(own), own
-
-
-def _cavity(messages: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:
-    """t_i, (*batch, N), and c_ij = t_i - u_ji, (*batch, N, N), from messages u_ij."""
-    total = field + messages.sum(-2)
-    return total, total[..., :, None] - messages.mT
-
-
-def _passed_on(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
-    """The messages that these messages lead to."""
-    return _message(_cavity(messages, field)[1], bonds)
+    if (graph := system.graph) is None:
+        i, j = torch.triu_indices(system.num_sites, system.num_sites, 1, device=field.device)
+        graph, numbers = Graph(torch.stack([i, j]), system.num_sites, loops=False), system.live_couplings
+        values, own = (numbers[..., i, j] + numbers[..., j, i]) / 2, numbers.diagonal(dim1=-2, dim2=-1)
+    else:
+        values = graph.without_loops(system.live_numbers)
+        own = system.live_numbers - values
+    scale = system.beta_over(1) * system.radius**2
+    constant = (scale * own).expand(*system.batch, -1).sum(-1) / 2
+    return graph, field, (scale * values).expand(*system.batch, -1), constant
 
 
 def _message(a: Tensor, b: Tensor) -> Tensor:
@@ -184,16 +233,3 @@ def _message(a: Tensor, b: Tensor) -> Tensor:
     both = top + torch.log(torch.exp(c - top) + torch.exp(d - top))
     far = torch.sign(a) * torch.sign(b) * (torch.log1p(torch.exp(c + d)) - both) / 2
     return torch.where(large, far, torch.atanh(product.clamp(-0.8, 0.8)))
-
-
-def _log_partition(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
-    """The Bethe log Z; at the fixed point its derivative in every message is 0."""
-    total, cavity = _cavity(messages, field)
-    other = cavity.mT
-    # A pair with the fields a and b that all others leave it: the mean of exp(K + log cosh(a + b)) and of
-    # exp(-K + log cosh(a - b)), as terms that are positive, so that they do not cancel where they are small.
-    pairs = (_log_cosh(cavity + other) + _log_cosh(cavity - other)) / 2 + _log_cosh(bonds + _message(cavity, other))
-    sites = _log_cosh(total)
-    pairs = pairs - sites[..., :, None] - sites[..., None, :]
-    others = 1 - torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
-    return sites.sum(-1) + (others * pairs).sum((-2, -1)) / 2

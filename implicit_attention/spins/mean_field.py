@@ -28,12 +28,13 @@ class MeanFieldProblem(SampleProblem):
     def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
         self.field = system.live_field
         self.low_rank = system.low_rank
-        self.couplings = system.live_factors if self.low_rank else system.live_couplings
+        self.graph = system.graph
+        self.couplings = system.live_factors if self.low_rank else system.live_numbers
         self.beta = system.beta_over(0)
         self.response = response
         self.radius = system.radius
         self.block = system.block
-        self.own_axes = {"field": 2, "couplings": 4 if system.block else 2, "beta": 0}
+        self.own_axes = {"field": 2, "couplings": system.pair_axes if system.block else (2 if system.graph is None else 1), "beta": 0}
 
     def local_field(self, m: Tensor) -> Tensor:
         """h + J m."""
@@ -43,6 +44,8 @@ class MeanFieldProblem(SampleProblem):
         """J m."""
         if self.low_rank:
             return low_rank.product(self.couplings, m)
+        if self.graph is not None:
+            return self.graph.product(self.couplings, m, block=self.block)
         return couple(self.couplings, m, block=self.block)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ class MeanFieldProblem(SampleProblem):
 
         def transposed(u: Tensor) -> Tensor:
             inner = beta * stretched(u, f, tau, slope)
-            if self.low_rank:
+            if self.low_rank or self.graph is not None:
                 return self.coupled(inner)
             return couple(mirrored(self.couplings, block=self.block), inner, block=self.block)
 

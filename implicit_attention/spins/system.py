@@ -18,12 +18,15 @@ from .. import _validate
 from .._torch import in_own_precision, is_batched, readable
 from ..problem import Declared, TokenOrder, restricted
 from . import low_rank
+from .bonds import Bonds, Graph, value_axes
 from .low_rank import LowRank
 from .methods import listed
 
-#: Couplings that depend on the field (*batch, N, D), with values (*batch, N, N), (N, N, D, D) or a `LowRank`, and with
-#: `mask=` if they have that.
-CouplingFunction: TypeAlias = Callable[..., "Tensor | LowRank"]
+#: Couplings as numbers, for all pairs or some.
+Couplings: TypeAlias = "Tensor | LowRank | Bonds"
+#: Couplings that depend on the field (*batch, N, D), with values (*batch, N, N), (N, N, D, D), a `LowRank` or `Bonds`,
+#: and with `mask=` if they have that.
+CouplingFunction: TypeAlias = Callable[..., Couplings]
 
 #: Rows of couplings that are read at a time where a part of the matrix stays in the processor's cache.
 TILE = 128
@@ -41,8 +44,8 @@ class SpinSystem(Declared):
     Ising model. A sequence of vectors is the field h; a free energy answers it with magnetizations m = -dF/dh.
 
     Args:
-        couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; a
-            `LowRank`; or a function of the field, which is evaluated once, here. It gets a field that is zero where
+        couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; the
+            `Bonds` of a graph, which a sparse (N, N) becomes; a `LowRank`; or a function of the field, which is evaluated once, here. It gets a field that is zero where
             there is no site, and has to be finite there, with its derivatives. If it has an argument `mask`, it also
             gets which sites exist, boolean, (*batch, N); one that normalises over sites, such as a softmax, must use
             it: a field of zero has a weight, too. (Where N = D and the batch ends with (N, N), four axes are couplings
@@ -75,7 +78,7 @@ class SpinSystem(Declared):
 
     def __init__(
         self,
-        couplings: Tensor | LowRank | CouplingFunction,
+        couplings: Couplings | CouplingFunction,
         field: Float[Tensor, "*batch N D"] | Float[Tensor, " N"],
         beta: float | Float[Tensor, "*#batch"] = 1.0,
         *,
@@ -95,11 +98,15 @@ class SpinSystem(Declared):
             check_sites("mask", mask, field, "True = the site exists")
         numbers: Any = couplings
         # Its parameters are not declared: they act through `couplings`, which were computed from them.
-        self.coupling_function = None if isinstance(numbers, Tensor | LowRank) else _Undeclared(numbers)
+        self.coupling_function = None if isinstance(numbers, Tensor | LowRank | Bonds) else _Undeclared(numbers)
         if self.coupling_function is not None:
             numbers = self.coupling_function(field, mask)
+        if isinstance(numbers, Tensor) and numbers.layout != torch.strided and not numbers.is_nested:
+            numbers = Bonds.of(numbers)
         #: Whether `couplings` are the factors U, (*#batch, N, r), of a `LowRank`.
         self.low_rank = isinstance(numbers, LowRank)
+        #: The graph of `Bonds`, whose values are `couplings` then.
+        self.graph: Graph | None = numbers.graph if isinstance(numbers, Bonds) else None
         self.couplings = _checked_couplings(numbers, field)
         #: Set by `DynamicalMethod.beside`: couplings to sites whose state is known, (*batch, N, M), and that state.
         self.known_couplings: Tensor | None = None
@@ -116,7 +123,7 @@ class SpinSystem(Declared):
 
     @classmethod
     def from_full(
-        cls, couplings: Tensor | LowRank | CouplingFunction, field: Tensor, beta: float | Tensor = 1.0, **options: Any
+        cls, couplings: Couplings | CouplingFunction, field: Tensor, beta: float | Tensor = 1.0, **options: Any
     ) -> Self:
         """The system of E(s) = -sum_ij s_i^T J_ij s_j - sum_i h_i . s_i, both orders of a pair and no 1/2.
 
@@ -153,13 +160,15 @@ class SpinSystem(Declared):
 
     @property
     def pair_axes(self) -> int:
-        """The number of axes of `couplings` that belong to one sample: 4 for matrices, else 2."""
+        """The number of axes of `couplings` that belong to one sample: 4 for matrices, else 2; on bonds one less."""
+        if self.graph is not None:
+            return 1 + len(value_axes(self.graph.ends, self.couplings)[1])
         return 4 if not self.low_rank and _is_block(self.couplings, self.field) else 2
 
     @property
     def block(self) -> bool:
         """Whether every pair is coupled by a matrix with more than one entry."""
-        return self.dim > 1 and self.pair_axes == 4
+        return self.dim > 1 and self.pair_axes > 2
 
     @property
     def live_field(self) -> Tensor:
@@ -174,13 +183,29 @@ class SpinSystem(Declared):
     @property
     def live_couplings(self) -> Tensor:
         """J, zero where there is no site; numbers, (*#batch, N, N), where D = 1."""
-        required, remedy = "be a tensor where every pair is read", "use LowRank(...).dense()"
-        _validate.require(not self.low_rank, "couplings", required, "a LowRank", remedy)
+        self.check_dense("be a tensor where every pair is read", "use {}(...).dense()")
         couplings = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes == 4 else self.couplings
         if self.mask is None:
             return couplings
         absent = ~(self.mask[..., :, None] & self.mask[..., None, :])
         return couplings.masked_fill(absent[..., None, None] if self.block else absent, 0.0)
+
+    @property
+    def live_numbers(self) -> Tensor:
+        """`live_couplings`, or J of the bonds of the graph, zero where an end is no site; (*#batch, E) where D = 1."""
+        if self.graph is None:
+            return self.live_couplings
+        values = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes > 1 else self.couplings
+        if self.mask is None:
+            return values
+        absent = ~self.graph.at_ends(self.mask).all(-2)
+        return values.masked_fill(absent[..., None, None] if self.block else absent, 0.0)
+
+    def check_dense(self, requirement: str, remedy: str) -> None:
+        """Raise unless couplings are known pair by pair in one tensor; the remedy is a text with {} for their class."""
+        if self.low_rank or self.graph is not None:
+            received = "a LowRank" if self.low_rank else "Bonds"
+            _validate.refuse("couplings", requirement, received, remedy.format(received.split()[-1]))
 
     @property
     def flat_couplings(self) -> Tensor:
@@ -203,12 +228,16 @@ class SpinSystem(Declared):
         """sum_j J_ij m_j, the field of the other sites."""
         if self.low_rank:
             return low_rank.product(self.live_factors, m)
+        if self.graph is not None:
+            return self.graph.product(self.live_numbers, m, block=self.block)
         return couple(self.live_couplings, m, block=self.block)
 
     def coupled_squares(self, v: Float[Tensor, "*batch N 1"]) -> Float[Tensor, "*batch N 1"]:
         """sum_j J_ij^2 v_j, for a number per pair."""
         if self.low_rank:
             return low_rank.product_of_squares(self.live_factors, v)
+        if self.graph is not None:
+            return self.graph.product(self.live_numbers.square(), v)
         # Rows by rows, whose squares stay in the processor's cache.
         return torch.cat([rows.square() @ v for rows in torch.split(self.live_couplings, TILE, -2)], -2)
 
@@ -234,17 +263,19 @@ class SpinSystem(Declared):
     def select(self, index: Tensor) -> Self:
         """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
         axes = {"couplings": self.pair_axes, "beta": 0, "row_sums": 1, "known_couplings": 2, "known_state": 2}
-        return restricted(self, index, field=2, mask=1, **axes)
+        clone = restricted(self, index, field=2, mask=1, **axes)
+        clone.graph = None if self.graph is None else self.graph.select(index)
+        return clone
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
         """Return the samples in which J_ij differs from J_ji^T beyond rounding."""
-        if self.low_rank:
+        if self.low_rank or self.graph is not None:
             return torch.zeros(self.batch, dtype=torch.bool, device=self.field.device)
         return (self._asymmetry() > 0).expand(self.batch)
 
     def check_symmetric(self, method: str, *, wait: bool = False) -> None:
         """Raise unless J_ij = J_ji^T, where the host can look without waiting, or where it may wait."""
-        if self.low_rank:
+        if self.low_rank or self.graph is not None:
             return
         numbers = readable(self.couplings, wait=wait)
         plain = self.pair_axes == 2 and not is_batched(self.couplings)
@@ -283,14 +314,14 @@ class _Undeclared:
         self.masked = named is not None and named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
 
     @in_own_precision
-    def __call__(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
+    def __call__(self, field: Tensor, mask: Tensor | None) -> Couplings:
         """J of the field, which is zero where there is no site."""
         if mask is None:
             return self.ask(field, torch.ones_like(field[..., 0], dtype=torch.bool) if self.masked else None)
         return self.ask(field.masked_fill(~mask[..., None], 0.0), mask.expand(field.shape[:-1]))
 
     @in_own_precision
-    def ask(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
+    def ask(self, field: Tensor, mask: Tensor | None) -> Couplings:
         """The function of the field, and of `mask` if it has that argument."""
         return self.function(field, mask=mask) if self.masked else self.function(field)
 
@@ -345,13 +376,24 @@ def _checked_field(field: Tensor) -> Tensor:
     return sites
 
 
-def kept(couplings: Tensor | LowRank) -> Tensor:
+def kept(couplings: Couplings) -> Tensor:
     """The tensor that a system keeps of couplings."""
+    if isinstance(couplings, Bonds):
+        return couplings.values
     return couplings.factors if isinstance(couplings, LowRank) else couplings
 
 
-def _checked_couplings(couplings: Tensor | LowRank, field: Tensor) -> Tensor:
+def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
     n, d = field.shape[-2:]
+    if isinstance(couplings, Bonds):
+        values, sites = couplings.values, couplings.num_sites
+        _validate.check_same_kind([("field", field), ("couplings", values)])
+        _validate.require(sites == n, "couplings", f"be between N = {n} sites, those of `field`", f"N = {sites}")
+        lead, of_one = value_axes(couplings.graph.ends, values)
+        required, received = f"have a number or a ({d}, {d}) matrix for each bond", f"values of shape {tuple(values.shape)}"
+        _validate.require(of_one in ((), (d, d)), "couplings", required, received)
+        _validate.check_broadcast("couplings", lead, field.shape[:-2], "the leading axes of `field`")
+        return values
     if isinstance(couplings, LowRank):
         factors = kept(couplings)
         _validate.check_same_kind([("field", field), ("couplings", factors)])
@@ -369,7 +411,9 @@ def _checked_couplings(couplings: Tensor | LowRank, field: Tensor) -> Tensor:
     return couplings
 
 
-def _both_orders(couplings: Any, field: Tensor) -> Tensor | LowRank:
+def _both_orders(couplings: Any, field: Tensor) -> Couplings:
+    if isinstance(couplings, Bonds):
+        return couplings.scaled(2.0)
     if isinstance(couplings, LowRank):
         return LowRank(math.sqrt(2.0) * couplings.factors)
     numbers = _checked_couplings(couplings, field)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..potentials import SphereUnits
 from ..solution import Remedies, Status
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka_expansion import Expansion, IsingExpansion, VectorExpansion
-from .approximation import FixedPointApproximation, ResponseApproximation, field_unit
+from .approximation import FixedPointApproximation, ResponseApproximation, field_unit, require_numbers
 from .system import SpinSystem, mirrored
 
 
@@ -81,6 +81,15 @@ class TAP(ResponseApproximation):
         _validate.require(self.order <= 3, "order", "be 2 or 3", self.order)
         super().__post_init__()
 
+    @property
+    def by_bonds(self) -> bool:
+        return self.order == 2
+
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        if system.graph is not None:
+            require_numbers("TAP on bonds", system, "use MeanField(), or Bonds(...).dense()")
+
     def problem(self, system: SpinSystem) -> Expansion:
         return self._expansion(system)[0]
 
@@ -112,6 +121,14 @@ class TAP(ResponseApproximation):
 
     def _expansion(self, system: SpinSystem) -> tuple[Expansion, Tensor]:
         """The fixed-point problem, and the constant of the diagonal, (*batch)."""
+        field = system.beta_tensor(2) * system.live_field
+        kind = IsingExpansion if system.dim == 1 and isinstance(self.response, SphereUnits) else VectorExpansion
+        options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
+        if (graph := system.graph) is not None:
+            values = system.beta_tensor(1) * system.live_numbers
+            bonds = graph.without_loops(values)
+            own = (values - bonds).expand(*system.batch, -1).sum(-1)
+            return kind(field, bonds, None, graph=graph, **options), system.radius**2 / 2 * own
         couplings, block = system.live_couplings, system.block
         bonds = system.beta_tensor(4 if block else 2) * (couplings + mirrored(couplings, block=block)) / 2
         itself = torch.eye(system.num_sites, dtype=torch.bool, device=bonds.device)
@@ -123,7 +140,4 @@ class TAP(ResponseApproximation):
             itself = itself[..., None, None]
         else:
             trace = bonds.diagonal(dim1=-2, dim2=-1)
-        field, bonds = system.beta_tensor(2) * system.live_field, bonds.masked_fill(itself, 0.0)
-        kind = IsingExpansion if system.dim == 1 and isinstance(self.response, SphereUnits) else VectorExpansion
-        problem = kind(field, bonds, onsite, response=self.response, radius=system.radius, order=self.order)
-        return problem, system.radius**2 / 2 * trace.sum(-1)
+        return kind(field, bonds.masked_fill(itself, 0.0), onsite, **options), system.radius**2 / 2 * trace.sum(-1)

@@ -131,6 +131,8 @@ def thermodynamics(
     required = "be a tensor for thermodynamics, whose correlations are derivatives with respect to every pair"
     remedy = "use LowRank(...).dense(), or free_energy and magnetization"
     _validate.require(not system.low_rank, "couplings", required, "a LowRank", remedy)
+    # J_ij and J_ji are two numbers of a matrix, and one of a bond.
+    twice = 2.0 if system.graph is None else torch.where(system.graph.own(), 2.0, 1.0)
     field = system.field
     beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
     # Every sample gets its own couplings, so that their derivatives are correlations of that sample.
@@ -157,6 +159,8 @@ def thermodynamics(
     log_partition = value + system.base_measure()
     free = -log_partition / beta
     pairs = beta.reshape(*beta.shape, *(1,) * (by_couplings.ndim - beta.ndim))
+    if isinstance(twice, Tensor):
+        twice = twice.reshape(*twice.shape, *(1,) * (system.pair_axes - 1))
     numbers = {
         "free_energy": free,
         "log_partition": log_partition,
@@ -164,7 +168,7 @@ def thermodynamics(
         "entropy": beta * (-by_beta - free),
         "heat_capacity": beta.square() * curvature,
         "magnetization": by_field / beta[..., None, None],
-        "correlations": 2 * by_couplings / pairs,
+        "correlations": twice * by_couplings / pairs,
     }
     # Filled at the end, so that NaN of one sample enters no gradient of a tensor that samples share.
     numbers = {name: fill(number, lost) for name, number in numbers.items()}
