@@ -184,7 +184,7 @@ class VectorExpansion(Expansion):
         return x @ x.mT if self.graph is None else self.graph.overlap(x)
 
     def _vectors(self, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
-        """The terms for numbers K_ij, (*batch): the second order in O(N^2 D), the third, if there is `bend`, in O(N^3)."""
+        """The terms for numbers K_ij, (*batch): second order in O(N^2 D), with `bend` the third in O(N^3)."""
         dim, square, overlap, weights = x.shape[-1], x.square().sum(-1), self._overlap(x), self.bonds.square()
         # Tr(S_i S_j) has these three parts.
         mixed = self.coupled(weights, tau[..., None])[..., 0]
@@ -228,9 +228,7 @@ class VectorExpansion(Expansion):
         return ladder, rho
 
 
-def _third_order(
-    bonds: Tensor, x: Tensor, overlap: Tensor, tau: Tensor, slope: Tensor, bend: Tensor
-) -> Tensor:
+def _third_order(bonds: Tensor, x: Tensor, overlap: Tensor, tau: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
     """The third order for numbers K_ij, (*batch)."""
     dim, square, along = x.shape[-1], x.square().sum(-1), outer(slope, slope)
     contracted = (3 * dim + 6) * along + 6 * outer(slope, bend * square) + outer(bend, bend) * overlap.square()

@@ -473,6 +473,7 @@ def require_ising(method: Approximation, system: SpinSystem) -> None:
 
 def require_numbers(method: str, system: SpinSystem, remedy: str) -> None:
     """Raise unless the coupling of every pair is a number."""
-    required = f"have a number for each pair, {'(N, N) or (*batch, N, N)' if system.graph is None else '(E,)'}, for {method}"
+    shapes = "(N, N) or (*batch, N, N)" if system.graph is None else "(E,) or (*batch, E)"
+    required = f"have a number for each pair, {shapes}, for {method}"
     received = f"shape {tuple(system.couplings.shape)}"
     _validate.require(not system.block, "couplings", required, received, remedy)

@@ -122,7 +122,7 @@ class Bethe(FixedPointApproximation):
         diagonal = own + graph.sums_of(weights)
         root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()[..., None]
         inner = exceeds_one(lambda v: root * graph.product(torch.sign(bonds) * weights, root * v), root)
-        return inner | (diagonal <= 0).any(-1)
+        return torch.logical_or(inner, (diagonal <= 0).any(-1))
 
 
 _log_cosh = SignUnits().cumulant

@@ -45,14 +45,14 @@ class Graph(Declared):
         if flat.ndim == 1:
             found = x.index_select(-1, flat)
         else:
-            lead = torch.broadcast_shapes(x.shape[:-1], flat.shape[:-1])
+            lead = _common(x.shape[:-1], flat.shape[:-1])
             found = x.expand(*lead, -1).gather(-1, flat.expand(*lead, -1))
         return found.unflatten(-1, self.ends.shape[-2:])  # type: ignore[no-any-return, no-untyped-call]
 
     def sums(self, y: Tensor) -> Tensor:
         """The sum of what each site gets from its bonds, (*batch, 2, E) -> (*batch, N)."""
         y, flat = y.flatten(-2), self.ends.flatten(-2)
-        y = y.expand(*torch.broadcast_shapes(y.shape[:-1], flat.shape[:-1]), -1)
+        y = y.expand(*_common(y.shape[:-1], flat.shape[:-1]), -1)
         return y.new_zeros(*y.shape[:-1], self.num_sites).scatter_add(-1, flat.expand(y.shape), y)
 
     def product(self, values: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False) -> Tensor:
@@ -186,6 +186,7 @@ class Bonds(Declared):
             couplings = torch.sparse_coo_tensor(places, numbers, found.shape, check_invariants=True)
         remedy = "pass a tensor, a sparse matrix of SciPy or a graph of networkx"
         _validate.check_instance("couplings", couplings, Tensor, "be a matrix or a graph", remedy)
+        symmetrise = "pass (J + J^T) / 2"
         square = couplings.ndim >= 2 and couplings.shape[-1] == couplings.shape[-2]
         received = f"shape {tuple(couplings.shape)}"
         _validate.require(square, "couplings", "have shape (N, N) or, dense, (*batch, N, N)", received)
@@ -195,18 +196,18 @@ class Bonds(Declared):
             i, j = (anywhere | anywhere.mT).triu().nonzero().unbind(-1)
             upper, lower = couplings[..., i, j], couplings[..., j, i]
         else:
-            required = "have two axes where it is sparse"
-            _validate.require(couplings.ndim == 2, "couplings", required, received, "use Bonds(pairs, values, num_sites)")
+            required, remedy = "have two axes where it is sparse", "use Bonds(pairs, values, num_sites)"
+            _validate.require(couplings.ndim == 2, "couplings", required, received, remedy)
             whole = couplings.to_sparse_coo().coalesce()
             twin = whole.mT.coalesce()
-            (i, j), (k, l) = whole.indices(), twin.indices()
-            if not (torch.equal(i, k) and torch.equal(j, l)):
-                _validate.refuse("couplings", "be symmetric", "other pairs than in its transpose", "pass (J + J^T) / 2")
-            above = i <= j
-            i, j, upper, lower = i[above], j[above], whole.values()[above], twin.values()[above]
-        apart = (upper - lower).detach().abs().max() if upper.numel() else 0.0
-        if not apart <= 64 * torch.finfo(upper.dtype).eps * (upper.detach().abs().max() if upper.numel() else 1.0):
-            _validate.refuse("couplings", "be symmetric", f"a difference of {float(apart):.1e}", "pass (J + J^T) / 2")
+            if not torch.equal(whole.indices(), twin.indices()):
+                _validate.refuse("couplings", "be symmetric", "other pairs than in its transpose", symmetrise)
+            above = whole.indices()[0] <= whole.indices()[1]
+            i, j = whole.indices()[:, above]
+            upper, lower = whole.values()[above], twin.values()[above]
+        apart, size = ((x.detach().abs().nan_to_num().amax() if upper.numel() else 0.0) for x in (upper - lower, upper))
+        if apart > 64 * torch.finfo(upper.dtype).eps * size:
+            _validate.refuse("couplings", "be symmetric", f"a difference of {float(apart):.1e}", symmetrise)
         return cls(torch.stack([i, j], -1), (upper + lower) / 2, couplings.shape[-1])
 
     @property
@@ -238,7 +239,12 @@ def value_axes(ends: Tensor, values: Tensor) -> tuple[torch.Size, torch.Size]:
     matrices = len(shape) > 2 and shape[-3] == count and shape[-1] == shape[-2]
     matrices = matrices and (shape[-1] != count or values.ndim == ends.ndim + 1)
     of_one = shape[-2:] if matrices else torch.Size()
-    return torch.broadcast_shapes(ends.shape[:-2], shape[: len(shape) - 1 - len(of_one)]), of_one
+    return _common(ends.shape[:-2], shape[: len(shape) - 1 - len(of_one)]), of_one
+
+
+def _common(*shapes: torch.Size) -> torch.Size:
+    """The shape that all broadcast to."""
+    return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _along(numbers: Tensor, of_one: torch.Size) -> Tensor:

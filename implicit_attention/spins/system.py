@@ -45,11 +45,11 @@ class SpinSystem(Declared):
 
     Args:
         couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; the
-            `Bonds` of a graph, which a sparse (N, N) becomes; a `LowRank`; or a function of the field, which is evaluated once, here. It gets a field that is zero where
-            there is no site, and has to be finite there, with its derivatives. If it has an argument `mask`, it also
-            gets which sites exist, boolean, (*batch, N); one that normalises over sites, such as a softmax, must use
-            it: a field of zero has a weight, too. (Where N = D and the batch ends with (N, N), four axes are couplings
-            per sample.)
+            `Bonds` of a graph, which a sparse (N, N) becomes; a `LowRank`; or a function of the field, which is
+            evaluated once, here. It gets a field that is zero where there is no site, and has to be finite there, with
+            its derivatives. If it has an argument `mask`, it also gets which sites exist, boolean, (*batch, N); one
+            that normalises over sites, such as a softmax, must use it: a field of zero has a weight, too. (Where N = D
+            and the batch ends with (N, N), four axes are couplings per sample.)
         field: h, (*batch, N, D), in units of energy over length; (N,) for N spins of dimension 1.
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
         radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
@@ -390,7 +390,10 @@ def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
         _validate.check_same_kind([("field", field), ("couplings", values)])
         _validate.require(sites == n, "couplings", f"be between N = {n} sites, those of `field`", f"N = {sites}")
         lead, of_one = value_axes(couplings.graph.ends, values)
-        required, received = f"have a number or a ({d}, {d}) matrix for each bond", f"values of shape {tuple(values.shape)}"
+        required, received = (
+            f"have a number or a ({d}, {d}) matrix for each bond",
+            f"values of shape {tuple(values.shape)}",
+        )
         _validate.require(of_one in ((), (d, d)), "couplings", required, received)
         _validate.check_broadcast("couplings", lead, field.shape[:-2], "the leading axes of `field`")
         return values

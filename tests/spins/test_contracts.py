@@ -10,6 +10,7 @@ from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
+    Bonds,
     Enumeration,
     GaussianClosure,
     KineticPlefka,
@@ -185,6 +186,44 @@ class Matrices(ApproximationContract):
         return turned + turned.permute(1, 0, 3, 2)
 
 
+class OnBonds(ApproximationContract):
+    """All pairs of sites as the bonds of a graph."""
+
+    # Its correlations are those of the bonds; tests/spins/test_bonds.py compares them.
+    test_outputs_are_the_slopes_of_the_free_energy = None
+
+    def system(self, field, weights, beta=0.9, **options):
+        i, j = torch.triu_indices(self.sites, self.sites, 1)
+        bonds = Bonds(torch.stack([i, j], -1), weights[..., i, j], self.sites)
+        return SpinSystem(bonds, field, beta, **options)
+
+
+@ISING
+class TestMeanFieldOnBonds(OnBonds):
+    def make(self):
+        return MeanField()
+
+
+@ISING
+class TestTAPOnBonds(OnBonds):
+    def make(self):
+        return TAP()
+
+
+@pytest.mark.by_name(slow=r"test_(autocast|derivatives|second|susceptibility|what|magnetization_has|parts|a_sample)")
+class TestTAPOfVectorsOnBonds(OnBonds):
+    dim = 3
+
+    def make(self):
+        return TAP()
+
+
+@pytest.mark.by_name(slow=r"test_derivatives_of_every_output\[(mag|cor)")
+class TestBetheOnBonds(OnBonds):
+    def make(self):
+        return Bethe()
+
+
 @pytest.mark.by_name(slow=r"test_(magnetization_has|outputs_are|what|the_order|single)")
 class TestTAPOfMatrices(Matrices):
     # They take long; second derivatives of magnetizations are third ones of log Z.
@@ -204,7 +243,8 @@ class TestOneLoopOfMatrices(Matrices):
 
 
 def test_every_method_with_a_free_energy_is_asked():
-    asked = {type(contract().make()) for contract in ApproximationContract.__subclasses__() if contract is not Matrices}
+    contracts = set(ApproximationContract.__subclasses__()) - {Matrices, OnBonds}
+    asked = {type(contract().make()) for contract in contracts}
     known = {kind for kind in vars(spins).values() if isinstance(kind, type) and issubclass(kind, spins.Approximation)}
     dynamics = {kind for kind in known if issubclass(kind, spins.DynamicalMethod)}
     assert asked == known - dynamics - {spins.Approximation, spins.FixedPointApproximation}

@@ -1,0 +1,254 @@
+"""Couplings on the bonds of a graph: the numbers of the same couplings as a tensor, in memory linear in the bonds."""
+
+import networkx
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from implicit_attention import Status
+from implicit_attention.potentials import AmosResponse
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    Bonds,
+    GaussianClosure,
+    KineticPlefka,
+    MeanField,
+    SpinSystem,
+    free_energy,
+    magnetization,
+    thermodynamics,
+)
+from implicit_attention.testing.numerics import random
+
+METHODS = [MeanField(), MeanField(response=AmosResponse()), TAP(), TAP(response=AmosResponse()), Bethe()]
+METHODS += [KineticPlefka(), GaussianClosure()]
+EQUILIBRIUM = [method for method in METHODS if method.symmetric]
+#: A ring with a chord, a loop, and a site that nothing joins.
+PAIRS = torch.tensor([[0, 1], [2, 1], [2, 3], [3, 4], [4, 5], [5, 0], [2, 5], [4, 4]])
+SITES = 7
+
+
+def torus(length):
+    """The bonds of a square lattice of length x length sites that is closed in itself."""
+    sites = torch.arange(length**2).reshape(length, length)
+    return torch.cat([torch.stack([sites, sites.roll(-1, axis)], -1).flatten(0, 1) for axis in (0, 1)])
+
+
+def numbers(method, *batch, own=False, matrices=False):
+    """Values, a field and a temperature that require grad."""
+    dim = 1 if method == Bethe() else 3
+    values = 0.25 * random(*(batch if own else ()), len(PAIRS), *((dim, dim) if matrices else ()), seed=1)
+    beta = 0.5 + random(*batch, seed=3).abs() / 4
+    return values.requires_grad_(), random(*batch, SITES, dim, seed=2).requires_grad_(), beta.requires_grad_()
+
+
+def compared(pairs, given, method, mask=None):
+    """The answers and derivatives by bonds and by the tensor of the same couplings."""
+    values, field, beta = given
+
+    def answer(couplings):
+        m = magnetization(SpinSystem(couplings, field, beta, mask=mask), method)
+        found = (m,) if method not in EQUILIBRIUM else (m, free_energy(SpinSystem(couplings, field, beta), method))
+        return found, torch.autograd.grad(sum(part.cos().sum() for part in found), given)
+
+    bonds = Bonds(pairs, values, SITES)
+    return answer(bonds), answer(bonds.dense())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_bonds_give_what_the_tensor_gives(method, own, masked):
+    mask = random(2, 3, SITES, seed=4) > -1 if masked else None
+    (found, by), (right, by_right) = compared(PAIRS, numbers(method, 2, 3, own=own), method, mask)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+    torch.testing.assert_close(by, by_right, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [MeanField(), KineticPlefka()], ids=repr)
+def test_matrices_of_bonds(method):
+    (found, by), (right, by_right) = compared(PAIRS, numbers(method, 2, matrices=True), method)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+    torch.testing.assert_close(by, by_right, rtol=0, atol=1e-9)
+
+
+def test_as_many_bonds_as_components_are_matrices():
+    values, field = 0.3 * random(2, 2, 2, seed=1), random(3, 2, seed=2)
+    bonds = Bonds(torch.tensor([[0, 1], [1, 2]]), values, 3)
+    assert bonds.dense().shape == (3, 3, 2, 2)
+    m, right = (magnetization(SpinSystem(given, field), MeanField()) for given in (bonds, bonds.dense()))
+    torch.testing.assert_close(m, right, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", EQUILIBRIUM, ids=repr)
+def test_correlations_are_those_of_the_bonds(method):
+    values, field, beta = (t.detach() for t in numbers(method, 2))
+    bonds = Bonds(PAIRS, values, SITES)
+    found, right = (thermodynamics(SpinSystem(c, field, beta), method) for c in (bonds, bonds.dense()))
+    assert found.correlations.shape == (2, len(PAIRS))
+    i, j = PAIRS.unbind(-1)
+    torch.testing.assert_close(found.correlations, right.correlations[:, i, j], rtol=0, atol=1e-9)
+    for name in ("entropy", "heat_capacity", "internal_energy"):
+        torch.testing.assert_close(getattr(found, name), getattr(right, name), rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.susceptibility(), right.susceptibility(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_graphs_of_different_sizes_are_one_batch(method):
+    """Of which the smaller ones are padded by bonds of value 0 and by sites that do not exist."""
+    dim = 1 if method == Bethe() else 3
+    counts, sites = (8, 3, 0), (7, 4, 2)
+    graphs = [PAIRS[:8], torch.tensor([[0, 1], [1, 2], [3, 1]]), PAIRS[:0]]
+    values = [0.3 * random(count, seed=count) for count in counts]
+    fields = [random(count, dim, seed=count + 20) for count in sites]
+    pairs, padded, field = torch.zeros(3, 8, 2).long(), torch.zeros(3, 8).double(), torch.zeros(3, 7, dim).double()
+    for k, (graph, own, h) in enumerate(zip(graphs, values, fields, strict=True)):
+        pairs[k, : len(graph)], padded[k, : len(own)], field[k, : len(h)] = graph, own, h
+    mask = torch.arange(7) < torch.tensor(sites)[:, None]
+    together = magnetization(SpinSystem(Bonds(pairs, padded, 7), field, 0.8, mask=mask), method)
+    for k, (graph, own, h) in enumerate(zip(graphs, values, fields, strict=True)):
+        alone = magnetization(SpinSystem(Bonds(graph, own, len(h)), h, 0.8), method)
+        torch.testing.assert_close(together[k, : len(h)], alone, rtol=0, atol=1e-10)
+
+
+def test_a_bond_that_is_given_twice_is_summed():
+    values = random(5, seed=1).requires_grad_()
+    bonds = Bonds(torch.tensor([[3, 1], [0, 1], [3, 1], [2, 2], [2, 2]]), values, 4)
+    assert sorted(bonds.pairs.tolist()) == [[0, 1], [2, 2], [3, 1]]
+    dense = torch.zeros(4, 4).double()
+    dense[0, 1] = dense[1, 0] = values[1].detach()
+    dense[1, 3] = dense[3, 1] = (values[0] + values[2]).detach()
+    dense[2, 2] = (values[3] + values[4]).detach()
+    torch.testing.assert_close(bonds.dense().detach(), dense, rtol=0, atol=1e-15)
+    assert torch.autograd.grad(bonds.dense()[3, 1], values)[0].tolist() == [1, 0, 1, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_bonds_of_matrices_and_graphs():
+    dense = Bonds(PAIRS, random(len(PAIRS), seed=1), SITES).dense()
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(SITES))
+    graph.add_weighted_edges_from((int(i), int(j), float(dense[i, j])) for i, j in PAIRS)
+    matrix = scipy.sparse.csr_array(dense.numpy())
+    given = (dense, dense.to_sparse(), dense.to_sparse_csr(), matrix, graph)
+    for couplings in given:
+        bonds = Bonds.of(couplings, dtype=torch.float64)
+        assert bonds.values.dtype == torch.float64
+        torch.testing.assert_close(bonds.dense(), dense, rtol=0, atol=1e-15)
+    assert Bonds.of(networkx.path_graph(3)).values.tolist() == [1, 1]
+    field = random(SITES, 1, seed=2)
+    found, right = (magnetization(SpinSystem(c, field), MeanField()) for c in (dense.to_sparse(), dense))
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+    samples = torch.stack([dense, 0 * dense])
+    torch.testing.assert_close(Bonds.of(samples).dense(), samples, rtol=0, atol=1e-15)
+
+
+def test_sparse_couplings_have_gradients():
+    values = random(2, seed=1).requires_grad_()
+    places = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    sparse = torch.sparse_coo_tensor(places, values.repeat_interleave(2), (3, 3), check_invariants=True)
+    dense = Bonds(torch.tensor([[0, 1], [1, 2]]), values, 3).dense()
+    by = [
+        torch.autograd.grad(magnetization(SpinSystem(c, random(3, 1, seed=2)), Bethe()).sum(), values)[0]
+        for c in (sparse, dense)
+    ]
+    torch.testing.assert_close(*by, rtol=0, atol=1e-10)
+
+
+def test_couplings_that_are_a_function_of_the_field():
+    pairs, field = torch.tensor([[0, 1], [1, 2]]), random(2, 3, 1, seed=2)
+
+    def made(h):
+        return Bonds(pairs, 0.3 * torch.tanh(h[..., 1:, 0] * h[..., :-1, 0]), 3)
+
+    for make in (SpinSystem, SpinSystem.from_full):
+        found = magnetization(make(made, field), Bethe())
+        right = magnetization(make(lambda h: made(h).dense(), field), Bethe())
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_no_tensor_of_all_pairs_is_made(method):
+    largest, pairs = 0, torus(20)
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                largest = max(largest, found.numel())
+            return found
+
+    values = (0.1 * random(len(pairs), seed=1)).requires_grad_()
+    system = SpinSystem(Bonds(pairs, values, 400), random(400, 1 if method == Bethe() else 2, seed=2))
+    with Sizes():
+        magnetization(system, method).sum().backward()
+    # The largest are the coefficients of a law, 98 for a component.
+    assert 0 < largest < 400**2 / 2
+
+
+def test_bethe_knows_what_is_unstable_on_a_large_graph():
+    """A regular graph of degree 4 without a field: m = 0 is stable up to tanh(beta J) = 1/3."""
+    pairs, critical = torus(12), np.arctanh(1 / 3)
+    field, beta = torch.zeros(3, 144, 1).double(), torch.tensor([0.5, 1 - 1e-3, 1 + 1e-3]).double() * critical
+    for sign in (1.0, -1.0):
+        system = SpinSystem(Bonds(pairs, torch.full((288,), sign).double(), 144), field, beta)
+        found = thermodynamics(system, Bethe(), on_failure="ignore").report
+        assert found.status.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.UNSTABLE]
+
+
+def test_a_graph_without_bonds():
+    bonds, field = Bonds(torch.empty(0, 2).long(), torch.empty(0).double(), 3), random(3, 1, seed=1)
+    for method in (MeanField(), TAP(), Bethe()):
+        found = magnetization(SpinSystem(bonds, field, 0.7), method)
+        torch.testing.assert_close(found, torch.tanh(0.7 * field), rtol=0, atol=1e-12)
+
+
+def test_a_sample_that_is_not_finite_changes_no_other():
+    values = 0.3 * random(3, len(PAIRS), seed=1)
+    broken = values.clone()
+    broken[1, 2] = torch.nan
+    field = random(3, SITES, 1, seed=2)
+    for method in (MeanField(), TAP(), Bethe()):
+        systems = (SpinSystem(Bonds(PAIRS, given, SITES), field) for given in (values, broken))
+        sound, found = (magnetization(system, method, on_failure="ignore") for system in systems)
+        assert found[1].isnan().all()
+        torch.testing.assert_close(found[[0, 2]], sound[[0, 2]], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "values", "error", "message"),
+    [
+        ([[0, 3]], 1, ValueError, r"`pairs` must be in \[0, 2\], got 3; sites are counted from 0"),
+        ([[-1, 0]], 1, ValueError, r"`pairs` must be in \[0, 2\], got -1"),
+        ([[0.0, 1.0]], 1, TypeError, "`pairs` must be a tensor of integers, got torch.float32; pass pairs.long"),
+        ([0, 1], 1, ValueError, r"`pairs` must have shape \(E, 2\) or \(\*batch, E, 2\), got shape \(2,\)"),
+        ([[0, 1], [1, 0]], 2, ValueError, r"give a bond in one direction, got \(0, 1\) and \(1, 0\); list every bond"),
+        ([[0, 1]], 3, ValueError, r"`values` must have the shape .* with E = 1, the number of pairs, got shape \(3,\)"),
+    ],
+)
+def test_wrong_bonds_are_refused(pairs, values, error, message):
+    with pytest.raises(error, match=message):
+        Bonds(torch.tensor(pairs), torch.ones(values), 3)
+
+
+def test_what_bonds_cannot_be_is_refused():
+    bonds, field = Bonds(torch.tensor([[0, 1]]), torch.ones(1), 2), torch.zeros(2, 1)
+    with pytest.raises(ValueError, match=r"a tensor for AdaTAP, .* got Bonds; use Bonds\(...\).dense\(\), or Mean"):
+        magnetization(SpinSystem(bonds, field), AdaTAP())
+    with pytest.raises(ValueError, match="a tensor for TAP, which reads every pair, got Bonds"):
+        magnetization(SpinSystem(bonds, field), TAP(order=3))
+    with pytest.raises(ValueError, match="between N = 3 sites, those of `field`, got N = 2"):
+        SpinSystem(bonds, torch.zeros(3, 1))
+    with pytest.raises(ValueError, match=r"a number or a \(3, 3\) matrix for each bond, got values of shape \(1, 2, 2"):
+        SpinSystem(Bonds(torch.tensor([[0, 1]]), torch.ones(1, 2, 2), 2), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="`couplings` must be symmetric, got a difference of"):
+        Bonds.of(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    with pytest.raises(ValueError, match="`couplings` must be undirected, got a directed graph; pass graph"):
+        Bonds.of(networkx.DiGraph([(0, 1)]))
+    with pytest.raises(TypeError, match="`couplings` must be a matrix or a graph, got list; pass a tensor"):
+        Bonds.of([[0, 1]])
