@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from implicit_attention.spins import SpinSystem, magnetization
+from implicit_attention.spins import Bonds, SpinSystem, magnetization
 from implicit_attention.spins.dynamics import DynamicalMethod
 from implicit_attention.spins.methods import METHODS
 
 DOCS = Path(__file__).parents[1]
-FEATURES = ("D = 1", "D > 1", "asymmetric J", "matrices J_ij", "a diagonal", "masks")
+FEATURES = ("D = 1", "D > 1", "asymmetric J", "matrices J_ij", "bonds", "a diagonal", "masks")
 N = 3
 START, END = "<!-- methods: python docs/spin_systems/methods.py -->", "<!-- end of methods -->"
 
@@ -38,7 +38,7 @@ def system(feature, *, chain=False, vectors=True):
         couplings = couplings + torch.diag(torch.tensor([0.2, -0.3, 0.4]).double())
     if feature == "masks":
         mask = torch.tensor([True, True, False])
-    return SpinSystem(couplings, field, 0.8, mask=mask)
+    return SpinSystem(Bonds.of(couplings) if feature == "bonds" else couplings, field, 0.8, mask=mask)
 
 
 def systems(method, feature):
