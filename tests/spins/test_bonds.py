@@ -201,6 +201,20 @@ def test_bethe_knows_what_is_unstable_on_a_large_graph():
         assert found.status.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.UNSTABLE]
 
 
+def test_bethe_of_a_lattice_without_disorder_is_one_equation():
+    """u = atanh(tanh K tanh(h + 3 u)) for all messages, and the free energy of a tree with four neighbours."""
+    k, h, u = 0.3, 0.1, 0.0
+    for _ in range(200):
+        u = np.arctanh(np.tanh(k) * np.tanh(h + 3 * u))
+    field, m = (torch.full((81, 1), number, dtype=torch.float64) for number in (h / k, np.tanh(h + 4 * u)))
+    system = SpinSystem(Bonds(torus(9), torch.ones(162).double(), 81), field, k)
+    torch.testing.assert_close(magnetization(system, Bethe()), m, rtol=0, atol=1e-10)
+    c = h + 3 * u
+    pair = np.log((np.exp(k) * np.cosh(2 * c) + np.exp(-k)) / (2 * np.cosh(h + 4 * u) ** 2))
+    site = np.log(np.cosh(h + 4 * u)) + 2 * pair
+    assert float(free_energy(system, Bethe())) == pytest.approx(-81 * site / k, rel=1e-12)
+
+
 def test_a_graph_without_bonds():
     bonds, field = Bonds(torch.empty(0, 2).long(), torch.empty(0).double(), 3), random(3, 1, seed=1)
     for method in (MeanField(), TAP(), Bethe()):
