@@ -975,7 +975,7 @@ def _unchecked(call: Attention) -> AnchoredEnergy:
     query, keys, beta, anchor, mask, bias, first = call[:7]
     potential, energy = object.__new__(LogSumExp), object.__new__(AnchoredEnergy)
     vars(potential).update(keys=keys, beta=beta, mask=mask, bias=bias, _dense=False, query_offset=first)
-    vars(energy).update(potential=potential, field=query, anchor=anchor, _bounded=False)
+    vars(energy).update(potential=potential, field=query, anchor=anchor)
     return energy
 
 

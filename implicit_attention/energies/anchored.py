@@ -142,7 +142,9 @@ class AnchoredEnergy(Anchored, Energy):
     plain_steps_descend: bool = of_part("potential", "convex")
     select = Fielded._rows
     #: The attributes of the class: its closed forms do not hold for a subclass with more.
-    _attributes: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor", "_bounded")
+    _attributes: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
+    #: Whether the energy is known to fall along no ray of the potential.
+    _bounded: bool = False
     #: The factor of |z|^2.
     _square: ClassVar[float] = 0.5
 
@@ -155,9 +157,11 @@ class AnchoredEnergy(Anchored, Energy):
         self.potential = potential
         super().__init__(field, anchor)
         # A subclass that overrides `bottomless` may have an energy with a bound.
-        own = type(self).bottomless is AnchoredEnergy.bottomless
-        #: Whether the energy is known to fall along no ray of the potential.
-        self._bounded = own and check_bounded(potential, self.anchor, unbounded)
+        if type(self).bottomless is AnchoredEnergy.bottomless and check_bounded(potential, self.anchor, unbounded):
+            self._bounded = True
+
+    def _has_only(self, *names: str) -> bool:
+        return tuple(name for name in vars(self) if name != "_bounded") == names
 
     def _about_origin(self) -> tuple[Self, Tensor] | None:
         """The same problem, whose energy may differ by a constant, of states less an origin, and that; None for 0."""

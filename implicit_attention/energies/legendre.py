@@ -222,4 +222,6 @@ class PublishedDynamics(_Activated, Dynamics):
         """x + mean(g)."""
         return z + self.potential.mean(self.activation(z))
 
-    gradient = LegendreEnergy.gradient
+    def gradient(self, z: States) -> States:
+        """Grad E(x) = -M mean(g)."""
+        return -self.metric_product(z, self.potential.mean(self.activation(z)))

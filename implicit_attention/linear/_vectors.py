@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import torch
@@ -56,7 +56,8 @@ def freeze(active: Tensor, new: State, old: State) -> State:
     # A look at a few flags costs less than a pass over each vector.
     if host_may_look(active) and bool(active.all()):
         return new
-    pairs = [(name, after, getattr(old, name)) for name, after in vars(new).items()]
+    names = [field.name for field in fields(new)]  # type: ignore[arg-type]
+    pairs = [(name, getattr(new, name), getattr(old, name)) for name in names]
     changes = {name: choose(active, after, before) for name, after, before in pairs if after is not before}
     return replace(new, **changes)  # type: ignore[type-var]
 

@@ -23,12 +23,14 @@ class Graph(Declared):
         ends: i and j of each bond, (*#batch, 2, E).
         num_sites: N.
         loops: whether a bond may join a site to itself.
+        value_ndim: the number of axes of the value of one bond: 0, or 2 for a matrix.
     """
 
-    def __init__(self, ends: Int[Tensor, "*batch 2 E"], num_sites: int, loops: bool) -> None:
+    def __init__(self, ends: Int[Tensor, "*batch 2 E"], num_sites: int, loops: bool, value_ndim: int = 0) -> None:
         self.ends = ends
         self.num_sites = num_sites
         self.loops = loops
+        self.value_ndim = value_ndim
 
     @property
     def num_bonds(self) -> int:
@@ -69,12 +71,12 @@ class Graph(Declared):
             got = [values[..., None, :] * x for x in (there, here)]
         return vectors.sums(torch.stack(got, -2)).mT
 
-    def dense(self, values: Tensor) -> Tensor:
+    def dense(self, values: Tensor, value_ndim: int = 0) -> Tensor:
         """The matrix of values of bonds, (*batch, N, N) or (*batch, N, N, D, D)."""
-        n, (lead, of_one) = self.num_sites, value_axes(self.ends, values)
+        n, (lead, of_one) = self.num_sites, _axes(self.ends, values, value_ndim)
         if self.loops:
             # Both directions of a loop are one entry.
-            values = values / torch.where(_along(self.own(), of_one), 2.0, 1.0)
+            values = torch.where(_along(self.own(), of_one), values / 2, values)
         (i, j), axis = self.ends.unbind(-2), -1 - len(of_one)
         numbers = torch.cat([values, values.mT if of_one else values], axis).expand(*lead, -1, *of_one)
         places = _along(torch.cat([i * n + j, j * n + i], -1), of_one).expand(numbers.shape)
@@ -121,8 +123,9 @@ class Bonds(Declared):
 
     Gradients: with respect to values.
 
-    Methods on a graph: `MeanField`, `TAP(order=2)`, `Bethe`, `KineticPlefka(order=1)` and `GaussianClosure`. Not for
-    other methods, nor where most pairs are coupled: `dense()` gives the same couplings as a tensor.
+    Methods on a graph: `MeanField`, `TAP(order=2)` and `Bethe`, and for the `magnetization` of synchronous dynamics
+    `KineticPlefka(order=1)` and `GaussianClosure`. Not for other methods, samplers, `stability` and `drive`, nor where
+    most pairs are coupled: `dense()` gives the same couplings as a tensor.
 
     Examples:
         >>> import torch
@@ -136,22 +139,31 @@ class Bonds(Declared):
     def __init__(self, pairs: Int[Tensor, "*batch E 2"], values: Float[Tensor, "*batch E"], num_sites: int) -> None:
         num_sites = _validate.check_integer("num_sites", num_sites, low=1)
         _validate.check_float_tensor("values", values, min_ndim=1)
-        kind = pairs.dtype if isinstance(pairs, Tensor) else type(pairs).__name__
-        integers = isinstance(pairs, Tensor) and not (pairs.is_floating_point() or pairs.is_complex())
-        fits = integers and pairs.dtype != torch.bool
-        _validate.require(fits, "pairs", "be a tensor of integers", kind, "pass pairs.long()", TypeError)
+        remedy = "pass torch.as_tensor(pairs)"
+        _validate.check_instance("pairs", pairs, Tensor, "be a tensor of integers", remedy)
+        integers = not (pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool)
+        _validate.require(integers, "pairs", "be a tensor of integers", pairs.dtype, "pass pairs.long()", TypeError)
         fits, received = pairs.ndim >= 2 and pairs.shape[-1] == 2, f"shape {tuple(pairs.shape)}"
         _validate.require(fits, "pairs", "have shape (E, 2) or (*batch, E, 2)", received)
         _validate.check_same_kind([("pairs", pairs), ("values", values)])
+        _validate.check_numbers("pairs", pairs)
         beyond = pairs[(pairs < 0) | (pairs >= num_sites)]
         if beyond.numel():
             _validate.refuse("pairs", f"be in [0, {num_sites - 1}]", int(beyond[0]), "sites are counted from 0")
-        ends, count = pairs.long().mT.contiguous(), pairs.shape[-2]
-        if values.shape[-1 if not value_axes(ends, values)[1] else -3] != count:
+        ends, shape, count = pairs.long().mT.contiguous(), values.shape, pairs.shape[-2]
+        matrices = len(shape) > 2 and shape[-3] == count and shape[-1] == shape[-2]
+        matrices = matrices and (shape[-1] != count or values.ndim == ends.ndim + 1)
+        if not matrices and shape[-1] != count:
             required = f"have the shape (*batch, E) or (*batch, E, D, D) with E = {count}, the number of pairs"
-            _validate.refuse("values", required, f"shape {tuple(values.shape)}")
-        ends, self.values = _merged(ends, values, num_sites)
-        self.graph = Graph(ends, num_sites, bool((ends[..., 0, :] == ends[..., 1, :]).any()))
+            _validate.refuse("values", required, f"shape {tuple(shape)}")
+        lead = shape[: -3 if matrices else -1]
+        _validate.check_together("values", lead, ends.shape[:-2], "the leading axes of `pairs`")
+        self._keep(ends, values, num_sites, 2 if matrices else 0)
+
+    def _keep(self, ends: Tensor, values: Tensor, num_sites: int, value_ndim: int) -> None:
+        ends, self.values = _merged(ends, values, num_sites, value_ndim)
+        loops = bool((ends[..., 0, :] == ends[..., 1, :]).any())
+        self.graph = Graph(ends, num_sites, loops, value_ndim)
 
     @classmethod
     def of(cls, couplings: Any, *, weight: str = "weight", dtype: torch.dtype | None = None) -> Self:
@@ -176,13 +188,16 @@ class Bonds(Declared):
         if hasattr(couplings, "is_directed"):
             required, remedy = "be undirected", "pass graph.to_undirected()"
             _validate.require(not couplings.is_directed(), "couplings", required, "a directed graph", remedy)
+            _validate.require(len(couplings) > 0, "couplings", "have at least one site", "an empty graph")
             import networkx
 
             couplings = networkx.to_scipy_sparse_array(couplings, weight=weight)
         if hasattr(couplings, "tocoo"):
             found = couplings.tocoo()
             places = torch.stack([torch.as_tensor(x).long() for x in (found.row, found.col)])
-            numbers = torch.as_tensor(found.data).to(torch.get_default_dtype() if dtype is None else dtype)
+            numbers = torch.as_tensor(found.data)
+            if not numbers.is_complex():
+                numbers = numbers.to(torch.get_default_dtype() if dtype is None else dtype)
             couplings = torch.sparse_coo_tensor(places, numbers, found.shape, check_invariants=True)
         remedy = "pass a tensor, a sparse matrix of SciPy or a graph of networkx"
         _validate.check_instance("couplings", couplings, Tensor, "be a matrix or a graph", remedy)
@@ -190,8 +205,10 @@ class Bonds(Declared):
         square = couplings.ndim >= 2 and couplings.shape[-1] == couplings.shape[-2]
         received = f"shape {tuple(couplings.shape)}"
         _validate.require(square, "couplings", "have shape (N, N) or, dense, (*batch, N, N)", received)
+        kind, remedy = couplings.dtype, "convert it with couplings.float()"
+        required = "have a floating-point dtype"
+        _validate.require(kind.is_floating_point, "couplings", required, kind, remedy, TypeError)
         if couplings.layout == torch.strided:
-            _validate.check_float_tensor("couplings", couplings)
             anywhere = (couplings != 0).flatten(0, -3).any(0) if couplings.ndim > 2 else couplings != 0
             i, j = (anywhere | anywhere.mT).triu().nonzero().unbind(-1)
             upper, lower = couplings[..., i, j], couplings[..., j, i]
@@ -208,7 +225,9 @@ class Bonds(Declared):
         apart, size = ((x.detach().abs().nan_to_num().amax() if upper.numel() else 0.0) for x in (upper - lower, upper))
         if apart > 64 * torch.finfo(upper.dtype).eps * size:
             _validate.refuse("couplings", "be symmetric", f"a difference of {float(apart):.1e}", symmetrise)
-        return cls(torch.stack([i, j], -1), (upper + lower) / 2, couplings.shape[-1])
+        bonds = cls.__new__(cls)
+        bonds._keep(torch.stack([i, j]), (upper + lower) / 2, couplings.shape[-1], 0)
+        return bonds
 
     @property
     def pairs(self) -> Int[Tensor, "*batch E 2"]:
@@ -221,7 +240,7 @@ class Bonds(Declared):
 
     def dense(self) -> Tensor:
         """J as a tensor, (*batch, N, N) or (*batch, N, N, D, D)."""
-        return self.graph.dense(self.values)
+        return self.graph.dense(self.values, self.graph.value_ndim)
 
     def scaled(self, factor: float) -> Self:
         """The same bonds with other values."""
@@ -233,13 +252,10 @@ class Bonds(Declared):
         return f"Bonds(N = {self.num_sites}, E = {self.graph.num_bonds})"
 
 
-def value_axes(ends: Tensor, values: Tensor) -> tuple[torch.Size, torch.Size]:
-    """The axes that number samples, and those of the value of one bond: () or (D, D), which go first where E = D."""
-    count, shape = ends.shape[-1], values.shape
-    matrices = len(shape) > 2 and shape[-3] == count and shape[-1] == shape[-2]
-    matrices = matrices and (shape[-1] != count or values.ndim == ends.ndim + 1)
-    of_one = shape[-2:] if matrices else torch.Size()
-    return _common(ends.shape[:-2], shape[: len(shape) - 1 - len(of_one)]), of_one
+def _axes(ends: Tensor, values: Tensor, value_ndim: int) -> tuple[torch.Size, torch.Size]:
+    """The axes that number samples, and those of the value of one bond."""
+    own = values.ndim - value_ndim
+    return _common(ends.shape[:-2], values.shape[: own - 1]), values.shape[own:]
 
 
 def _common(*shapes: torch.Size) -> torch.Size:
@@ -252,7 +268,7 @@ def _along(numbers: Tensor, of_one: torch.Size) -> Tensor:
     return numbers.reshape(*numbers.shape, *(1,) * len(of_one))
 
 
-def _merged(ends: Tensor, values: Tensor, num_sites: int) -> tuple[Tensor, Tensor]:
+def _merged(ends: Tensor, values: Tensor, num_sites: int, value_ndim: int) -> tuple[Tensor, Tensor]:
     """Ends and values of bonds that are each given once."""
     key, order = (ends.amin(-2) * num_sites + ends.amax(-2)).sort(dim=-1, stable=True)
     again = key.diff() == 0
@@ -267,7 +283,7 @@ def _merged(ends: Tensor, values: Tensor, num_sites: int) -> tuple[Tensor, Tenso
     # The number of each bond among those that differ.
     number = torch.nn.functional.pad((~again).cumsum(-1), (1, 0))
     number = torch.empty_like(number).scatter(-1, order, number)
-    count, (lead, of_one) = int(number.max()) + 1, value_axes(ends, values)
+    count, (lead, of_one) = int(number.max()) + 1, _axes(ends, values, value_ndim)
     places = _along(number, of_one).expand(*lead, -1, *of_one)
     summed = values.new_zeros(*lead, count, *of_one).scatter_add(-1 - len(of_one), places, values.expand(places.shape))
     first = ends.new_zeros(*ends.shape[:-1], count)

@@ -149,6 +149,7 @@ def drive(
     system: SpinSystem = SpinSystem(couplings, fields, beta, radius=radius, mask=mask)
     system = validated(system, method, None, "none", on_failure, kind=DynamicalMethod)
     method.check_step()
+    system.check_dense("be a tensor for entropy production", "use {}(...).dense()")
     sound, lost = without_nonfinite(system)
     each = _each_step(sound)
     start, unusable = _start(method, each[0], initial)

@@ -139,6 +139,8 @@ def sweep(
     for name, method in chosen.items():
         try:
             method.check(many)
+            if isinstance(method, DynamicalMethod):
+                many.check_dense("be a tensor for entropy production", "use {}(...).dense()")
         except ValueError as error:
             results.refused[name] = str(error)
             continue

@@ -18,7 +18,7 @@ from .. import _validate
 from .._torch import in_own_precision, is_batched, readable
 from ..problem import Declared, TokenOrder, restricted
 from . import low_rank
-from .bonds import Bonds, Graph, value_axes
+from .bonds import Bonds, Graph
 from .low_rank import LowRank
 from .methods import listed
 
@@ -101,8 +101,7 @@ class SpinSystem(Declared):
         self.coupling_function = None if isinstance(numbers, Tensor | LowRank | Bonds) else _Undeclared(numbers)
         if self.coupling_function is not None:
             numbers = self.coupling_function(field, mask)
-        if isinstance(numbers, Tensor) and numbers.layout != torch.strided and not numbers.is_nested:
-            numbers = Bonds.of(numbers)
+        numbers = on_bonds(numbers)
         #: Whether `couplings` are the factors U, (*#batch, N, r), of a `LowRank`.
         self.low_rank = isinstance(numbers, LowRank)
         #: The graph of `Bonds`, whose values are `couplings` then.
@@ -162,7 +161,7 @@ class SpinSystem(Declared):
     def pair_axes(self) -> int:
         """The number of axes of `couplings` that belong to one sample: 4 for matrices, else 2; on bonds one less."""
         if self.graph is not None:
-            return 1 + len(value_axes(self.graph.ends, self.couplings)[1])
+            return 1 + self.graph.value_ndim
         return 4 if not self.low_rank and _is_block(self.couplings, self.field) else 2
 
     @property
@@ -198,7 +197,7 @@ class SpinSystem(Declared):
         values = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes > 1 else self.couplings
         if self.mask is None:
             return values
-        absent = ~self.graph.at_ends(self.mask).all(-2)
+        absent = ~self.graph.at_ends(self.mask.expand(*self.mask.shape[:-1], self.num_sites)).all(-2)
         return values.masked_fill(absent[..., None, None] if self.block else absent, 0.0)
 
     def check_dense(self, requirement: str, remedy: str) -> None:
@@ -304,7 +303,9 @@ class _Undeclared:
     def __init__(self, function: CouplingFunction | nn.Module) -> None:
         if not callable(function):
             required = "be a tensor or a function of the field"
-            raise TypeError(_validate.message("couplings", required, type(function).__name__))
+            graph = hasattr(function, "tocoo") or hasattr(function, "is_directed")
+            remedy = "pass Bonds.of(couplings)" if graph else ""
+            raise TypeError(_validate.message("couplings", required, type(function).__name__, remedy))
         self.function = function
         try:
             signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
@@ -323,7 +324,7 @@ class _Undeclared:
     @in_own_precision
     def ask(self, field: Tensor, mask: Tensor | None) -> Couplings:
         """The function of the field, and of `mask` if it has that argument."""
-        return self.function(field, mask=mask) if self.masked else self.function(field)
+        return on_bonds(self.function(field, mask=mask) if self.masked else self.function(field))
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -376,6 +377,13 @@ def _checked_field(field: Tensor) -> Tensor:
     return sites
 
 
+def on_bonds(couplings: Any) -> Couplings:
+    """The couplings, of which a sparse tensor becomes `Bonds`."""
+    sparse = isinstance(couplings, Tensor) and couplings.layout != torch.strided and not couplings.is_nested
+    found: Couplings = Bonds.of(couplings) if sparse else couplings
+    return found
+
+
 def kept(couplings: Couplings) -> Tensor:
     """The tensor that a system keeps of couplings."""
     if isinstance(couplings, Bonds):
@@ -389,13 +397,15 @@ def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
         values, sites = couplings.values, couplings.num_sites
         _validate.check_same_kind([("field", field), ("couplings", values)])
         _validate.require(sites == n, "couplings", f"be between N = {n} sites, those of `field`", f"N = {sites}")
-        lead, of_one = value_axes(couplings.graph.ends, values)
-        required, received = (
-            f"have a number or a ({d}, {d}) matrix for each bond",
-            f"values of shape {tuple(values.shape)}",
-        )
-        _validate.require(of_one in ((), (d, d)), "couplings", required, received)
-        _validate.check_broadcast("couplings", lead, field.shape[:-2], "the leading axes of `field`")
+        own = values.ndim - couplings.graph.value_ndim
+        lead, of_one = torch.Size(values.shape[: own - 1]), values.shape[own:]
+        required = f"have a number or a ({d}, {d}) matrix for each bond"
+        received, remedy = f"values of shape {tuple(values.shape)}", ""
+        if of_one and d != of_one[0]:
+            remedy = "for numbers of samples expand the pairs to (*batch, E, 2)"
+        _validate.require(of_one in ((), (d, d)), "couplings", required, received, remedy)
+        for axes in (lead, couplings.graph.ends.shape[:-2]):
+            _validate.check_broadcast("couplings", axes, field.shape[:-2], "the leading axes of `field`")
         return values
     if isinstance(couplings, LowRank):
         factors = kept(couplings)
@@ -415,6 +425,7 @@ def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
 
 
 def _both_orders(couplings: Any, field: Tensor) -> Couplings:
+    couplings = on_bonds(couplings)
     if isinstance(couplings, Bonds):
         return couplings.scaled(2.0)
     if isinstance(couplings, LowRank):

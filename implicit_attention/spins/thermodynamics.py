@@ -132,7 +132,7 @@ def thermodynamics(
     remedy = "use LowRank(...).dense(), or free_energy and magnetization"
     _validate.require(not system.low_rank, "couplings", required, "a LowRank", remedy)
     # J_ij and J_ji are two numbers of a matrix, and one of a bond.
-    twice = 2.0 if system.graph is None else torch.where(system.graph.own(), 2.0, 1.0)
+    twice = 2.0 if system.graph is None else 1.0 + system.graph.own().to(system.field.dtype)
     field = system.field
     beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
     # Every sample gets its own couplings, so that their derivatives are correlations of that sample.

@@ -65,8 +65,9 @@ def _graph(system: SpinSystem) -> Tensor:
     n = system.num_sites
     if system.low_rank:
         return torch.ones(n, n)
-    linked = system.couplings.detach() != 0
-    if system.pair_axes == 4:
+    numbers = system.couplings if system.graph is None else system.graph.dense(system.live_numbers, 2 * system.block)
+    linked = numbers.detach() != 0
+    if linked.shape[-1] != n or system.block:
         linked = linked.any(-1).any(-1)
     return linked.reshape(-1, n, n).any(0)
 

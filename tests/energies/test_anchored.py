@@ -113,3 +113,16 @@ def test_a_float_anchor_near_one_keeps_the_digits_of_what_is_left(solver):
     solved = solve(wide, wide.field, solver=Anderson(rtol=1e-12))
     (expected,) = torch.autograd.grad(solved.value.sum(), wide.potential.keys)
     torch.testing.assert_close(by_keys.double(), expected, rtol=1e-4, atol=1e-10)
+
+
+def test_a_subclass_may_set_the_attributes_by_itself():
+    class Own(AnchoredEnergy):
+        def __init__(self, potential, field, anchor):
+            self.potential, self.field, self.anchor = potential, field, anchor
+
+    keys, query = random(6, 4, seed=1), random(5, 4, seed=2)
+    own, energy = (kind(LogSumExp(keys, 0.7), query, 0.4) for kind in (Own, AnchoredEnergy))
+    assert own.bottomless() is None
+    index = torch.tensor([1, 3])
+    torch.testing.assert_close(own.select(index).fixed_point_map(query[index]), energy.fixed_point_map(query)[index])
+    torch.testing.assert_close(solve(own, query).value, solve(energy, query).value)

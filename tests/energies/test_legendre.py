@@ -314,3 +314,10 @@ def test_numbers_of_attention_on_a_path_graph() -> None:
     assert abs(float(-attention.value(G)) - 8.299383251163) < 1e-9
     expected = torch.tensor([1.2135123715, -0.3531692983, -1.5951487439, -1.3705557908], dtype=F64)
     check_close(-attention.mean(G)[0], expected, 0, 1e-9)
+
+
+def test_published_gradients_keep_their_digits_at_states_that_grow():
+    problem = PublishedDynamics(LayerNormPotential(1.2), LogSumExp(1e-3 * random(6, 4, seed=1), 0.7))
+    single, x = problem.replace(*(t.float() for t in problem.tensors())), 1e4 * random(8, 4, seed=2)
+    right = problem.gradient(x)
+    assert float((single.gradient(x.float()).double() - right).norm() / right.norm()) < 1e-5

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from implicit_attention import Status
 from implicit_attention.linear import CG, GMRES, MINRES, LinearSolver, Neumann, SweepState
+from implicit_attention.linear.base import freeze, fresh
 from implicit_attention.testing.linear import LinearSolverContract
 from implicit_attention.testing.numerics import random
 
@@ -99,3 +100,32 @@ def test_a_claim_of_convergence_is_checked_and_a_harmful_sweep_undone_but_the_fi
         assert solution.status.tolist() == [Status.STALLED] * 2
         torch.testing.assert_close(solution.value, value, rtol=0, atol=0)
         torch.testing.assert_close(solution.residual, residual.norm(dim=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Place(SweepState):
+    value: Tensor
+    residual: Tensor
+
+
+class Relaxation(SteepestDescent):
+    """Steps of half the residual, whose state has slots."""
+
+    symmetric = False
+
+    def begin(self, residual):
+        return Place(**fresh(residual.norm(dim=-1)), value=torch.zeros_like(residual), residual=residual)
+
+    def step(self, matvec, state, active):
+        residual = state.residual - matvec(state.residual) / 2
+        value = state.value + state.residual / 2
+        return freeze(
+            active, replace(state, residual_norm=residual.norm(dim=-1), value=value, residual=residual), state
+        )
+
+
+def test_a_problem_that_has_ended_rests_whatever_holds_its_state():
+    factors, b = torch.tensor([[1.9], [1.0], [0.3]]).double(), torch.ones(3, 1).double()
+    found = Relaxation(rtol=1e-3, max_steps=30).solve(lambda v: factors * v, b)
+    alone = [Relaxation(rtol=1e-3, max_steps=30).solve(lambda v, k=k: factors[k] * v, b[k : k + 1]) for k in range(3)]
+    torch.testing.assert_close(found.value, torch.cat([each.value for each in alone]), rtol=0, atol=0)

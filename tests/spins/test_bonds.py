@@ -18,8 +18,10 @@ from implicit_attention.spins import (
     KineticPlefka,
     MeanField,
     SpinSystem,
+    drive,
     free_energy,
     magnetization,
+    sweep,
     thermodynamics,
 )
 from implicit_attention.testing.numerics import random
@@ -74,6 +76,72 @@ def test_matrices_of_bonds(method):
     (found, by), (right, by_right) = compared(PAIRS, numbers(method, 2, matrices=True), method)
     torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
     torch.testing.assert_close(by, by_right, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", EQUILIBRIUM, ids=repr)
+@pytest.mark.parametrize("doubled", [False, True])
+def test_what_a_value_is_does_not_depend_on_the_batch(method, doubled):
+    """As many samples, components and bonds as each other, also once two of three bonds are one."""
+    pairs = torch.tensor([[0, 1], [1, 2], [0, 1]] if doubled else [[0, 1], [1, 2]])
+    for dim in (1,) if method == Bethe() else (1, 2):
+        field = random(2, 2, 3, dim, seed=2)
+        for batch in ((), (2,), (2, 2)) if doubled else ((),):
+            bonds = Bonds(pairs, 0.3 * random(*batch, len(pairs), seed=1), 3)
+            found, right = (thermodynamics(SpinSystem(given, field), method) for given in (bonds, bonds.dense()))
+            torch.testing.assert_close(found.free_energy, right.free_energy, rtol=0, atol=1e-10)
+            torch.testing.assert_close(found.magnetization, right.magnetization, rtol=0, atol=1e-10)
+    whole = 0.3 * random(2, 2, 3, 3, seed=4)
+    whole = torch.where(torch.tensor([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) > 0, whole + whole.mT, 0.0)
+    torch.testing.assert_close(Bonds.of(whole).dense(), whole, rtol=0, atol=1e-15)
+
+
+def test_matrices_of_bonds_have_thermodynamics():
+    field = random(4, 3, 2, seed=2)
+    for values in (0.3 * random(2, 2, 2, seed=1), 0.3 * random(4, 2, 2, 2, seed=1)):
+        bonds = Bonds(torch.tensor([[0, 1], [1, 2]]).expand(*values.shape[:-3], 2, 2), values, 3)
+        found = thermodynamics(SpinSystem(bonds, field), MeanField())
+        assert found.correlations.shape == (4, 2, 2, 2)
+        for k in range(4):
+            one = SpinSystem(bonds.dense() if values.ndim == 3 else bonds.dense()[k], field[k])
+            right = thermodynamics(one, MeanField()).free_energy
+            torch.testing.assert_close(found.free_energy[k], right, rtol=0, atol=1e-10)
+    single = Bonds(torch.tensor([[0, 1]]), torch.full((1, 1, 1), 0.3).double(), 2)
+    for method in (MeanField(), TAP(), Bethe()):
+        found, right = (
+            thermodynamics(SpinSystem(given, random(4, 2, 1, seed=2)), method).free_energy
+            for given in (single, single.dense())
+        )
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_mask_of_samples_and_none_of_sites(method):
+    values, field, _ = numbers(method, 2)
+    mask = torch.tensor([[True], [False]])
+    m = magnetization(SpinSystem(Bonds(PAIRS, values, SITES), field, mask=mask), method)
+    assert bool((m[0] != 0).all())
+    assert not m[1].any()
+
+
+def test_precision_is_that_of_the_values():
+    values = torch.full((len(PAIRS),), 0.1)
+    system = SpinSystem(Bonds(PAIRS, values, SITES), torch.full((SITES, 1), 0.3))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Bonds(PAIRS, values, SITES).dense().dtype == torch.float32
+        assert thermodynamics(system, Bethe()).correlations.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_dynamics_on_bonds_has_magnetizations_alone():
+    bonds, field = Bonds(PAIRS, 0.1 * random(len(PAIRS), seed=1), SITES), random(SITES, 1, seed=2)
+    found = sweep(SpinSystem(bonds, field), [MeanField(), KineticPlefka()], beta=torch.tensor([0.5]))
+    assert list(found.curves) == ["MeanField"]
+    assert "a tensor for entropy production, got Bonds" in found.refused["KineticPlefka"]
+    with pytest.raises(ValueError, match="a tensor for entropy production, got Bonds; use Bonds"):
+        drive(KineticPlefka(), bonds, field.expand(3, SITES, 1))
 
 
 def test_as_many_bonds_as_components_are_matrices():
@@ -157,6 +225,22 @@ def test_sparse_couplings_have_gradients():
         for c in (sparse, dense)
     ]
     torch.testing.assert_close(*by, rtol=0, atol=1e-10)
+
+
+def test_sparse_couplings_may_be_a_function_of_the_field():
+    places, field = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]]), random(3, 1, seed=2)
+
+    def made(h):
+        numbers = 0.3 * torch.tanh(h[1:, 0] * h[:-1, 0]).repeat_interleave(2)
+        return torch.sparse_coo_tensor(places, numbers, (3, 3), check_invariants=False)
+
+    for make in (SpinSystem, SpinSystem.from_full):
+        found = magnetization(make(made, field), Bethe())
+        right = magnetization(make(lambda h: made(h).to_dense(), field), Bethe())
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-9)
+    whole = made(field)
+    found, right = (magnetization(SpinSystem.from_full(c, field), Bethe()) for c in (whole, whole.to_dense()))
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
 
 
 def test_couplings_that_are_a_function_of_the_field():
@@ -266,3 +350,15 @@ def test_what_bonds_cannot_be_is_refused():
         Bonds.of(networkx.DiGraph([(0, 1)]))
     with pytest.raises(TypeError, match="`couplings` must be a matrix or a graph, got list; pass a tensor"):
         Bonds.of([[0, 1]])
+    with pytest.raises(TypeError, match="`couplings` must have a floating-point dtype, got torch"):
+        Bonds.of(torch.tensor([[0, 1], [1, 0]]).to_sparse())
+    with pytest.raises(ValueError, match="`couplings` must have at least one site, got an empty graph"):
+        Bonds.of(networkx.Graph())
+    with pytest.raises(TypeError, match=r"a tensor or a function of the field, got Graph; pass Bonds.of\(couplings\)"):
+        SpinSystem(networkx.path_graph(2), field)
+    with pytest.raises(TypeError, match=r"`pairs` must be a tensor of integers, got list; pass torch.as_tensor"):
+        Bonds([[0, 1]], torch.ones(1), 2)
+    with pytest.raises(ValueError, match="`values` must broadcast with the leading axes of `pairs`"):
+        Bonds(torch.zeros(3, 1, 2).long(), torch.ones(2, 1), 2)
+    with pytest.raises(ValueError, match=r"`couplings` must broadcast to the leading axes of `field`"):
+        SpinSystem(Bonds(torch.zeros(3, 1, 2).long(), torch.ones(1), 2), torch.zeros(2, 2, 1))
