@@ -13,7 +13,7 @@ from .._torch import host_may_look_at_constant, readable
 from ..potentials import SignUnits
 from ..problem import Linearization, Problem, pullback
 from ..solution import Remedies, Status
-from ._curvature import DENSE, exceeds_one
+from ._curvature import DENSE, everywhere, exceeds_one
 from .approximation import FixedPointApproximation, SampleProblem, power_of_two, require_ising
 from .bonds import Graph
 from .system import SpinSystem
@@ -38,14 +38,15 @@ class Bethe(FixedPointApproximation):
     on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact.
 
     Args:
-        solver: for the messages, all of a sample one problem; None is damped steps and then `Anderson` to a residual
-            of 1e-11 (1e-6 in float32).
+        solver: for the messages, all of a sample one problem; None is damped steps, unless messages are certain to
+            contract, and then `Anderson` to a residual of 1e-11 (1e-6 in float32).
         adjoint: None is `Implicit()`.
 
     Gradients: with respect to field, couplings and beta, to any order.
 
     Reference: Yedidia, Freeman and Weiss (2005), section IV; Ricci-Tersenghi (2012), eq. 22, for the inverse covariance
-    whose sign decides on stability.
+    whose sign decides on stability; Mooij and Kappen (2007) for where messages contract, and Heskes (2003) for what
+    that says of the free energy.
 
     Not for dense couplings, whose loops are short: use `AdaTAP()` or `TAP()`; nor for magnetizations of lattices below
     their transition, where m is off by .4 and F by .02 a spin (open 3 x 3, beta J = 1): `SaddlePoint(one_loop=True)`.
@@ -103,7 +104,19 @@ class Bethe(FixedPointApproximation):
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
         return system.radius * torch.tanh(_Messages(*_in_units(system)[:3]).cavity(state)[0])[..., None]
 
+    def contracting(self, system: SpinSystem) -> Tensor:
+        # A message changes by tanh |K_ij| times the changes of those that i gets from others, at most: in units of
+        # tanh |K| a step contracts where, for each bond of a site, those of its other bonds add up to less than 1.
+        graph, _, bonds, _ = _in_units(system)
+        size = torch.tanh(bonds.detach().abs())
+        others = torch.where(size[..., None, :] > 0, graph.at_ends(graph.sums_of(size)) - size[..., None, :], 0.0)
+        certain: Tensor = torch.nn.functional.pad(others.flatten(-2), (0, 1)).amax(-1) < 1
+        return certain
+
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        if everywhere(certain := self.contracting(system)):
+            # Where messages settle by plain steps, the free energy has a minimum.
+            return torch.zeros_like(certain)
         graph, field, bonds, _ = _in_units(system)
         here, there = _Messages(graph, field, bonds).cavity(state)[1].unbind(-2)
         # A pair has the weights exp(+-bond +- here +- there); of its two spins r is the correlation coefficient.

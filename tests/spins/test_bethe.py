@@ -137,3 +137,20 @@ def test_messages_that_do_not_settle_are_flagged_in_their_sample_alone():
     for name in SCALARS:
         torch.testing.assert_close(getattr(found, name)[:1], getattr(alone, name), rtol=1e-15, atol=1e-15)
     assert found.free_energy[1].isnan()
+
+
+def test_messages_that_contract_need_no_damped_steps_and_no_check():
+    """On a regular graph of degree d they do while (d - 1) tanh K < 1."""
+    couplings = torch.ones(5, 5).double() - torch.eye(5).double()
+    beta = np.arctanh(1 / 3) * torch.tensor([0.2, 0.999, 1.001]).double()
+    system = SpinSystem(couplings, 0.1 * random(3, 5, 1, seed=1), beta)
+    assert Bethe().contracting(system).tolist() == [True, True, False]
+    found = thermodynamics(system, Bethe()).report
+    assert bool(found.converged.all())
+    assert int(found.num_evals[0]) < 12
+    masked = SpinSystem(couplings, system.field, beta, mask=torch.arange(5) < 4)
+    assert Bethe().contracting(masked).all()
+    signs = random(3, 5, 5, seed=2).sign().triu(1)
+    frustrated = SpinSystem(signs + signs.mT, 0 * system.field, float(beta[1]))
+    report = thermodynamics(frustrated, Bethe()).report
+    assert report.statuses == ["CONVERGED"] * 3
