@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from implicit_attention import Status
+from implicit_attention import Status, linear
 from implicit_attention.linear import CG, GMRES, MINRES, LinearSolver, Neumann, SweepState
-from implicit_attention.linear.base import freeze, fresh
 from implicit_attention.testing.linear import LinearSolverContract
 from implicit_attention.testing.numerics import random
 
@@ -114,14 +113,13 @@ class Relaxation(SteepestDescent):
     symmetric = False
 
     def begin(self, residual):
-        return Place(**fresh(residual.norm(dim=-1)), value=torch.zeros_like(residual), residual=residual)
+        return Place(*begun(residual), value=residual * 0, residual=residual)
 
     def step(self, matvec, state, active):
         residual = state.residual - matvec(state.residual) / 2
-        value = state.value + state.residual / 2
-        return freeze(
-            active, replace(state, residual_norm=residual.norm(dim=-1), value=value, residual=residual), state
-        )
+        value, size = state.value + state.residual / 2, residual.norm(dim=-1)
+        new = replace(state, residual_norm=size, value=value, residual=residual)
+        return linear.base.freeze(active, new, state)
 
 
 def test_a_problem_that_has_ended_rests_whatever_holds_its_state():

