@@ -76,9 +76,6 @@ class SpinSystem(Declared):
         SpinSystem(batch (8,), N = 2, D = 3, beta 0.8)
     """
 
-    #: The graph of `Bonds`, whose values are `couplings` then.
-    graph: Graph | None = None
-
     def __init__(
         self,
         couplings: Couplings | CouplingFunction,
@@ -107,7 +104,8 @@ class SpinSystem(Declared):
         numbers = on_bonds(numbers)
         #: Whether `couplings` are the factors U, (*#batch, N, r), of a `LowRank`.
         self.low_rank = isinstance(numbers, LowRank)
-        self.graph = numbers.graph if isinstance(numbers, Bonds) else None
+        #: The graph of `Bonds`, whose values are `couplings` then.
+        self.graph: Graph | None = numbers.graph if isinstance(numbers, Bonds) else None
         self.couplings = _checked_couplings(numbers, field)
         #: Set by `DynamicalMethod.beside`: couplings to sites whose state is known, (*batch, N, M), and that state.
         self.known_couplings: Tensor | None = None
