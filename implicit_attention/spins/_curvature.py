@@ -90,13 +90,13 @@ def coupling_bound(system: SpinSystem, *, squares: Tensor | None = None, enough:
     bound = _widened(sums.amax(-1))
     if not everywhere(bound < enough):
         if graph is not None:
-            product: LinearMap = lambda x: graph.product(size, x[..., None])[..., 0]  # noqa: E731
+            closer = _perron_bound(lambda x: graph.product(size, x[..., None])[..., 0], sums)
         else:
             size = couplings.abs()
             if squares is not None:
                 size = size + squares[..., None, None] * size.square()
-            product = _rows_of(size)
-        bound = torch.minimum(bound, _perron_bound(product, sums))
+            closer = _perron_bound(_rows_of(size), sums)
+        bound = torch.minimum(bound, closer)
     return bound.expand(system.batch)
 
 

@@ -168,10 +168,9 @@ class _Messages(SampleProblem):
     def linearize(self, z: Tensor) -> Linearization:
         # df/dc = sinh(2 K)/(cosh(2 c) + cosh(2 K)), of which nothing overflows or cancels.
         bonds = self.bonds[..., None, :]
-        strength, strange = bonds.abs(), self.cavity(z)[1].abs()
-        fall = torch.exp(-2 * strength)
-        slope = torch.sign(bonds) * torch.sigmoid(2 * (strength - strange)) * -torch.expm1(-4 * strength)
-        slope = slope / (1 + fall * torch.exp(-2 * strange))
+        strength, other = bonds.abs(), self.cavity(z)[1].abs()
+        slope = torch.sign(bonds) * torch.sigmoid(2 * (strength - other)) * -torch.expm1(-4 * strength)
+        slope = slope / (1 + torch.exp(-2 * (strength + other)))
 
         def product(v: Tensor) -> Tensor:
             into = v.flip(-2)

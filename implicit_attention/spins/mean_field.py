@@ -34,11 +34,8 @@ class MeanFieldProblem(SampleProblem):
         self.response = response
         self.radius = system.radius
         self.block = system.block
-        self.own_axes = {
-            "field": 2,
-            "couplings": system.pair_axes if system.block else (2 if system.graph is None else 1),
-            "beta": 0,
-        }
+        axes = (4 if system.block else 2) - (self.graph is not None)
+        self.own_axes = {"field": 2, "couplings": axes, "beta": 0}
 
     def local_field(self, m: Tensor) -> Tensor:
         """h + J m."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from work import Work
 
 from implicit_attention.spins import (
     AdaTAP,
@@ -85,21 +85,12 @@ def test_answers_are_differentiated_exactly(method):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_no_tensor_of_all_pairs_is_made(method):
-    sites, rank, largest = 400, 3, 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            found = function(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor):
-                largest = max(largest, found.numel())
-            return found
-
+    sites, rank = 400, 3
     factors = (0.03 * random(sites, rank, seed=1)).requires_grad_()
-    with Sizes():
+    with Work() as work:
         magnetization(SpinSystem(LowRank(factors), random(sites, 2, seed=2)), method).sum().backward()
     # The largest are the coefficients of a law, 84 for a site.
-    assert 0 < largest < sites * 100
+    assert 0 < work.largest < sites * 100
 
 
 def test_strong_couplings_that_need_damped_steps():
