@@ -450,12 +450,15 @@ class Linearization(NamedTuple):
     jvp: v -> J v; vjp: u -> J^T u; vjp_tensors: u -> (df/dt)^T u for each t of `problem.tensors()`
     (None for tensors that are not floating-point, and maybe for those that do not require grad where others do).
     outer: of a problem with a metric, v -> H v for the symmetric H in J = H M; else None.
+    guess: (rhs, rtol, transpose) -> an answer of (I - J) x = rhs, or of (I - J^T) x = rhs, to start from, and the
+    products that it took of every problem; None where nothing is known.
     """
 
     jvp: LinearMap
     vjp: LinearMap
     vjp_tensors: Callable[[Tensor], tuple[Tensor | None, ...]]
     outer: LinearMap | None = None
+    guess: Callable[[Tensor, float, bool], tuple[Tensor, Tensor]] | None = None
 
 
 class Evaluation(NamedTuple):

@@ -210,7 +210,12 @@ def _solve(
     elif mixed:
         # Problems that read each other take steps that know nothing of the residual.
         check = matvec
-    answer = method.solve(matvec, b, check=check)
+    if linear.guess is None:
+        answer = method.solve(matvec, b, check=check)
+    else:
+        guess, spent = linear.guess(rhs, method.rtol, transpose)
+        answer = method.solve(matvec, b, initial=guess.reshape(flat), check=check)
+        answer = answer.amended(num_steps=answer.num_steps + spent)
     given, saddle = norm(b), answer.negative_curvature
     # One look at all that is rare.
     rare = answer.status > Status.UNSTABLE, _without_digits(answer, norm(answer.value), given), saddle
@@ -359,6 +364,7 @@ class Tape:
     # A tape has products with the transpose alone.
     jvp: Any = None
     outer: LinearMap | None = None
+    guess: Any = None
 
     def __init__(self, problem: Problem, z: Tensor) -> None:
         # Statistics that modules keep while they train count the evaluations of the solve alone; and compiled modules

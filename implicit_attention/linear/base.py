@@ -241,10 +241,10 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
             measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
         residual = b
         if initial is not None:
-            # Problems with b = 0 start, and end, at 0.
-            nonzero = length_of_b != 0
-            value = choose(nonzero, value, 0.0)
-            residual = choose(nonzero, b - apply(value), b)
+            # Problems start at 0 where that is no farther; those with b = 0 end there, too.
+            left = b - apply(value)
+            farther = norm(left) >= length_of_b
+            value, residual = choose(~farther, value, 0.0), choose(~farther, left, b)
         size = norm(residual)
         # MAX_STEPS means that a problem may still go on.
         status = torch.full_like(size, Status.MAX_STEPS, dtype=torch.int8)

@@ -210,6 +210,10 @@ class FixedPointApproximation(Approximation):
         """log Z, (*batch), at a state of the problem."""
         raise NotImplementedError(f"{type(self).__name__} must define value(system, state)")
 
+    def default_solver(self, dtype: torch.dtype) -> Solver:
+        """The solver near a solution where the user passes none."""
+        return physics_solver(dtype, self.rtol)
+
     def damping(self, system: SpinSystem) -> float | Tensor:
         """The factor by which a step z -> f(z) is shortened so that it descends, a number or (*batch)."""
         return 0.5
@@ -278,11 +282,11 @@ class FixedPointApproximation(Approximation):
             problem, start = InUnits(problem, unit), start / unit
         solver = self.solver
         if solver is None:
-            solver = physics_solver(start.dtype, self.rtol)
+            solver = self.default_solver(start.dtype)
             if system.token_order is not None:
                 # No decision may depend on the whole sample. Plain steps settle the tokens before, and a short history
                 # forgets their way: softmax couplings took 8 evaluations in the place of 8 to 13.
-                solver = dataclasses.replace(solver, history=1, plain_steps=5)
+                solver = dataclasses.replace(physics_solver(start.dtype, self.rtol), history=1, plain_steps=5)
             elif (certain := self.contracting(system)) is None or not everywhere(certain):
                 near, spent = _settled(problem, start, self.damping(system))
                 if certain is not None:
@@ -418,11 +422,19 @@ class InUnits(_Wrapped):
         return self.problem.fixed_point_map(self.unit * z) / self.unit
 
     def linearize(self, z: Tensor) -> Linearization:
-        product, transposed = self.problem.linearize(self.unit * z)[:2]
+        inner = self.problem.linearize(self.unit * z)
+
+        def guess(rhs: Tensor, rtol: float, transpose: bool) -> tuple[Tensor, Tensor]:
+            assert inner.guess is not None
+            scale = 1 / self.unit if transpose else self.unit
+            found, spent = inner.guess(scale * rhs, rtol, transpose)
+            return found / scale, spent
+
         return Linearization(
-            lambda v: product(self.unit * v) / self.unit,
-            lambda u: self.unit * transposed(u / self.unit),
+            lambda v: inner.jvp(self.unit * v) / self.unit,
+            lambda u: self.unit * inner.vjp(u / self.unit),
             lambda u: pullback(self, z, u),
+            guess=None if inner.guess is None else guess,
         )
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch import host_may_look_at_constant, readable
+from .._torch import host_may_look, host_may_look_at_constant, norm, readable
+from ..linear import CG
+from ..linear._vectors import divide
+from ..linear.base import FLOAT32_RTOL
 from ..potentials import SignUnits
 from ..problem import Linearization, Problem, pullback
 from ..solution import Remedies, Status
+from ..solvers import Solver
+from ..solvers.loop import Iteration, flat, rows_where, unflat
+from ..solvers.safeguard import Proposal, Safeguarded
 from ._curvature import DENSE, everywhere, exceeds_one
-from .approximation import FixedPointApproximation, SampleProblem, power_of_two, require_ising
+from .approximation import FixedPointApproximation, SampleProblem, physics_solver, power_of_two, require_ising
 from .bonds import Graph
 from .system import SpinSystem
 
@@ -118,16 +125,7 @@ class Bethe(FixedPointApproximation):
             # Where messages settle by plain steps, the free energy has a minimum.
             return torch.zeros_like(certain)
         graph, field, bonds, _ = _in_units(system)
-        here, there = _Messages(graph, field, bonds).cavity(state)[1].unbind(-2)
-        # A pair has the weights exp(+-bond +- here +- there); of its two spins r is the correlation coefficient.
-        along, across = _log_cosh(here + there), _log_cosh(here - there)
-        variances = sum(torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity)) for cavity in (here, there))
-        # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
-        log_sinh = 2 * bonds.abs() + torch.log(-torch.expm1(-4 * bonds.abs())) - math.log(2.0)
-        size = log_sinh - variances / 2
-        rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
-        weights = torch.exp((size - (rest - variances)).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
-        r = torch.exp(size)
+        r, weights, _ = _Messages(graph, field, bonds).correlations(state)
         # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by the sums of its rows.
         own = 1 - graph.sums_of(r / (1 + r)) + torch.finfo(r.dtype).eps ** 0.5
         if system.num_sites <= DENSE:
@@ -137,8 +135,51 @@ class Bethe(FixedPointApproximation):
         inner = exceeds_one(lambda v: root * graph.product(torch.sign(bonds) * weights, root * v), root)
         return torch.logical_or(inner, (diagonal <= 0).any(-1))
 
+    def default_solver(self, dtype: torch.dtype) -> Solver:
+        near = physics_solver(dtype, self.rtol)
+        return _Newton(rtol=near.rtol, atol=near.atol, max_steps=near.max_steps)
+
 
 _log_cosh = SignUnits().cumulant
+
+
+class _Pause(NamedTuple):
+    """How many plain steps are left before Newton's is tried, and how many follow when that is rejected, (*lead)."""
+
+    left: Tensor
+    length: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Newton(Safeguarded):
+    """Newton's method by the guesses of a problem, after plain steps; twice as many after each that is rejected."""
+
+    differentiable: ClassVar[bool] = False
+    growth: ClassVar[float] = 0.5
+    plain_steps: ClassVar[int] = 6
+    #: A residual of this size, relative to that before, costs the guess a third of what the rest of the step costs.
+    forcing: ClassVar[float] = 1e-3
+
+    def plain_start(self, problem: Problem) -> int:
+        return self.plain_steps
+
+    def init_history(self, z: Tensor) -> _Pause:
+        left = z.new_zeros(z.shape[:-1])
+        return _Pause(left, torch.full_like(left, self.plain_steps))
+
+    def remember(self, problem: Problem, history: _Pause, dz: Tensor, dr: Tensor, fresh: Tensor) -> _Pause:
+        left, length = history
+        return _Pause(torch.where(fresh, (left - 1).clamp(min=0), length), torch.where(fresh, length, 2 * length))
+
+    def propose(self, problem: Problem, history: _Pause, point: Iteration, accepted: Tensor) -> Proposal:
+        due, event = accepted & (history.left == 0), point.event_shape
+        if host_may_look(due) and not bool(due.any()):
+            return Proposal(point.r, due)
+        guess = problem.linearize(unflat(point.z, event)).guess
+        assert guess is not None
+        step, spent = guess(unflat(rows_where(due, point.r, 0.0), event), self.forcing, False)
+        step = flat(step, event)
+        return Proposal(step, due & (step != 0).any(-1), spent)
 
 
 class _Messages(SampleProblem):
@@ -180,7 +221,60 @@ class _Messages(SampleProblem):
             out = slope * u
             return (self.graph.at_ends(self.graph.sums(out)) - out).flip(-2)
 
-        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+        return Linearization(
+            product, transposed, lambda u: pullback(self, z, u), guess=partial(self._by_sites, z, slope)
+        )
+
+    def _by_sites(self, u: Tensor, slope: Tensor, rhs: Tensor, rtol: float, transpose: bool) -> tuple[Tensor, Tensor]:
+        """`Linearization.guess` at messages u from the sums of messages at N sites, which the two of a bond follow.
+
+        x_ij = rhs_ij + s_ij (X_i - x_ji) with X_i = sum_j x_ji, and the same for x_ji, give with S = s_ij s_ji
+
+            (1 + sum_j S/(1 - S)) X_i - sum_j s_ji/(1 - S) X_j = sum_j (rhs_ji - s_ji rhs_ij)/(1 - S).
+
+        At a solution S is the square of the correlation coefficient of the pair, and the matrix, in units of the
+        standard deviations of spins, their inverse covariance, which conjugate gradients solve for.
+        """
+        graph = self.graph
+        r, weights, gap = self.correlations(u)
+        square, gap, bonds = r.square()[..., None, :], gap[..., None, :], torch.sign(self.bonds) * weights
+        deviation = torch.exp(-_log_cosh(self.cavity(u)[0])).clamp(min=torch.finfo(u.dtype).tiny ** 0.5)
+        unit = deviation if transpose else 1 / deviation
+        root = (1 + graph.sums_of(r * weights)).rsqrt()
+
+        def matvec(v: Tensor) -> Tensor:
+            return v - root * graph.product(bonds, (root * v)[..., None])[..., 0]
+
+        given = slope * rhs if transpose else rhs
+        alone = (given - slope * given.flip(-2)) / gap
+        sums = graph.sums(alone if transpose else alone.flip(-2))
+        # In units of the right-hand side, as the sums are larger where bonds are strong.
+        size, finest = norm(rhs.flatten(-2))[..., None], FLOAT32_RTOL if rhs.dtype == torch.float32 else 0.0
+        found = CG(rtol=finest, atol=rtol).solve(matvec, root / unit * divide(sums, size))
+        ends = graph.at_ends(unit * root * size * found.value)
+        mine, other = (ends.flip(-2), ends) if transpose else (ends, ends.flip(-2))
+        x = alone + (slope * mine - square * other) / gap
+        if transpose:
+            # What was solved for is slope x.
+            x = rhs + mine - x.flip(-2)
+        # Where the free energy curves downwards a Newton step leads to a saddle.
+        known = ~found.negative_curvature[..., None, None] & x.isfinite()
+        return torch.where(known, x, 0.0), found.num_steps
+
+    def correlations(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """|r|, |r|/(1 - r^2) and 1 - r^2 for the correlation coefficient r of the spins of each bond, (*batch, E)."""
+        # A pair has the weights exp(+-bond +- here +- there).
+        here, there = self.cavity(u)[1].unbind(-2)
+        bonds = self.bonds
+        along, across = _log_cosh(here + there), _log_cosh(here - there)
+        variances = sum(torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity)) for cavity in (here, there))
+        # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
+        log_sinh = 2 * bonds.abs() + torch.log(-torch.expm1(-4 * bonds.abs())) - math.log(2.0)
+        size = log_sinh - variances / 2
+        rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
+        gap = rest - variances
+        weights = torch.exp((size - gap).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
+        return torch.exp(size), weights, torch.exp(gap)
 
     def log_partition(self, u: Tensor) -> Tensor:
         """The Bethe log Z, (*batch); at the fixed point its derivative in every message is 0."""
