@@ -10,6 +10,7 @@ from torch import Tensor
 from .._torch import LinearMap, is_batched
 from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials import SphericalLaw
+from .bonds import Graph
 from .system import SpinSystem
 
 #: Up to so many sites all eigenvalues of couplings cost less than Lanczos vectors.
@@ -77,31 +78,29 @@ def coupling_bound(system: SpinSystem, *, squares: Tensor | None = None, enough:
         largest = torch.maximum(_perron_bound(_rows_of(inner), inner[..., 0]), diagonal)
         return largest.expand(system.batch)
     graph = system.graph
-    couplings = system.live_numbers.detach()
+    couplings = system.live_pairs.detach()
     if system.block:
         couplings = torch.linalg.matrix_norm(couplings)
+
+    def size() -> Tensor:
+        return couplings.abs() if squares is None else couplings.abs() + squares[..., None, None] * couplings.square()
+
     if graph is not None:
-        size = couplings.abs() if squares is None else couplings.abs() + squares[..., None] * couplings.square()
-        sums = graph.sums_of(size)
+        sums = _rows_of(size(), graph)(couplings.new_ones(*couplings.shape[:-2], system.num_sites))
     else:
         sums = torch.linalg.vector_norm(couplings, ord=1, dim=-1) if system.row_sums is None else system.row_sums
         if squares is not None:
             sums = sums + squares[..., None] * torch.linalg.vector_norm(couplings, dim=-1).square()
     bound = _widened(sums.amax(-1))
     if not everywhere(bound < enough):
-        if graph is not None:
-            closer = _perron_bound(lambda x: graph.product(size, x[..., None])[..., 0], sums)
-        else:
-            size = couplings.abs()
-            if squares is not None:
-                size = size + squares[..., None, None] * size.square()
-            closer = _perron_bound(_rows_of(size), sums)
-        bound = torch.minimum(bound, closer)
+        bound = torch.minimum(bound, _perron_bound(_rows_of(size(), graph), sums))
     return bound.expand(system.batch)
 
 
-def _rows_of(size: Tensor) -> LinearMap:
-    """The products of matrices (*batch, N, N)."""
+def _rows_of(size: Tensor, graph: Graph | None = None) -> LinearMap:
+    """The products of matrices (*batch, N, N), or of numbers of both directions of bonds."""
+    if graph is not None:
+        return lambda x: graph.pair_product(size, x[..., None])[..., 0]
     # Its bits do not depend on the rest of the batch.
     return lambda x: torch.linalg.vecdot(size, x[..., None, :])
 

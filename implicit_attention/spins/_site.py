@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..potentials import SphereUnits, SphericalLaw
+from .bonds import Graph
 from .system import SpinSystem, mirrored
 
 
@@ -87,16 +88,17 @@ class SpinSite:
         return across[..., None] * along + own[..., None] * self.field / 2
 
     def linear_response(self, system: SpinSystem) -> Tensor:
-        """beta Tr Sigma_i J_ij Sigma_j, (*batch, N, N); for matrices without the trace, (*batch, N, N, D, D)."""
+        """`linear_response` of Sigma after and before."""
         return linear_response(system, self.spread, self.spread)
 
     def skew_response(self, system: SpinSystem) -> Tensor:
-        """(beta^2/2) J_ij^2 kappa_i ::: kappa_j, (*batch, N, N)."""
-        skew, cubic = self.skewness()
-        overlap, crossed = self.field @ self.field.mT, outer(skew, cubic * self.squared)
-        flat = (3 * self.dim + 6) * outer(skew, skew) + 3 * (crossed + crossed.mT)
-        steep = outer(cubic, cubic) * overlap.square()
-        return system.live_couplings.square() * overlap * (flat + steep) / 2
+        """(beta^2/2) J_ij^2 kappa_i ::: kappa_j, (*batch, N, N), or (*batch, 2, E) on bonds."""
+        (skew, cubic), graph = self.skewness(), system.graph
+        overlap, longer = inner(self.field, self.field, graph), cubic * self.squared
+        crossed = outer(skew, longer, graph) + outer(longer, skew, graph)
+        flat = (3 * self.dim + 6) * outer(skew, skew, graph) + 3 * crossed
+        steep = outer(cubic, cubic, graph) * overlap.square()
+        return system.live_pairs.square() * overlap * (flat + steep) / 2
 
     def skewness(self) -> tuple[Tensor, Tensor]:
         """(skew, cubic)."""
@@ -109,18 +111,34 @@ class SpinSite:
 
 def sum_pairs(system: SpinSystem, x: Tensor) -> Tensor:
     """The sum over all pairs, and over the entries of their matrices, (*batch)."""
+    if system.graph is not None:
+        x = system.graph.once(x, block=system.block)
     return x.sum((-4, -3, -2, -1) if system.block else (-2, -1))
 
 
 def antisymmetric_sum(system: SpinSystem, delayed: Tensor) -> Tensor:
     """sum_ij Tr (J_ij - J_ji^T)^T D_ij, (*batch), which beta makes the entropy production of a stationary state."""
-    couplings = system.live_couplings
-    return sum_pairs(system, (couplings - mirrored(couplings, block=system.block)) * delayed)
+    couplings = system.live_pairs
+    return sum_pairs(system, (couplings - mirrored(couplings, block=system.block, graph=system.graph)) * delayed)
 
 
-def outer(a: Tensor, b: Tensor) -> Tensor:
-    """a_i b_j."""
-    return a[..., :, None] * b[..., None, :]
+def at_pairs(x: Tensor, graph: Graph | None) -> tuple[Tensor, Tensor]:
+    """Numbers of sites (*batch, N) at i and at j of all pairs: (*batch, N, 1) and (*batch, 1, N), or those of the
+    bonds, (*batch, 2, E)."""
+    if graph is None:
+        return x[..., :, None], x[..., None, :]
+    here = graph.at_ends(x)
+    return here, here.flip(-2)
+
+
+def outer(a: Tensor, b: Tensor, graph: Graph | None = None) -> Tensor:
+    """a_i b_j of all pairs."""
+    return at_pairs(a, graph)[0] * at_pairs(b, graph)[1]
+
+
+def inner(a: Tensor, b: Tensor, graph: Graph | None = None) -> Tensor:
+    """a_i . b_j of all pairs, for vectors (*batch, N, D)."""
+    return a @ b.mT if graph is None else outer(a.mT, b.mT, graph.of_components()).sum(-3)
 
 
 def stretched(v: Tensor, field: Tensor, tau: Tensor, slope: Tensor) -> Tensor:
@@ -129,19 +147,21 @@ def stretched(v: Tensor, field: Tensor, tau: Tensor, slope: Tensor) -> Tensor:
 
 
 def linear_response(system: SpinSystem, after: Spread, before: Spread) -> Tensor:
-    """beta Tr A_i J_ij B_j, (*batch, N, N), of A after and B before a step; for matrices without the trace,
-    (*batch, N, N, D, D)."""
-    couplings = system.live_couplings
+    """beta Tr A_i J_ij B_j, (*batch, N, N), or (*batch, 2, E) on bonds, of A after and B before a step; for matrices
+    without the trace, with (D, D) behind."""
+    couplings, graph = system.live_pairs, system.graph
     if not system.block:
-        return system.beta_over(2) * couplings * pair_traces(after, before)
+        beyond, past = (x.slope * x.field.square().sum(-1) for x in (after, before))
+        traces = outer(after.tau, system.dim * before.tau + past, graph) + outer(beyond, before.tau, graph)
+        steep = outer(after.slope, before.slope, graph)
+        traces = traces + steep * inner(after.field, before.field, graph).square()
+        return system.beta_over(2) * couplings * traces
     # Row a of J_ij with the axes (i, j, a, b) meets B_j along b; its column b then A_i along a.
-    at_j = before.field[..., None, :, None, :], before.tau[..., None, :, None], before.slope[..., None, :, None]
-    at_i = after.field[..., :, None, None, :], after.tau[..., :, None, None], after.slope[..., :, None, None]
-    return system.beta_over(4) * stretched(stretched(couplings, *at_j).mT, *at_i).mT
+    moved = stretched(couplings, *_of_rows(before, graph, 1)).mT
+    return system.beta_over(4) * stretched(moved, *_of_rows(after, graph, 0)).mT
 
 
-def pair_traces(first: Spread, second: Spread) -> Tensor:
-    """Tr A_i B_j, (*batch, N, N)."""
-    radial = [spread.slope * spread.field.square().sum(-1) for spread in (first, second)]
-    both = outer(first.tau, first.field.shape[-1] * second.tau + radial[1]) + outer(radial[0], second.tau)
-    return both + outer(first.slope, second.slope) * (first.field @ second.field.mT).square()
+def _of_rows(spread: Spread, graph: Graph | None, side: int) -> Spread:
+    """The spreads of i (side 0) or j (side 1) of all pairs, for the rows of their matrices."""
+    vectors = at_pairs(spread.field.mT, None if graph is None else graph.of_components())[side].movedim(-3, -1)
+    return Spread(vectors[..., None, :], *(at_pairs(x, graph)[side][..., None] for x in spread[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -22,21 +22,28 @@ SHORT = 4096
 class Graph(Declared):
     """The bonds between sites, each once, as an operator on numbers of sites and of bonds.
 
-    Numbers of a bond's two directions are (*lead, 2, E): the first is of what site i of a pair (i, j) has or gets.
+    Numbers of a bond's two directions are (*lead, 2, E), or (*lead, 1, E) where they are equal: the first is of what
+    site i of a pair (i, j) has or gets, J_ij among them. Both directions of a loop are the same.
 
     Args:
         ends: i and j of each bond, (*#batch, 2, E).
         num_sites: N.
         loops: whether a bond may join a site to itself.
         value_ndim: the number of axes of the value of one bond: 0, or 2 for a matrix.
+        directed: whether J_ij and J_ji are kept of each bond, (*batch, 2, E), and not J_ij = J_ji^T once, (*batch, E).
     """
 
-    def __init__(self, ends: Int[Tensor, "*batch 2 E"], num_sites: int, loops: bool, value_ndim: int = 0) -> None:
+    def __init__(
+        self, ends: Int[Tensor, "*batch 2 E"], num_sites: int, loops: bool, value_ndim: int = 0, directed: bool = False
+    ) -> None:
         self.ends = ends
         self.num_sites = num_sites
         self.loops = loops
         self.value_ndim = value_ndim
-        self._rows: _Rows | None = None
+        self.directed = directed
+        #: The number of axes of the values of all bonds of a sample.
+        self.value_axes = 1 + directed + value_ndim
+        self._rows = _Rows()
 
     @property
     def num_bonds(self) -> int:
@@ -63,37 +70,48 @@ class Graph(Declared):
         y = y.expand(*_common(y.shape[:-1], flat.shape[:-1]), -1)
         return y.new_zeros(*y.shape[:-1], self.num_sites).scatter_add(-1, flat.expand(y.shape), y)
 
+    def both(self, values: Tensor, *, block: bool = False) -> Tensor:
+        """J_ij and J_ji of each bond, numbers (*#batch, 2, E) or matrices (*#batch, 2, E, D, D), from the values."""
+        if self.directed or not block:
+            return values if self.directed else values[..., None, :]
+        both = torch.stack([values, values.mT], -4)
+        # Of the matrix of a loop the symmetric part counts.
+        own = _along(self.own()[..., None, :], 2)
+        return torch.where(own, both.mean(-4, keepdim=True), both) if self.loops else both
+
+    def once(self, both: Tensor, *, block: bool = False) -> Tensor:
+        """Numbers of both directions, half of them for loops: a sum over directions counts these once."""
+        return torch.where(_along(self.own()[..., None, :], 2 * block), both / 2, both) if self.loops else both
+
     def product(self, values: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False) -> Tensor:
-        """sum_j J_ij m_j, (*batch, N, D), for numbers (*#batch, E) or matrices (*#batch, E, D, D) of bonds."""
-        if not block and (by_rows := self._by_rows(values, m)) is not None:
+        """sum_j J_ij m_j, (*batch, N, D), for values that are numbers or matrices."""
+        return self.pair_product(self.both(values, block=block), m, block=block)
+
+    def pair_product(self, both: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False) -> Tensor:
+        """sum_j J_ij m_j, (*batch, N, D), for numbers (*#batch, 2, E) or matrices (*#batch, 2, E, D, D)."""
+        if not block and (by_rows := self._by_rows(both, m)) is not None:
             return by_rows
-        if self.loops:
-            # Both directions of a loop are the same.
-            own = self.own()
-            values = torch.where(own[..., None, None] if block else own, values / 2, values)
-        vectors = self._of_components()
-        here, there = vectors.at_ends(m.mT).unbind(-2)
+        both, vectors = self.once(both, block=block), self.of_components()
+        there = vectors.at_ends(m.mT).flip(-2)
         if block:
-            got = [(j @ x.mT[..., None])[..., 0].mT for j, x in ((values, there), (values.mT, here))]
+            got = (both @ there.movedim(-3, -1)[..., None])[..., 0].movedim(-1, -3)
         else:
-            got = [values[..., None, :] * x for x in (there, here)]
-        return vectors.sums(torch.stack(got, -2)).mT
+            got = both[..., None, :, :] * there
+        return vectors.sums(got).mT
 
     def dense(self, values: Tensor, value_ndim: int = 0) -> Tensor:
         """The matrix of values of bonds, (*batch, N, N) or (*batch, N, N, D, D)."""
-        n, (lead, of_one) = self.num_sites, _axes(self.ends, values, value_ndim)
-        if self.loops:
-            # Both directions of a loop are one entry.
-            values = torch.where(_along(self.own(), of_one), values / 2, values)
-        (i, j), axis = self.ends.unbind(-2), -1 - len(of_one)
-        numbers = torch.cat([values, values.mT if of_one else values], axis).expand(*lead, -1, *of_one)
-        places = _along(torch.cat([i * n + j, j * n + i], -1), of_one).expand(numbers.shape)
-        flat = numbers.new_zeros(*lead, n * n, *of_one).scatter_add(axis, places, numbers)
+        n, block, axis = self.num_sites, value_ndim > 0, -1 - value_ndim
+        both = self.once(self.both(values, block=block), block=block)
+        lead, (i, j) = _common(self.ends.shape[:-2], both.shape[: axis - 1]), self.ends.unbind(-2)
+        numbers = both.expand(*lead, 2, *both.shape[axis:]).flatten(axis - 1, axis)
+        places = _along(torch.cat([i * n + j, j * n + i], -1), value_ndim).expand(numbers.shape)
+        flat = numbers.new_zeros(*lead, n * n, *both.shape[both.ndim - value_ndim :]).scatter_add(axis, places, numbers)
         return flat.unflatten(axis, (n, n))  # type: ignore[no-any-return, no-untyped-call]
 
     def overlap(self, x: Tensor) -> Tensor:
         """x_i . x_j of the two ends of each bond, (*batch, N, D) -> (*batch, E)."""
-        here, there = self._of_components().at_ends(x.mT).unbind(-2)
+        here, there = self.of_components().at_ends(x.mT).unbind(-2)
         return (here * there).sum(-2)
 
     def without_loops(self, values: Tensor) -> Tensor:
@@ -101,25 +119,24 @@ class Graph(Declared):
         return values.masked_fill(self.own(), 0.0) if self.loops else values
 
     def sums_of(self, values: Tensor) -> Tensor:
-        """sum_j J_ij of numbers of bonds, (*#batch, E) -> (*#batch, N)."""
-        return self.product(values, values.new_ones(*values.shape[:-1], self.num_sites, 1))[..., 0]
+        """sum_j J_ij of values that are numbers, (*#batch, N)."""
+        both = self.both(values)
+        return self.pair_product(both, both.new_ones(*both.shape[:-2], self.num_sites, 1))[..., 0]
 
-    def _by_rows(self, values: Tensor, m: Tensor) -> Tensor | None:
+    def _by_rows(self, both: Tensor, m: Tensor) -> Tensor | None:
         """The product by `_Rows`; None where it may be differentiated, or is too short to pay."""
-        pays = values.is_cuda or (values.is_cpu and torch._C.has_mkl)
-        if not pays or values.numel() < SHORT or not unobserved() or is_differentiated(values, m):
+        pays = both.is_cuda or (both.is_cpu and torch._C.has_mkl)
+        if not pays or both.numel() < SHORT or not unobserved() or is_differentiated(both, m):
             return None
-        batch = _common(values.shape[:-1], self.ends.shape[:-2])
+        batch = _common(both.shape[:-2], self.ends.shape[:-2])
         if batch and batch != m.shape[:-2]:
             return None
-        if self._rows is None or self._rows.batch != batch or not _same(self._rows.source, self.ends):
-            self._rows = _Rows(self.ends, self.num_sites, batch)
-        matrix = self._rows.matrix(values, self.own() if self.loops else None)
+        matrix = self._rows.matrix(self, both, batch)
         if batch:
             return (matrix @ m.flatten(0, -2)).reshape(m.shape)
         return (matrix @ m.movedim(-2, 0).flatten(1)).reshape(-1, *m.shape[:-2], m.shape[-1]).movedim(0, -2)
 
-    def _of_components(self) -> Graph:
+    def of_components(self) -> Graph:
         """The graph of (*batch, D, N), the numbers of all components."""
         return self if self.ends.ndim == 2 else Graph(self.ends[..., None, :, :], self.num_sites, self.loops)
 
@@ -131,47 +148,65 @@ class _Rows:
     """The matrix of a graph by rows, all samples in one, for products without derivatives.
 
     It takes a fifth of the time of gathering and scattering, and is made once for all copies of a graph and, in turn,
-    for all products with the same values. It is no tensor that a problem declares.
+    for all products with the same numbers. It is no tensor that a problem declares.
     """
 
-    def __init__(self, ends: Tensor, num_sites: int, batch: torch.Size) -> None:
-        self.source, self.batch = (ends.detach(), ends._version), batch
-        self.sites, count = batch.numel() * num_sites, ends.shape[-1]
-        kind = torch.int32 if max(self.sites, 2 * batch.numel() * count) < 2**31 else torch.int64
-        first = torch.arange(0, self.sites, num_sites, dtype=kind, device=ends.device)[:, None, None]
-        ends = ends.to(kind).expand(*batch, 2, -1).reshape(-1, 2, count) + first
-        rows, order = ends.flatten().sort(stable=True)
-        self.columns = ends.flip(-2).flatten()[order]
-        # The bond of each entry: those of sample b are (b, 0, bond) and (b, 1, bond).
-        self.bonds = order // (2 * count) * count + order % count
-        self.begins = torch.searchsorted(rows, torch.arange(self.sites + 1, dtype=kind, device=ends.device)).to(kind)
-        self.known: tuple[tuple[Tensor, int], Tensor] | None = None
+    def __init__(self) -> None:
+        #: The bonds and the batch that were sorted, and the layout of their matrix.
+        self.layout: tuple[_Seen, torch.Size, tuple[Tensor, ...]] | None = None
+        #: The numbers of the last product, and their matrix.
+        self.last: tuple[_Seen, torch.Size, Tensor] | None = None
 
-    def matrix(self, values: Tensor, loops: Tensor | None) -> Tensor:
-        """The matrix of numbers of bonds, (B N, B N), in which those of `loops` come twice."""
-        if self.known is None or not _same(self.known[0], values):
-            halves = values if loops is None else torch.where(loops, values / 2, values)
-            numbers = halves.expand(*self.batch, -1).flatten()[self.bonds]
+    def matrix(self, graph: Graph, both: Tensor, batch: torch.Size) -> Tensor:
+        """The matrix of numbers of bonds, (B N, B N)."""
+        layout, last = self.layout, self.last
+        if layout is None or layout[1] != batch or not _same(layout[0], graph.ends):
+            layout, last = (_seen(graph.ends), batch, _by_row(graph, batch)), None
+        if last is None or last[1] != batch or not _same(last[0], both):
+            begins, columns, order = layout[2]
+            numbers = graph.once(both).expand(*batch, 2, -1).flatten()[order]
             with warnings.catch_warnings():
                 # Torch calls the layout new.
                 warnings.simplefilter("ignore")
-                matrix = torch.sparse_csr_tensor(self.begins, self.columns, numbers, (self.sites, self.sites))
-            self.known = (values.detach(), values._version), matrix
-        return self.known[1]
+                size = (batch.numel() * graph.num_sites,) * 2
+                last = _seen(both), batch, torch.sparse_csr_tensor(begins, columns, numbers, size)
+        self.layout, self.last = layout, last
+        return last[2]
 
 
-def _same(known: tuple[Tensor, int], tensor: Tensor) -> bool:
-    """Whether a tensor holds the very numbers of one that was seen at a version."""
-    old, version = known
-    same = (old.shape, old.stride(), version) == (tensor.shape, tensor.stride(), tensor._version)
-    return same and old.data_ptr() == tensor.data_ptr() and old.dtype == tensor.dtype
+def _by_row(graph: Graph, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows of the matrix of all samples begin, the columns, and where among both numbers each entry is."""
+    sites, count = batch.numel() * graph.num_sites, graph.num_bonds
+    kind = torch.int32 if max(sites, 2 * batch.numel() * count) < 2**31 else torch.int64
+    first = torch.arange(0, sites, graph.num_sites, dtype=kind, device=graph.ends.device)[:, None, None]
+    ends = graph.ends.to(kind).expand(*batch, 2, -1).reshape(-1, 2, count) + first
+    rows, order = ends.flatten().sort(stable=True)
+    begins = torch.searchsorted(rows, torch.arange(sites + 1, dtype=kind, device=rows.device)).to(kind)
+    return begins, ends.flip(-2).flatten()[order], order
+
+
+#: A tensor, and its version when it was read; None for tensors of inference mode, which have none.
+_Seen: TypeAlias = "tuple[Tensor, int | None]"
+
+
+def _seen(tensor: Tensor) -> _Seen:
+    return tensor.detach(), None if tensor.is_inference() else tensor._version
+
+
+def _same(seen: _Seen, tensor: Tensor) -> bool:
+    """Whether a tensor certainly holds the very numbers that were seen."""
+    old, version = _seen(tensor)
+    known, before = seen
+    same = version is not None and (version, old.shape, old.stride()) == (before, known.shape, known.stride())
+    return same and old.dtype == known.dtype and old.data_ptr() == known.data_ptr()
 
 
 class Bonds(Declared):
     """Couplings of the pairs of sites that a graph joins: memory and time are linear in the number of bonds.
 
     The numbers are those of the symmetric matrix J_ij = J_ji, each pair given once; where they are D x D matrices
-    J_ji = J_ij^T. A pair (i, i) is the diagonal J_ii.
+    J_ji = J_ij^T. A pair (i, i) is the diagonal J_ii. With directed=True the value of a pair (i, j) is J_ij alone, by
+    which spin i reads spin j, and J_ji is that of the pair (j, i), 0 where there is none: couplings of dynamics.
 
     Args:
         pairs: the sites i and j of each bond, integers in [0, N), (E, 2), or (*batch, E, 2) for graphs of their own:
@@ -180,14 +215,21 @@ class Bonds(Declared):
         values: J of each bond, (*batch, E), or (*batch, E, D, D) for vectors. (Where E = D, values with one axis more
             than the pairs are matrices.)
         num_sites: N.
+        directed: whether J_ij and J_ji are two numbers, of the pairs (i, j) and (j, i).
+
+    Attributes:
+        pairs: of sites that are coupled, each once, (*#batch, E, 2); i <= j where directed.
+        values: J of each bond as above, with repeated pairs summed; where directed (*batch, 2, E) or (*batch, 2, E, D,
+            D): index 0 is J_ij of the pair (i, j), and index 1 J_ji. A loop has J_ii in both places.
 
     Raises:
-        TypeError, ValueError: pairs that are no integers, out of range, or given in both directions; other shapes.
+        TypeError, ValueError: pairs that are no integers, out of range, or, unless directed, given in both directions;
+            other shapes.
 
     Gradients: with respect to values.
 
-    Methods on a graph: `MeanField`, `TAP(order=2)` and `Bethe`, and for the `magnetization` of synchronous dynamics
-    `KineticPlefka(order=1)` and `GaussianClosure`. Not for other methods, samplers, `stability` and `drive`, nor where
+    Methods on a graph: `MeanField`, `TAP(order=2)` and `Bethe`, and for synchronous dynamics, directed or not,
+    `KineticPlefka` and `GaussianClosure`, also in `drive`. Not for other methods, samplers and `stability`, nor where
     most pairs are coupled: `dense()` gives the same couplings as a tensor.
 
     Examples:
@@ -197,9 +239,15 @@ class Bonds(Declared):
         >>> ring = Bonds(torch.stack([sites, sites.roll(-1)], -1), torch.full((10_000,), 0.3), 10_000)
         >>> magnetization(SpinSystem(ring, torch.full((10_000, 1), 0.1)), Bethe())[:2, 0].round(decimals=3)
         tensor([0.1800, 0.1800])
+        >>> Bonds(torch.tensor([[0, 1], [1, 0], [2, 1]]), torch.tensor([0.4, 0.2, 0.3]), 3, directed=True).values
+        tensor([[0.4000, 0.0000],
+                [0.2000, 0.3000]])
     """
 
-    def __init__(self, pairs: Int[Tensor, "*batch E 2"], values: Float[Tensor, "*batch E"], num_sites: int) -> None:
+    def __init__(
+        self, pairs: Int[Tensor, "... E 2"], values: Float[Tensor, "... E"], num_sites: int, *, directed: bool = False
+    ) -> None:
+        _validate.check_flag("directed", directed)
         num_sites = _validate.check_integer("num_sites", num_sites, low=1)
         _validate.check_float_tensor("values", values, min_ndim=1)
         remedy = "pass torch.as_tensor(pairs)"
@@ -215,29 +263,34 @@ class Bonds(Declared):
             _validate.refuse("pairs", f"be in [0, {num_sites - 1}]", int(beyond[0]), "sites are counted from 0")
         ends, shape, count = pairs.long().mT.contiguous(), values.shape, pairs.shape[-2]
         matrices = len(shape) > 2 and shape[-3] == count and shape[-1] == shape[-2]
-        matrices = matrices and (shape[-1] != count or values.ndim == ends.ndim + 1)
-        if not matrices and shape[-1] != count:
+        value_ndim = 2 if matrices and (shape[-1] != count or values.ndim == ends.ndim + 1) else 0
+        if not value_ndim and shape[-1] != count:
             required = f"have the shape (*batch, E) or (*batch, E, D, D) with E = {count}, the number of pairs"
             _validate.refuse("values", required, f"shape {tuple(shape)}")
-        lead = shape[: -3 if matrices else -1]
-        _validate.check_together("values", lead, ends.shape[:-2], "the leading axes of `pairs`")
-        self._keep(ends, values, num_sites, 2 if matrices else 0)
-
-    def _keep(self, ends: Tensor, values: Tensor, num_sites: int, value_ndim: int) -> None:
-        ends, self.values = _merged(ends, values, num_sites, value_ndim)
-        loops = bool((ends[..., 0, :] == ends[..., 1, :]).any())
-        self.graph = Graph(ends, num_sites, loops, value_ndim)
+        _validate.check_together("values", shape[: -1 - value_ndim], ends.shape[:-2], "the leading axes of `pairs`")
+        if directed:
+            i, j = ends.unbind(-2)
+            # J_ij and J_ji are behind the number of the bond, as its value: (*batch, E, 2) or (*batch, E, 2, D, D).
+            both = [values.masked_fill(_along(other, value_ndim), 0.0) for other in (i > j, i < j)]
+            ends, values = ends.sort(-2).values, torch.stack(both, -1 - value_ndim)
+        ends, values = _merged(ends, values, num_sites, value_ndim + directed)
+        self.values = values.movedim(-1 - value_ndim, -2 - value_ndim).contiguous() if directed else values
+        self.graph = Graph(ends, num_sites, bool((ends[..., 0, :] == ends[..., 1, :]).any()), value_ndim, directed)
 
     @classmethod
-    def of(cls, couplings: Any, *, weight: str = "weight", dtype: torch.dtype | None = None) -> Self:
-        """The bonds of a symmetric matrix, dense or sparse, or of a graph.
+    def of(
+        cls, couplings: Any, *, weight: str = "weight", dtype: torch.dtype | None = None, directed: bool = False
+    ) -> Self:
+        """The bonds of a matrix, symmetric or not, dense or sparse, or of a graph.
 
         Args:
             couplings: a tensor (N, N), dense or sparse, or (*batch, N, N), dense, whose samples share the pairs that
-                are coupled in any; a sparse matrix or array of SciPy; an undirected graph of networkx, whose nodes are
-                numbered in their order.
+                are coupled in any; a sparse matrix or array of SciPy; a graph of networkx, whose nodes are numbered in
+                their order.
             weight: the attribute of edges in which a graph keeps J; edges without it have 1.
             dtype: of the values from SciPy and networkx; None is torch's default.
+            directed: as in the class; the edge from i to j of a directed graph is J_ij, by which i reads j. Without it
+                couplings have to be symmetric.
 
         Raises:
             TypeError, ValueError: another object, or couplings that are not symmetric.
@@ -248,9 +301,11 @@ class Bonds(Declared):
             >>> Bonds.of(torch.tensor([[0.0, 0.5], [0.5, 0.0]]).to_sparse())
             Bonds(N = 2, E = 1)
         """
+        _validate.check_flag("directed", directed)
         if hasattr(couplings, "is_directed"):
-            required, remedy = "be undirected", "pass graph.to_undirected()"
-            _validate.require(not couplings.is_directed(), "couplings", required, "a directed graph", remedy)
+            required, remedy = "be undirected", "pass graph.to_undirected(), or directed=True"
+            fits = directed or not couplings.is_directed()
+            _validate.require(fits, "couplings", required, "a directed graph", remedy)
             _validate.require(len(couplings) > 0, "couplings", "have at least one site", "an empty graph")
             import networkx
 
@@ -264,32 +319,28 @@ class Bonds(Declared):
             couplings = torch.sparse_coo_tensor(places, numbers, found.shape, check_invariants=True)
         remedy = "pass a tensor, a sparse matrix of SciPy or a graph of networkx"
         _validate.check_instance("couplings", couplings, Tensor, "be a matrix or a graph", remedy)
-        symmetrise = "pass (J + J^T) / 2"
         square = couplings.ndim >= 2 and couplings.shape[-1] == couplings.shape[-2]
         received = f"shape {tuple(couplings.shape)}"
         _validate.require(square, "couplings", "have shape (N, N) or, dense, (*batch, N, N)", received)
-        kind, remedy = couplings.dtype, "convert it with couplings.float()"
-        required = "have a floating-point dtype"
+        kind, required, remedy = couplings.dtype, "have a floating-point dtype", "convert it with couplings.float()"
         _validate.require(kind.is_floating_point, "couplings", required, kind, remedy, TypeError)
         if couplings.layout == torch.strided:
-            anywhere = (couplings != 0).flatten(0, -3).any(0) if couplings.ndim > 2 else couplings != 0
-            i, j = (anywhere | anywhere.mT).triu().nonzero().unbind(-1)
-            upper, lower = couplings[..., i, j], couplings[..., j, i]
+            pairs = ((couplings != 0).flatten(0, -3).any(0) if couplings.ndim > 2 else couplings != 0).nonzero()
+            numbers = couplings[..., pairs[:, 0], pairs[:, 1]]
         else:
             required, remedy = "have two axes where it is sparse", "use Bonds(pairs, values, num_sites)"
             _validate.require(couplings.ndim == 2, "couplings", required, received, remedy)
             whole = couplings.to_sparse_coo().coalesce()
-            twin = whole.mT.coalesce()
-            if not torch.equal(whole.indices(), twin.indices()):
-                _validate.refuse("couplings", "be symmetric", "other pairs than in its transpose", symmetrise)
-            above = whole.indices()[0] <= whole.indices()[1]
-            i, j = whole.indices()[:, above]
-            upper, lower = whole.values()[above], twin.values()[above]
-        apart, size = ((x.detach().abs().nan_to_num().amax() if upper.numel() else 0.0) for x in (upper - lower, upper))
-        if apart > 64 * torch.finfo(upper.dtype).eps * size:
-            _validate.refuse("couplings", "be symmetric", f"a difference of {float(apart):.1e}", symmetrise)
-        bonds = cls.__new__(cls)
-        bonds._keep(torch.stack([i, j]), (upper + lower) / 2, couplings.shape[-1], 0)
+            pairs, numbers = whole.indices().mT, whole.values()
+        bonds = cls(pairs, numbers, couplings.shape[-1], directed=True)
+        if not directed:
+            upper, lower = bonds.values.unbind(-2)
+            apart, size = ((x.detach().abs().nan_to_num().amax() if x.numel() else 0.0) for x in (upper - lower, upper))
+            if apart > 64 * torch.finfo(upper.dtype).eps * size:
+                remedy = "pass (J + J^T) / 2, or, for dynamics of asymmetric couplings, Bonds.of(..., directed=True)"
+                _validate.refuse("couplings", "be symmetric", f"a difference of {float(apart):.1e}", remedy)
+            bonds = bonds.both_orders()
+            bonds.values = bonds.values / 2
         return bonds
 
     @property
@@ -305,20 +356,17 @@ class Bonds(Declared):
         """J as a tensor, (*batch, N, N) or (*batch, N, N, D, D)."""
         return self.graph.dense(self.values, self.graph.value_ndim)
 
-    def scaled(self, factor: float) -> Self:
-        """The same bonds with other values."""
-        clone = copy.copy(self)
-        clone.values = factor * self.values
+    def both_orders(self) -> Self:
+        """The bonds of J + J^T, which have no directions."""
+        clone, matrices = copy.copy(self), self.graph.value_ndim
+        both = self.graph.both(self.values, block=matrices > 0)
+        here, there = (both.select(-2 - matrices, place) for place in (0, -1))
+        clone.values = here + (there.mT if matrices else there)
+        clone.graph = Graph(self.graph.ends, self.num_sites, self.graph.loops, matrices)
         return clone
 
     def __repr__(self) -> str:
-        return f"Bonds(N = {self.num_sites}, E = {self.graph.num_bonds})"
-
-
-def _axes(ends: Tensor, values: Tensor, value_ndim: int) -> tuple[torch.Size, torch.Size]:
-    """The axes that number samples, and those of the value of one bond."""
-    own = values.ndim - value_ndim
-    return _common(ends.shape[:-2], values.shape[: own - 1]), values.shape[own:]
+        return f"Bonds(N = {self.num_sites}, E = {self.graph.num_bonds}{', directed' if self.graph.directed else ''})"
 
 
 def _common(*shapes: torch.Size) -> torch.Size:
@@ -326,9 +374,9 @@ def _common(*shapes: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _along(numbers: Tensor, of_one: torch.Size) -> Tensor:
+def _along(numbers: Tensor, value_ndim: int) -> Tensor:
     """Numbers of bonds, (*batch, E), with axes for the value of one."""
-    return numbers.reshape(*numbers.shape, *(1,) * len(of_one))
+    return numbers.reshape(*numbers.shape, *(1,) * value_ndim)
 
 
 def _merged(ends: Tensor, values: Tensor, num_sites: int, value_ndim: int) -> tuple[Tensor, Tensor]:
@@ -341,13 +389,14 @@ def _merged(ends: Tensor, values: Tensor, num_sites: int, value_ndim: int) -> tu
     both = again & (turned[..., 1:] != turned[..., :-1])
     if bool(both.any()):
         i, j = divmod(int(key[..., 1:][both][0]), num_sites)
-        remedy = "list every bond once, or pass the symmetric matrix to Bonds.of"
+        remedy = "list every bond once, pass the symmetric matrix to Bonds.of, or use directed=True for J_ij and J_ji"
         _validate.refuse("pairs", "give a bond in one direction", f"({i}, {j}) and ({j}, {i})", remedy)
     # The number of each bond among those that differ.
     number = torch.nn.functional.pad((~again).cumsum(-1), (1, 0))
     number = torch.empty_like(number).scatter(-1, order, number)
-    count, (lead, of_one) = int(number.max()) + 1, _axes(ends, values, value_ndim)
-    places = _along(number, of_one).expand(*lead, -1, *of_one)
-    summed = values.new_zeros(*lead, count, *of_one).scatter_add(-1 - len(of_one), places, values.expand(places.shape))
+    count, of_one = int(number.max()) + 1, values.shape[values.ndim - value_ndim :]
+    lead = _common(ends.shape[:-2], values.shape[: -1 - value_ndim])
+    places = _along(number, value_ndim).expand(*lead, -1, *of_one)
+    summed = values.new_zeros(*lead, count, *of_one).scatter_add(-1 - value_ndim, places, values.expand(places.shape))
     first = ends.new_zeros(*ends.shape[:-1], count)
     return first.scatter(-1, number[..., None, :].expand(ends.shape), ends), summed

@@ -128,7 +128,7 @@ def drive(
             `KineticPlefka(order=2)`, a step of which solves an equation.
 
     Gradients: of all but `relaxation_time` with respect to fields, couplings, beta and initial, to any order, through
-    all steps. What is kept for them grows with T N^2.
+    all steps. What is kept for them grows with T N^2, on bonds with T E.
 
     Reference: Hatano and Sasa (2001), Esposito and Van den Broeck (2010), here for steps in discrete time.
 
@@ -149,7 +149,8 @@ def drive(
     system: SpinSystem = SpinSystem(couplings, fields, beta, radius=radius, mask=mask)
     system = validated(system, method, None, "none", on_failure, kind=DynamicalMethod)
     method.check_step()
-    system.check_dense("be a tensor for entropy production", "use {}(...).dense()")
+    if system.graph is None:
+        system.check_dense("be a tensor for entropy production", "use {}(...).dense()")
     sound, lost = without_nonfinite(system)
     each = _each_step(sound)
     start, unusable = _start(method, each[0], initial)
@@ -181,8 +182,10 @@ def _each_step(system: SpinSystem) -> list[SpinSystem]:
 
     columns = parts(system.field, 2), parts(system.couplings, system.pair_axes), parts(system.beta, 0)
     systems = [system.at(*numbers) for numbers in zip(*columns, strict=True)]
-    for now, mask in zip(systems, parts(system.mask, 1), strict=True):
-        now.mask = mask
+    graph = system.graph
+    places = parts(system.mask, 1), parts(None if graph is None else graph.ends, 2)
+    for now, mask, ends in zip(systems, *places, strict=True):
+        now.mask, now.graph = mask, None if graph is None else graph.replace(ends)
     return systems
 
 
@@ -245,7 +248,7 @@ def _mean_log_partition(method: DynamicalMethod, system: SpinSystem, law: _Law) 
 
 def _fluctuation(system: SpinSystem, at_i: Spread, at_j: Spread) -> Tensor:
     """(beta^2/2) sum_ij Tr J_ij^T A_i J_ij B_j, (T, *batch)."""
-    return system.beta_over(0) * sum_pairs(system, system.live_couplings * linear_response(system, at_i, at_j)) / 2
+    return system.beta_over(0) * sum_pairs(system, system.live_pairs * linear_response(system, at_i, at_j)) / 2
 
 
 def _with_stationary(
@@ -264,11 +267,11 @@ def _with_stationary(
     f = system.live_field + system.coupled(m)
     covariance = method.spreads(system, m, m)[1]
     alone = method.response.magnetization(f, beta, system.radius)
-    twin = mirrored(system.live_couplings, block=system.block)
+    twin = mirrored(system.live_pairs, block=system.block, graph=system.graph)
 
     def log_probability(law: _Law) -> Tensor:
         """<log pi> but for a constant: pi(s') = <P(s'|s)>, to second order in the fluctuations of the past field."""
-        moved = couple(twin, law.magnetization - alone, block=system.block)
+        moved = couple(twin, law.magnetization - alone, block=system.block, graph=system.graph)
         shifted = beta * (moved * stretched(moved, *covariance)).sum((-1, -2)) / 2
         own = (law.magnetization * f).sum((-1, -2))
         return beta * (own + shifted) + _fluctuation(system, law.covariance, covariance)

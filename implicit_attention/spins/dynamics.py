@@ -27,7 +27,8 @@ class StationaryState:
 
     Attributes:
         magnetization: m_i = <s_i>, (*batch, N, D).
-        delayed_correlations: D_ij = <s_i(t + 1) . s_j(t)> - m_i . m_j, (*batch, N, N).
+        delayed_correlations: D_ij = <s_i(t + 1) . s_j(t)> - m_i . m_j, (*batch, N, N); on bonds, symmetric or
+            directed, (*batch, 2, E): index 0 is D_ij and index 1 D_ji of the pair (i, j) of `Bonds.pairs`.
         entropy_production: sigma per step, (*batch), in units of Boltzmann's constant. Zero if J_ij = J_ji^T, else
             positive in truth; an approximation need not be.
         report: of the solve behind it.
@@ -51,7 +52,8 @@ class StationaryState:
 
 
 class Moments(NamedTuple):
-    """m, (*batch, N, D), and D, (*batch, N, N); for matrices as couplings <s_i(t + 1) s_j(t)^T> - m_i m_j^T instead."""
+    """m, (*batch, N, D), and D, (*batch, N, N) or, on bonds, (*batch, 2, E); for matrices as couplings
+    <s_i(t + 1) s_j(t)^T> - m_i m_j^T instead."""
 
     magnetization: Tensor
     delayed: Tensor
@@ -176,7 +178,7 @@ def stationary_state(
     for a number per pair beta sum_ij (J_ij - J_ji) D_ij: log Z_1 and the field drop out.
 
     Args:
-        system: the spins, with couplings of any kind.
+        system: the spins, with couplings of any kind but a `LowRank`.
         method: `GaussianClosure()` or `KineticPlefka()`.
         initial: magnetizations that the solve starts from, (*batch, N, D), to choose one of several states. None is the
             answer to the bare field.

@@ -13,11 +13,12 @@ from .._torch import LinearMap, jvp_by_vjp, vjp
 from ..linear import _matrices
 from ..problem import Problem
 from ..solution import Remedies, Status
-from ._site import SpinSite, Spread, linear_response
+from ._site import SpinSite, Spread, at_pairs, inner, linear_response
 from .approximation import field_unit, require_numbers
+from .bonds import Graph
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem, contracts
-from .system import SpinSystem
+from .system import SpinSystem, couple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,10 @@ class KineticPlefka(DynamicalMethod):
     @property
     def by_products(self) -> bool:
         return self.order == 1
+
+    @property
+    def by_bonds(self) -> bool:
+        return True
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -134,10 +139,10 @@ class PlefkaProblem(StepProblem):
         past = SpinSite(self.response, before, self.system)
         site = past if z is before else SpinSite(self.response, z, self.system)
         local = self.system.live_field + self.system.coupled(past.mean)
-        along, trace = _second_moments(self.system.live_couplings, past, z)
+        along, trace = _second_moments(self.system.live_pairs, past, z, self.system.graph)
         if self.system.known_couplings is not None and self.system.known_state is not None:
             known = SpinSite(self.response, self.system.known_state, self.system)
-            more_along, more_trace = _second_moments(self.system.known_couplings, known, z)
+            more_along, more_trace = _second_moments(self.system.known_couplings, known, z, None)
             along, trace = along + more_along, trace + more_trace
         return local + site.onsager(along, trace)
 
@@ -155,9 +160,10 @@ class PlefkaProblem(StepProblem):
         return lambda v: (inverse @ moved(v)[..., None])[..., 0]
 
 
-def _second_moments(couplings: Tensor, past: SpinSite, theta: Tensor) -> tuple[Tensor, Tensor]:
+def _second_moments(couplings: Tensor, past: SpinSite, theta: Tensor, graph: Graph | None) -> tuple[Tensor, Tensor]:
     """M theta, (*batch, N, D), and tr M, (*batch, N), of the second moments of the field that past sites make."""
     weights, before = couplings.square(), past.field
-    along = (weights @ past.tau[..., None]) * theta
-    along = along + (weights * past.slope[..., None, :] * (theta @ before.mT)) @ before
-    return along, (weights @ past.trace[..., None])[..., 0]
+    seen = weights * at_pairs(past.slope, graph)[1] * inner(theta, before, graph)
+    along = couple(weights, past.tau[..., None], block=False, graph=graph) * theta
+    along = along + couple(seen, before, block=False, graph=graph)
+    return along, couple(weights, past.trace[..., None], block=False, graph=graph)[..., 0]

@@ -29,13 +29,12 @@ class MeanFieldProblem(SampleProblem):
         self.field = system.live_field
         self.low_rank = system.low_rank
         self.graph = system.graph
-        self.couplings = system.live_factors if self.low_rank else system.live_numbers
+        self.couplings = system.live_factors if self.low_rank else system.live_pairs
         self.beta = system.beta_over(0)
         self.response = response
         self.radius = system.radius
         self.block = system.block
-        axes = (4 if system.block else 2) - (self.graph is not None)
-        self.own_axes = {"field": 2, "couplings": axes, "beta": 0}
+        self.own_axes = {"field": 2, "couplings": 4 if system.block else 2, "beta": 0}
 
     def local_field(self, m: Tensor) -> Tensor:
         """h + J m."""
@@ -45,9 +44,7 @@ class MeanFieldProblem(SampleProblem):
         """J m."""
         if self.low_rank:
             return low_rank.product(self.couplings, m)
-        if self.graph is not None:
-            return self.graph.product(self.couplings, m, block=self.block)
-        return couple(self.couplings, m, block=self.block)
+        return couple(self.couplings, m, block=self.block, graph=self.graph)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.response.answer(self.local_field(z), self.beta, self.radius)
@@ -61,9 +58,10 @@ class MeanFieldProblem(SampleProblem):
 
         def transposed(u: Tensor) -> Tensor:
             inner = beta * stretched(u, f, tau, slope)
-            if self.low_rank or self.graph is not None:
+            if self.low_rank:
                 return self.coupled(inner)
-            return couple(mirrored(self.couplings, block=self.block), inner, block=self.block)
+            twin = mirrored(self.couplings, block=self.block, graph=self.graph)
+            return couple(twin, inner, block=self.block, graph=self.graph)
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 

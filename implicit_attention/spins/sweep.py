@@ -139,7 +139,7 @@ def sweep(
     for name, method in chosen.items():
         try:
             method.check(many)
-            if isinstance(method, DynamicalMethod):
+            if isinstance(method, DynamicalMethod) and many.graph is None:
                 many.check_dense("be a tensor for entropy production", "use {}(...).dense()")
         except ValueError as error:
             results.refused[name] = str(error)

@@ -159,9 +159,10 @@ class SpinSystem(Declared):
 
     @property
     def pair_axes(self) -> int:
-        """The number of axes of `couplings` that belong to one sample: 4 for matrices, else 2; on bonds one less."""
+        """The number of axes of `couplings` that belong to one sample: 4 for matrices, else 2; on bonds one less
+        unless they are directed."""
         if self.graph is not None:
-            return 1 + self.graph.value_ndim
+            return self.graph.value_axes
         return 4 if not self.low_rank and _is_block(self.couplings, self.field) else 2
 
     @property
@@ -191,14 +192,20 @@ class SpinSystem(Declared):
 
     @property
     def live_numbers(self) -> Tensor:
-        """`live_couplings`, or J of the bonds of the graph, zero where an end is no site; (*#batch, E) where D = 1."""
+        """`live_couplings`, or the values of bonds, zero where an end is no site; numbers where D = 1."""
         if self.graph is None:
             return self.live_couplings
-        values = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes > 1 else self.couplings
+        values = self.couplings[..., 0, 0] if self.dim == 1 and self.graph.value_ndim else self.couplings
         if self.mask is None:
             return values
-        absent = ~self.graph.at_ends(self.mask.expand(*self.mask.shape[:-1], self.num_sites)).all(-2)
+        ends = self.graph.at_ends(self.mask.expand(*self.mask.shape[:-1], self.num_sites))
+        absent = ~ends.all(-2, keepdim=self.graph.directed)
         return values.masked_fill(absent[..., None, None] if self.block else absent, 0.0)
+
+    @property
+    def live_pairs(self) -> Tensor:
+        """J_ij and J_ji of all pairs that are coupled: `live_couplings`, or, on bonds, `Graph.both` of their values."""
+        return self.live_couplings if self.graph is None else self.graph.both(self.live_numbers, block=self.block)
 
     def check_dense(self, requirement: str, remedy: str) -> None:
         """Raise unless couplings are known pair by pair in one tensor; the remedy is a text with {} for their class."""
@@ -227,16 +234,14 @@ class SpinSystem(Declared):
         """sum_j J_ij m_j, the field of the other sites."""
         if self.low_rank:
             return low_rank.product(self.live_factors, m)
-        if self.graph is not None:
-            return self.graph.product(self.live_numbers, m, block=self.block)
-        return couple(self.live_couplings, m, block=self.block)
+        return couple(self.live_pairs, m, block=self.block, graph=self.graph)
 
     def coupled_squares(self, v: Float[Tensor, "*batch N 1"]) -> Float[Tensor, "*batch N 1"]:
         """sum_j J_ij^2 v_j, for a number per pair."""
         if self.low_rank:
             return low_rank.product_of_squares(self.live_factors, v)
         if self.graph is not None:
-            return self.graph.product(self.live_numbers.square(), v)
+            return self.graph.pair_product(self.live_pairs.square(), v)
         # Rows by rows, whose squares stay in the processor's cache.
         return torch.cat([rows.square() @ v for rows in torch.split(self.live_couplings, TILE, -2)], -2)
 
@@ -268,31 +273,35 @@ class SpinSystem(Declared):
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
         """Return the samples in which J_ij differs from J_ji^T beyond rounding."""
-        if self.low_rank or self.graph is not None:
+        if self.low_rank or self.couplings.numel() == 0:
             return torch.zeros(self.batch, dtype=torch.bool, device=self.field.device)
         return (self._asymmetry() > 0).expand(self.batch)
 
     def check_symmetric(self, method: str, *, wait: bool = False) -> None:
-        """Raise unless J_ij = J_ji^T, where the host can look without waiting, or where it may wait."""
-        if self.low_rank or self.graph is not None:
+        """Raise unless J_ij = J_ji^T, where the host can look without waiting, or where it may wait.
+
+        Directed bonds are refused whatever their numbers are.
+        """
+        if self.low_rank or not (self.graph is None or self.graph.directed):
             return
         numbers = readable(self.couplings, wait=wait)
         plain = self.pair_axes == 2 and not is_batched(self.couplings)
         if numbers is not None and plain and _equal_to_mirror(numbers):
             # One pass where they were symmetrised.
             return
-        apart = None if numbers is None else readable(self._asymmetry(), wait=wait)
-        if apart is not None and bool((apart > 0).any()):
+        apart = None if numbers is None or self.graph is not None else readable(self._asymmetry(), wait=wait)
+        if self.graph is not None or (apart is not None and bool((apart > 0).any())):
             required = f"be symmetric (J_ij = J_ji^T) for {method}"
-            received = f"a difference of {float(apart.amax()):.1e}"
+            received = "directed Bonds" if apart is None else f"a difference of {float(apart.amax()):.1e}"
             others = listed(lambda kind: not kind.symmetric)
             remedy = f"symmetrise them, or use {others} for the dynamics of asymmetric couplings"
             raise ValueError(_validate.message("couplings", required, received, remedy))
 
     def _asymmetry(self) -> Tensor:
         """The largest |J_ij - J_ji^T| of every set of couplings; 0 where it is rounding, or no number."""
-        couplings, axes = self.live_couplings.detach(), (-4, -3, -2, -1) if self.block else (-2, -1)
-        apart = (couplings - mirrored(couplings, block=self.block)).abs().nan_to_num(0.0, 0.0).amax(axes)
+        couplings, axes = self.live_pairs.detach(), (-4, -3, -2, -1) if self.block else (-2, -1)
+        twin = mirrored(couplings, block=self.block, graph=self.graph)
+        apart = (couplings - twin).abs().nan_to_num(0.0, 0.0).amax(axes)
         rounding = 64 * torch.finfo(apart.dtype).eps * couplings.abs().nan_to_num().amax(axes)
         return torch.where(apart > rounding, apart, 0.0)
 
@@ -332,8 +341,10 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "mps" else tensor.double()
 
 
-def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:
-    """sum_j J_ij m_j, (*batch, N, D)."""
+def couple(couplings: Tensor, m: Tensor, *, block: bool, graph: Graph | None = None) -> Tensor:
+    """sum_j J_ij m_j, (*batch, N, D); of a graph couplings are those of both directions, `SpinSystem.live_pairs`."""
+    if graph is not None:
+        return graph.pair_product(couplings, m, block=block)
     if block:
         return einsum(couplings, m, "... i j a b, ... j b -> ... i a")
     if couplings.ndim == m.ndim:
@@ -342,8 +353,10 @@ def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:
     return einsum(couplings, m, "... i j, ... j d -> ... i d")
 
 
-def mirrored(couplings: Tensor, *, block: bool) -> Tensor:
-    """J_ji^T in the place of J_ij."""
+def mirrored(couplings: Tensor, *, block: bool, graph: Graph | None = None) -> Tensor:
+    """J_ji^T in the place of J_ij; of a graph couplings are those of both directions, `SpinSystem.live_pairs`."""
+    if graph is not None:
+        return couplings.flip(-4).mT if block else couplings.flip(-2)
     return (couplings.transpose(-4, -3) if block else couplings).mT
 
 
@@ -397,14 +410,14 @@ def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
         values, sites = couplings.values, couplings.num_sites
         _validate.check_same_kind([("field", field), ("couplings", values)])
         _validate.require(sites == n, "couplings", f"be between N = {n} sites, those of `field`", f"N = {sites}")
-        own = values.ndim - couplings.graph.value_ndim
-        lead, of_one = torch.Size(values.shape[: own - 1]), values.shape[own:]
+        graph = couplings.graph
+        lead, of_one = values.shape[: -graph.value_axes], values.shape[values.ndim - graph.value_ndim :]
         required = f"have a number or a ({d}, {d}) matrix for each bond"
         received, remedy = f"values of shape {tuple(values.shape)}", ""
         if of_one and d != of_one[0]:
             remedy = "for numbers of samples expand the pairs to (*batch, E, 2)"
         _validate.require(of_one in ((), (d, d)), "couplings", required, received, remedy)
-        for axes in (lead, couplings.graph.ends.shape[:-2]):
+        for axes in (lead, graph.ends.shape[:-2]):
             _validate.check_broadcast("couplings", axes, field.shape[:-2], "the leading axes of `field`")
         return values
     if isinstance(couplings, LowRank):
@@ -427,7 +440,7 @@ def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
 def _both_orders(couplings: Any, field: Tensor) -> Couplings:
     couplings = on_bonds(couplings)
     if isinstance(couplings, Bonds):
-        return couplings.scaled(2.0)
+        return couplings.both_orders()
     if isinstance(couplings, LowRank):
         return LowRank(math.sqrt(2.0) * couplings.factors)
     numbers = _checked_couplings(couplings, field)

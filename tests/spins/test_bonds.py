@@ -21,6 +21,7 @@ from implicit_attention.spins import (
     drive,
     free_energy,
     magnetization,
+    stationary_state,
     sweep,
     thermodynamics,
 )
@@ -29,9 +30,12 @@ from implicit_attention.testing.numerics import random
 METHODS = [MeanField(), MeanField(response=AmosResponse()), TAP(), TAP(response=AmosResponse()), Bethe()]
 METHODS += [KineticPlefka(), GaussianClosure()]
 EQUILIBRIUM = [method for method in METHODS if method.symmetric]
+DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), KineticPlefka(order=2, response=AmosResponse()), GaussianClosure()]
 #: A ring with a chord, a loop, and a site that nothing joins.
 PAIRS = torch.tensor([[0, 1], [2, 1], [2, 3], [3, 4], [4, 5], [5, 0], [2, 5], [4, 4]])
 SITES = 7
+#: Pairs that read each other, some in one direction, one of them twice, and a loop.
+ONE_WAY = torch.cat([PAIRS, torch.tensor([[1, 0], [1, 2], [5, 2], [6, 0], [3, 2], [1, 0]])])
 
 
 def torus(length):
@@ -135,13 +139,175 @@ def test_precision_is_that_of_the_values():
         torch.set_default_dtype(before)
 
 
-def test_dynamics_on_bonds_has_magnetizations_alone():
-    bonds, field = Bonds(PAIRS, 0.1 * random(len(PAIRS), seed=1), SITES), random(SITES, 1, seed=2)
-    found = sweep(SpinSystem(bonds, field), [MeanField(), KineticPlefka()], beta=torch.tensor([0.5]))
-    assert list(found.curves) == ["MeanField"]
-    assert "a tensor for entropy production, got Bonds" in found.refused["KineticPlefka"]
-    with pytest.raises(ValueError, match="a tensor for entropy production, got Bonds; use Bonds"):
-        drive(KineticPlefka(), bonds, field.expand(3, SITES, 1))
+def dynamical_numbers(directed, dim, *batch, own=False, matrices=False):
+    """Pairs, values, a field and a temperature."""
+    pairs = ONE_WAY if directed else PAIRS
+    values = 0.2 * random(*(batch if own else ()), len(pairs), *((dim, dim) if matrices else ()), seed=1)
+    given = (values, random(*batch, SITES, dim, seed=2), 0.7 + random(*batch, seed=3).abs() / 4)
+    return pairs, [tensor.requires_grad_() for tensor in given]
+
+
+def assert_dynamics_agree(directed, method, pairs, given, mask=None):
+    """Every output and its derivatives, of delayed correlations those of the pairs."""
+    bonds = Bonds(pairs, given[0], SITES, directed=directed)
+
+    def outputs(couplings):
+        state = stationary_state(SpinSystem(couplings, *given[1:], mask=mask), method)
+        delayed = state.delayed_correlations
+        if isinstance(couplings, torch.Tensor):
+            both = torch.stack([bonds.graph.ends, bonds.graph.ends.flip(-2)], -2).expand(*delayed.shape[:-2], 2, 2, -1)
+            places = (both[..., 0, :, :] * SITES + both[..., 1, :, :]).flatten(-2)
+            delayed = delayed.flatten(-2).gather(-1, places).unflatten(-1, (2, -1))
+        return state.magnetization, state.entropy_production, delayed
+
+    found, right = outputs(bonds), outputs(bonds.dense())
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+    assert directed or not found[1].any()
+    for a, b in zip(found, right, strict=True):
+        by = [
+            torch.autograd.grad(part.cos().sum(), given, materialize_grads=True, retain_graph=True) for part in (a, b)
+        ]
+        torch.testing.assert_close(*by, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("method", DYNAMICS, ids=repr)
+def test_dynamics_on_bonds_is_that_of_the_tensor(method, directed, dim):
+    if method == GaussianClosure() or dim == 3 or method.response != AmosResponse():
+        pairs, given = dynamical_numbers(directed, dim, 2, 3, own=True)
+        assert_dynamics_agree(directed, method, pairs, given, random(2, 3, SITES, seed=4) > -1)
+        assert_dynamics_agree(directed, method, *dynamical_numbers(directed, dim, 2))
+
+
+@pytest.mark.parametrize("method", [KineticPlefka(order=2), GaussianClosure()], ids=repr)
+def test_dynamics_on_graphs_of_their_own(method):
+    """Of which the second has bonds of value 0 in addition, between any sites."""
+    _, (values, *given) = dynamical_numbers(True, 2, 3)
+    pairs = torch.stack([ONE_WAY, ONE_WAY.flip(0), ONE_WAY.roll(1, -1)])
+    values = (values * torch.tensor([[1.0], [0.0], [-1.0]]).double()).detach().requires_grad_()
+    assert_dynamics_agree(True, method, pairs, [values, *given])
+    shared = values.detach()[0].requires_grad_()
+    assert_dynamics_agree(True, method, pairs, [shared, *given])
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_dynamics_with_matrices_of_bonds(directed, dim):
+    assert_dynamics_agree(directed, KineticPlefka(), *dynamical_numbers(directed, dim, 2, matrices=True))
+    pairs, given = dynamical_numbers(directed, dim, 2, own=True, matrices=True)
+    assert_dynamics_agree(directed, KineticPlefka(), pairs.expand(2, -1, -1), given) if dim > 1 else None
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("method", [KineticPlefka(), GaussianClosure()], ids=repr)
+def test_driven_paths_on_bonds_are_those_of_the_tensor(method, directed):
+    for matrices in (False, True) if method == KineticPlefka() else (False,):
+        pairs, (values, *_) = dynamical_numbers(directed, 2, matrices=matrices)
+        fields = random(4, 3, SITES, 2, seed=5).requires_grad_()
+        bonds = Bonds(pairs, values, SITES, directed=directed)
+        found, right = (drive(method, couplings, fields) for couplings in (bonds, bonds.dense()))
+        for name in ("states", "entropy_production", "housekeeping", "field_change", "stationary", "mismatch"):
+            a, b = getattr(found, name), getattr(right, name)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+            by = [torch.autograd.grad(x.cos().sum(), (values, fields), retain_graph=True) for x in (a, b)]
+            torch.testing.assert_close(*by, rtol=0, atol=1e-8)
+        torch.testing.assert_close(found.relaxation_time, right.relaxation_time, rtol=1e-6, atol=0)
+
+
+def test_a_path_on_a_graph_that_follows_the_field():
+    """At every step each sample reads the sites in an order of its own."""
+    order = random(5, 2, 4, seed=6).argsort(-1)
+    fields = random(5, 2, 4, 1, seed=5)
+
+    def made(h):
+        pairs = torch.stack([order, order.roll(-1, -1)], -1)
+        return Bonds(pairs, 0.4 * torch.tanh(h[..., 0]), 4, directed=True)
+
+    found, right = (drive(KineticPlefka(), f, fields) for f in (made, lambda h: made(h).dense()))
+    torch.testing.assert_close(found.states, right.states, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found.housekeeping, right.housekeeping, rtol=0, atol=1e-9)
+
+
+def test_temperatures_of_dynamics_on_bonds():
+    bonds, field = Bonds(ONE_WAY, 0.1 * random(len(ONE_WAY), seed=1), SITES, directed=True), random(SITES, 1, seed=2)
+    methods = [MeanField(), *DYNAMICS[:2], GaussianClosure()]
+    found, right = (sweep(SpinSystem(c, field), methods, beta=torch.tensor([0.5, 1.0])) for c in (bonds, bonds.dense()))
+    assert list(found.curves) == list(right.curves)
+    for name, curves in found.curves.items():
+        torch.testing.assert_close(curves, right.curves[name], rtol=0, atol=1e-6)
+    assert "got directed Bonds; symmetrise" in found.refused["MeanField"]
+
+
+def test_a_directed_ring_produces_entropy():
+    """Every spin reads the one before: to first order sigma = N (beta J)^2 (1 - m^2)^2 for Ising spins."""
+    sites = torch.arange(50)
+    pairs = torch.stack([sites, sites.roll(1)], -1)
+    ring = Bonds(pairs, torch.full((50,), 0.3).double(), 50, directed=True)
+    state = stationary_state(SpinSystem(ring, torch.full((50, 1), 0.2).double()), KineticPlefka(), check="stability")
+    m = state.magnetization
+    torch.testing.assert_close(m, torch.tanh(0.2 + 0.3 * m))
+    assert float(state.entropy_production) == pytest.approx(50 * float((0.3 * (1 - m[0] ** 2)) ** 2))
+    assert bool((state.delayed_correlations[0] != state.delayed_correlations[1]).all())
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("method", DYNAMICS[:2] + DYNAMICS[3:], ids=repr)
+def test_dynamics_of_one_site_and_of_none_that_are_joined(method, directed):
+    field = random(2, 3, 1, seed=2)
+    none = Bonds(torch.empty(0, 2).long(), torch.empty(0).double(), 3, directed=directed)
+    state = stationary_state(SpinSystem(none, field), method, check="stability")
+    torch.testing.assert_close(state.magnetization, torch.tanh(field), rtol=0, atol=1e-12)
+    assert (state.delayed_correlations.shape, state.entropy_production.tolist()) == ((2, 2, 0), [0, 0])
+    assert not SpinSystem(none, field).asymmetric().any()
+    loop = Bonds(torch.tensor([[0, 0]]), torch.tensor([0.4]).double(), 1, directed=directed)
+    found, right = (stationary_state(SpinSystem(c, field[:, :1]), method) for c in (loop, loop.dense()))
+    torch.testing.assert_close(found.magnetization, right.magnetization, rtol=0, atol=1e-10)
+    delayed = right.delayed_correlations.expand(2, 2, 1)
+    torch.testing.assert_close(found.delayed_correlations, delayed, rtol=0, atol=1e-10)
+
+
+def test_directed_bonds_as_they_are_read_back():
+    """The pair of the last site comes first with its larger end; J_41 is given twice."""
+    values = random(5, seed=1).requires_grad_()
+    bonds = Bonds(torch.tensor([[4, 1], [0, 1], [1, 4], [4, 1], [2, 2]]), values, 5, directed=True)
+    assert repr(bonds) == "Bonds(N = 5, E = 3, directed)"
+    assert bonds.pairs.tolist() == [[0, 1], [1, 4], [2, 2]]
+    v = values.detach()
+    right = torch.stack([v[[1, 2, 4]], torch.stack([0 * v[0], v[0] + v[3], v[4]])])
+    torch.testing.assert_close(bonds.values.detach(), right, rtol=0, atol=1e-15)
+    dense = torch.zeros(5, 5).double()
+    dense[4, 1], dense[0, 1], dense[1, 4], dense[2, 2] = v[0] + v[3], v[1], v[2], v[4]
+    torch.testing.assert_close(bonds.dense().detach(), dense, rtol=0, atol=1e-15)
+    assert torch.autograd.grad(bonds.dense()[4, 1], values)[0].tolist() == [1, 0, 0, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_directed_bonds_of_matrices_and_graphs():
+    dense = Bonds(ONE_WAY, random(len(ONE_WAY), seed=1), SITES, directed=True).dense()
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(SITES))
+    graph.add_weighted_edges_from((int(i), int(j), float(dense[i, j])) for i, j in dense.nonzero())
+    for couplings in (dense, dense.to_sparse(), dense.to_sparse_csr(), scipy.sparse.csr_array(dense.numpy()), graph):
+        bonds = Bonds.of(couplings, dtype=torch.float64, directed=True)
+        torch.testing.assert_close(bonds.dense(), dense, rtol=0, atol=1e-15)
+    samples = torch.stack([dense, dense.mT])
+    torch.testing.assert_close(Bonds.of(samples, directed=True).dense(), samples, rtol=0, atol=1e-15)
+    assert Bonds.of(networkx.path_graph(3), directed=True).values.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_both_orders_of_directed_bonds_are_those_of_a_pair(matrices):
+    values, field = 0.1 * random(len(ONE_WAY), *((2, 2) if matrices else ()), seed=1), random(SITES, 2, seed=2)
+    bonds = Bonds(ONE_WAY, values, SITES, directed=True)
+    found, right = (magnetization(SpinSystem.from_full(c, field), MeanField()) for c in (bonds, bonds.dense()))
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+
+
+def test_asymmetric_samples_of_bonds():
+    values = random(len(ONE_WAY), seed=1) * torch.tensor([[0.0], [1.0]]).double()
+    system = SpinSystem(Bonds(ONE_WAY, values, SITES, directed=True), random(2, SITES, 1, seed=2))
+    assert system.asymmetric().tolist() == [False, True]
 
 
 def test_as_many_bonds_as_components_are_matrices():
@@ -266,6 +432,22 @@ def test_no_tensor_of_all_pairs_is_made(method):
     assert 0 < work.largest < 400**2 / 2
 
 
+@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize("method", [KineticPlefka(), KineticPlefka(order=2), GaussianClosure()], ids=repr)
+def test_dynamics_makes_no_tensor_of_all_pairs(method, matrices):
+    if matrices and method != KineticPlefka():
+        return
+    pairs = torus(20)
+    values = (0.1 * random(len(pairs), *((2, 2) if matrices else ()), seed=1)).requires_grad_()
+    bonds = Bonds(pairs, values, 400, directed=True)
+    with Work() as work:
+        state = stationary_state(SpinSystem(bonds, random(400, 2, seed=2)), method, check="stability")
+        (state.entropy_production + state.delayed_correlations.sum()).backward()
+        if method != KineticPlefka(order=2):
+            drive(method, bonds, random(2, 400, 2, seed=3))
+    assert 0 < work.largest < 400**2
+
+
 def test_bethe_knows_what_is_unstable_on_a_large_graph():
     """A regular graph of degree 4 without a field: m = 0 is stable up to tanh(beta J) = 1/3."""
     pairs, critical = torus(12), np.arctanh(1 / 3)
@@ -316,7 +498,7 @@ def test_a_sample_that_is_not_finite_changes_no_other():
         ([[-1, 0]], 1, ValueError, r"`pairs` must be in \[0, 2\], got -1"),
         ([[0.0, 1.0]], 1, TypeError, "`pairs` must be a tensor of integers, got torch.float32; pass pairs.long"),
         ([0, 1], 1, ValueError, r"`pairs` must have shape \(E, 2\) or \(\*batch, E, 2\), got shape \(2,\)"),
-        ([[0, 1], [1, 0]], 2, ValueError, r"give a bond in one direction, got \(0, 1\) and \(1, 0\); list every bond"),
+        ([[0, 1], [1, 0]], 2, ValueError, r"give a bond in one direction, got \(0, 1\) and \(1, 0\); .* directed=True"),
         ([[0, 1]], 3, ValueError, r"`values` must have the shape .* with E = 1, the number of pairs, got shape \(3,\)"),
     ],
 )
@@ -337,8 +519,21 @@ def test_what_bonds_cannot_be_is_refused():
         SpinSystem(Bonds(torch.tensor([[0, 1]]), torch.ones(1, 2, 2), 2), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="`couplings` must be symmetric, got a difference of"):
         Bonds.of(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
-    with pytest.raises(ValueError, match="`couplings` must be undirected, got a directed graph; pass graph"):
+    with pytest.raises(ValueError, match=r"`couplings` must be symmetric, .*Bonds.of\(..., directed=True\)"):
+        SpinSystem(torch.tensor([[0.0, 1.0], [0.0, 0.0]]).to_sparse(), field)
+    with pytest.raises(ValueError, match=r"`couplings` must be undirected, got a directed graph; .* or directed=True"):
         Bonds.of(networkx.DiGraph([(0, 1)]))
+    with pytest.raises(TypeError, match="`directed` must be"):
+        Bonds(torch.tensor([[0, 1]]), torch.ones(1), 2, directed=None)
+    with pytest.raises(TypeError, match="`directed` must be"):
+        Bonds.of(torch.ones(2, 2), directed="yes")
+    one_way = SpinSystem(Bonds(torch.tensor([[0, 1]]), torch.ones(1), 2, directed=True), field)
+    for method in EQUILIBRIUM:
+        with pytest.raises(ValueError, match=r"symmetric \(J_ij = J_ji\^T\) for .*, got directed Bonds; symm"):
+            thermodynamics(one_way, method)
+    matrices = SpinSystem(Bonds(torch.tensor([[0, 1]]), torch.ones(1, 2, 2), 2, directed=True), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"a number for each pair, \(E,\) or \(\*batch, E\), for KineticPlefka"):
+        stationary_state(matrices, KineticPlefka(order=2))
     with pytest.raises(TypeError, match="`couplings` must be a matrix or a graph, got list; pass a tensor"):
         Bonds.of([[0, 1]])
     with pytest.raises(TypeError, match="`couplings` must have a floating-point dtype, got torch"):

@@ -265,6 +265,12 @@ def symmetric(dim=None, seed=1):
     return (drawn + (drawn.mT if dim is None else drawn.permute(1, 0, 3, 2))) / 2
 
 
+def asymmetric_bonds(*of_one):
+    """Couplings in one direction or in both, with a loop."""
+    pairs = torch.tensor([[0, 1], [1, 0], [3, 1], [1, 2], [2, 2]])
+    return Bonds(pairs, 0.4 * random(5, *of_one, seed=1), 4, directed=True)
+
+
 def answers(system, method):
     """The magnetization, and the free energy or the entropy production."""
     if isinstance(method, spins.DynamicalMethod):
@@ -321,6 +327,12 @@ def test_an_empty_batch_has_empty_results(method):
         (AdaTAP(), symmetric(), 3),
         (AdaTAP(), symmetric(2), 2),
         (AdaTAP(prior=THREE), symmetric(), 1),
+        (MeanField(), Bonds.of(symmetric()), 3),
+        (KineticPlefka(), asymmetric_bonds(), 3),
+        (KineticPlefka(), asymmetric_bonds(3, 3), 3),
+        (KineticPlefka(order=2), asymmetric_bonds(), 3),
+        (GaussianClosure(), asymmetric_bonds(), 1),
+        (GaussianClosure(), asymmetric_bonds(), 3),
     ],
     ids=repr,
 )
@@ -342,6 +354,7 @@ def test_the_linearization_is_the_jacobian(method, couplings, dim):
 PLAIN = Picard(rtol=1e-12, atol=1e-12, max_steps=1000)
 
 
+@pytest.mark.parametrize("bonds", [False, True], ids=["tensor", "bonds"])
 @pytest.mark.parametrize("own", [True, False], ids=["couplings per sample", "shared couplings"])
 @pytest.mark.parametrize(
     ("method", "dim"),
@@ -356,10 +369,14 @@ PLAIN = Picard(rtol=1e-12, atol=1e-12, max_steps=1000)
     ],
     ids=repr,
 )
-def test_samples_that_are_done_are_left_out_of_the_work(method, dim, own):
+def test_samples_that_are_done_are_left_out_of_the_work(method, dim, own, bonds):
     """Two of twelve samples are near a transition, in a batch with two axes, a mask and a beta per sample."""
+    if bonds and not method.by_bonds:
+        return
     couplings = torch.ones(*(2, 6) * own, 7, 7).double() / 7
     couplings = couplings - torch.diag_embed(couplings.diagonal(dim1=-2, dim2=-1))
+    if bonds:
+        couplings = Bonds.of(couplings, directed=not method.symmetric)
     field = 0.01 * random(2, 6, 7, dim, seed=2)
     mask = torch.ones(2, 1, 7, dtype=torch.bool)
     mask[0, 0, 6] = False

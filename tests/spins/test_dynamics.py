@@ -13,6 +13,7 @@ from solvable_models import ising_states, peretto
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, OneStep, Picard, Status
 from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import (
+    Bonds,
     GaussianClosure,
     KineticPlefka,
     MeanField,
@@ -33,6 +34,14 @@ CASES = {
 }
 OUTPUTS = ("magnetization", "delayed_correlations", "entropy_production")
 every_case = pytest.mark.parametrize(("method", "dim"), CASES.values(), ids=CASES)
+
+
+def on_bonds(couplings):
+    """The same couplings, J_ij and J_ji of every pair."""
+    return Bonds.of(couplings, directed=True)
+
+
+either_form = pytest.mark.parametrize("form", [lambda couplings: couplings, on_bonds], ids=["tensor", "bonds"])
 
 
 def outputs(state):
@@ -203,15 +212,18 @@ def test_masked_sites_change_nothing(method, dim):
 # Derivatives.
 
 
-@pytest.mark.by_name(slow=r"\[(gradgradcheck-(?!Gaussian)|gradcheck-second)|\[gradgradcheck-Gaussian field\]")
+@either_form
+@pytest.mark.by_name(
+    slow=r"\[(gradgradcheck-(?!Gaussian)|gradcheck-second|gradgradcheck-Gaussian field-|grad.*second.*bonds)"
+)
 @every_case
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-def test_derivatives_of_every_output(method, dim, check):
+def test_derivatives_of_every_output(method, dim, check, form):
     sharp = dataclasses.replace(method, solver=Anderson(rtol=1e-13, atol=1e-13, max_steps=1000))
     couplings, beta = 0.3 * random(3, 3, seed=2), torch.tensor([0.6, 1.1], dtype=torch.float64)
 
     def function(field, couplings, beta):
-        return outputs(stationary_state(SpinSystem(couplings, field, beta), sharp))
+        return outputs(stationary_state(SpinSystem(form(couplings), field, beta), sharp))
 
     inputs = [t.requires_grad_() for t in (0.8 * random(2, 3, dim, seed=1), couplings, beta)]
     assert check(function, inputs, fast_mode=True)
@@ -232,13 +244,14 @@ def test_couplings_made_of_the_field_are_differentiated_through(method):
     assert float((slope * direction).sum()) == pytest.approx(float(numeric), rel=1e-7)
 
 
-@pytest.mark.by_name(slow=r"\[(first order|Gaussian field)\]")
+@either_form
+@pytest.mark.by_name(slow=r"\[(first order|Gaussian field)-")
 @every_case
-def test_vmap_and_grad_compose(method, dim):
+def test_vmap_and_grad_compose(method, dim, form):
     couplings, fields = 0.3 * random(3, 3), random(4, 3, dim, seed=4)
 
     def value(field):
-        return stationary_state(SpinSystem(couplings, field), method).entropy_production
+        return stationary_state(SpinSystem(form(couplings), field), method).entropy_production
 
     mapped = torch.vmap(torch.func.grad(value))(fields)
     live = fields.clone().requires_grad_()
@@ -249,35 +262,37 @@ def test_vmap_and_grad_compose(method, dim):
 # Samples.
 
 
+@either_form
 @pytest.mark.by_name(slow=r"\[second order")
 @every_case
-def test_a_sample_does_not_depend_on_its_company(method, dim):
+def test_a_sample_does_not_depend_on_its_company(method, dim, form):
     system = vectors(dim, 4)
     field, couplings, beta = system.field.clone(), system.couplings.clone(), system.beta.clone()
     couplings[1] *= 20.0
     field[2, 1, 0] = torch.nan
     couplings[3, 0, 1] = torch.inf
-    state = stationary_state(SpinSystem(couplings, field, beta), method, on_failure="ignore")
+    state = stationary_state(SpinSystem(form(couplings), field, beta), method, on_failure="ignore")
     assert state.report.status[[0, 2, 3]].tolist() == [Status.CONVERGED, Status.NONFINITE, Status.NONFINITE]
-    alone = stationary_state(SpinSystem(couplings[:1], field[:1], beta[:1]), method)
+    alone = stationary_state(SpinSystem(form(couplings[:1]), field[:1], beta[:1]), method)
     for together, apart in zip(outputs(state), outputs(alone), strict=True):
         limit = 4 * torch.finfo(torch.float64).eps * apart.abs().amax().clamp(min=1.0)
         assert bool(((together[:1] - apart).abs() <= limit).all())
         assert bool(together[2:].isnan().all())
 
 
+@either_form
 @every_case
-def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient(method, dim):
+def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient(method, dim, form):
     couplings = (0.2 * random(3, 3)).requires_grad_()
     beta = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     field = random(2, 3, dim, seed=1)
     alone = torch.autograd.grad(
-        sum(x.sum() for x in outputs(stationary_state(SpinSystem(couplings, field[:1], beta), method))),
+        sum(x.sum() for x in outputs(stationary_state(SpinSystem(form(couplings), field[:1], beta), method))),
         (couplings, beta),
     )
     for bad in (torch.nan, torch.inf, 1e200):
         field[1, 2] = bad
-        state = stationary_state(SpinSystem(couplings, field, beta), method, on_failure="ignore")
+        state = stationary_state(SpinSystem(form(couplings), field, beta), method, on_failure="ignore")
         assert state.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
         assert state.report.residual.isnan().tolist() == [False, True]
         found = torch.autograd.grad(sum(x[0].sum() for x in outputs(state)), (couplings, beta))
@@ -285,15 +300,16 @@ def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient(method
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@either_form
 @every_case
-def test_couplings_beyond_all_bounds_spoil_no_shared_factor(method, dim):
+def test_couplings_beyond_all_bounds_spoil_no_shared_factor(method, dim, form):
     factor = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     base, field = random(2, 3, 3), random(2, 3, dim, seed=1)
     base[1, 0, 2] = 1e200
-    state = stationary_state(SpinSystem(factor * base, field), method, on_failure="ignore")
+    state = stationary_state(SpinSystem(form(factor * base), field), method, on_failure="ignore")
     assert state.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     (slope,) = torch.autograd.grad(sum(x[0].sum() for x in outputs(state)), factor)
-    alone = stationary_state(SpinSystem(factor * base[:1], field[:1]), method)
+    alone = stationary_state(SpinSystem(form(factor * base[:1]), field[:1]), method)
     (truth,) = torch.autograd.grad(sum(x.sum() for x in outputs(alone)), factor)
     torch.testing.assert_close(slope, truth, rtol=1e-9, atol=1e-9)
 
@@ -312,24 +328,27 @@ def test_failures_are_reported_sample_by_sample():
         magnetization(SpinSystem(system.couplings, field, system.beta), KineticPlefka())
 
 
+@either_form
 @every_case
-def test_precision_follows_the_field(method, dim):
+def test_precision_follows_the_field(method, dim, form):
     system = vectors(dim, 2)
-    truth = stationary_state(system, method)
+    truth = stationary_state(SpinSystem(form(system.couplings), system.field, system.beta), method)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        low = SpinSystem(system.couplings.to(dtype), system.field.to(dtype), system.beta.to(dtype))
+        low = SpinSystem(form(system.couplings.to(dtype)), system.field.to(dtype), system.beta.to(dtype))
         state = stationary_state(low, method)
         for a, b in zip(outputs(state), outputs(truth), strict=True):
             assert a.dtype == torch.float32
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
+@either_form
 @every_case
-def test_shapes_and_empty_batches(method, dim):
-    state = stationary_state(SpinSystem(random(4, 4), random(0, 4, dim), 0.5), method)
-    assert [tuple(x.shape) for x in outputs(state)] == [(0, 4, dim), (0, 4, 4), (0,)]
-    state = stationary_state(SpinSystem(0.1 * random(4, 4), random(2, 3, 4, dim), 0.5), method)
-    assert [tuple(x.shape) for x in outputs(state)] == [(2, 3, 4, dim), (2, 3, 4, 4), (2, 3)]
+def test_shapes_and_empty_batches(method, dim, form):
+    pairs = (2, 10) if form == on_bonds else (4, 4)
+    state = stationary_state(SpinSystem(form(random(4, 4)), random(0, 4, dim), 0.5), method)
+    assert [tuple(x.shape) for x in outputs(state)] == [(0, 4, dim), (0, *pairs), (0,)]
+    state = stationary_state(SpinSystem(form(0.1 * random(4, 4)), random(2, 3, 4, dim), 0.5), method)
+    assert [tuple(x.shape) for x in outputs(state)] == [(2, 3, 4, dim), (2, 3, *pairs), (2, 3)]
     assert state.report.status.shape == (2, 3)
 
 
