@@ -42,7 +42,7 @@ class Expansion(SampleProblem, general=True):
 
     Args:
         field: beta h, (*batch, N, D).
-        bonds: K, (*batch, N, N) or (*batch, N, N, D, D), without a diagonal; on a graph (*batch, E), to second order.
+        bonds: K, (*batch, N, N) or (*batch, N, N, D, D), without a diagonal; on a graph (*batch, E).
         onsite: where bonds are matrices, their diagonal, traceless: (*batch, N, D, D), which counts to first order.
             None where they are numbers.
         response: of one spin to its field.
@@ -50,6 +50,10 @@ class Expansion(SampleProblem, general=True):
         order: of the expansion, 2 or 3.
         graph: of the bonds, if they are on one.
     """
+
+    #: Those of the triangles of the graph, where they count.
+    corners: Graph | None
+    sides: Graph | None
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Expansion(SampleProblem, general=True):
         self.radius = radius
         self.order = order
         self.graph = graph
+        self.corners, self.sides = (None, None) if graph is None or order == 2 else graph.triangles()
         self.own_axes = {"field": 2, "bonds": 4 if self.block else 2 if graph is None else 1, "onsite": 3}
 
     def coupled(self, bonds: Tensor, v: Tensor) -> Tensor:
@@ -77,6 +82,21 @@ class Expansion(SampleProblem, general=True):
         if self.graph is not None:
             return self.graph.product(bonds, v)
         return couple(bonds, v, block=self.block and bonds is self.bonds)
+
+    def sums(self, bonds: Tensor, v: Tensor) -> Tensor:
+        """sum_j B_ij v_j for a number of each site, (*batch, N)."""
+        return self.coupled(bonds, v[..., None])[..., 0]
+
+    def form(self, u: Tensor, bonds: Tensor, v: Tensor) -> Tensor:
+        """sum_ij u_i B_ij v_j, (*batch)."""
+        return (u * self.sums(bonds, v)).sum(-1)
+
+    def joined(self, bonds: Tensor, v: Tensor) -> Tensor:
+        """sum_k B_ik v_k B_kj where i and j are coupled, laid out as the bonds B."""
+        if self.corners is None or self.sides is None:
+            return bonds @ (v[..., None] * bonds)
+        sides, corners = self.sides.at_ends(bonds), self.corners.at_ends(torch.nn.functional.pad(v, (1, 0)))
+        return self.sides.sums(corners * sides.roll(1, -2) * sides.roll(2, -2))
 
     def correction(self, x: Tensor) -> Tensor:
         """G, the part of log Z beyond first order, (*batch)."""
@@ -95,49 +115,36 @@ class Expansion(SampleProblem, general=True):
         if self.block:
             strength = strength.sum((-1, -2)) / x.shape[-1]
         variance = torch.maximum(*self.response.covariance_parts(x, 1.0, self.radius))
-        start = torch.ones_like(variance)
-        largest = extreme_eigenvalues(
-            lambda v: variance * self.coupled(strength, (variance * v)[..., None])[..., 0],
-            start,
-            min(VECTORS, start.shape[-1]),
-        )[1]
-        return largest.value
+        start, steps = torch.ones_like(variance), min(VECTORS, variance.shape[-1])
+        return extreme_eigenvalues(lambda v: variance * self.sums(strength, variance * v), start, steps)[1].value
 
 
 class IsingExpansion(Expansion):
     """The expansion for spins +-R, a polynomial of m: it does not divide by variances, which may round to 0."""
 
     def correction(self, x: Tensor) -> Tensor:
-        return self._correction(self.response.magnetization(x, 1.0, self.radius))
-
-    def _correction(self, means: Tensor) -> Tensor:
-        m = means[..., 0]
+        m = self.response.magnetization(x, 1.0, self.radius)[..., 0]
         variance = (self.radius - m) * (self.radius + m)
-        total = (variance * self.coupled(self.bonds.square(), variance[..., None])[..., 0]).sum(-1) / 4
+        total = self.form(variance, self.bonds.square(), variance) / 4
         if self.order > 2:
-            skewness, chain = -2 * m * variance, self.bonds * variance[..., None, :]
-            pairs = (skewness * (self.bonds**3 @ skewness[..., None])[..., 0]).sum(-1)
-            total = total + pairs / 12 + ((chain @ chain) * chain.mT).sum((-1, -2)) / 6
+            skewness, around = -2 * m * variance, self.bonds * self.joined(self.bonds, variance)
+            pairs, triples = self.form(skewness, self.bonds**3, skewness), self.form(variance, around, variance)
+            total = total + pairs / 12 + triples / 6
         return total
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self._answer(self.response.magnetization(z, 1.0, self.radius))
 
-    def _answer(self, m: Tensor) -> Tensor:
-        return self.field + self.coupled(self.bonds, m) + self._reaction(m[..., 0])[..., None]
-
-    def _reaction(self, m: Tensor) -> Tensor:
-        """dG/dm, (*batch, N)."""
+    def _answer(self, means: Tensor) -> Tensor:
+        m = means[..., 0]
         variance = (self.radius - m) * (self.radius + m)
-        along = self.coupled(self.bonds.square(), variance[..., None])[..., 0]
-        if self.order == 2:
-            return -m * along
-        skewness = -2 * m * variance
-        cubes = (self.bonds**3 @ skewness[..., None])[..., 0]
-        # The return of bonds over two other sites, (K V K V K)_ii.
-        chain = self.bonds * variance[..., None, :]
-        around = ((chain @ chain) * self.bonds.mT).sum(-1)
-        return -m * (along + around) + (2 * m.square() - variance) / 3 * cubes
+        # dG/dm.
+        around, reaction = self.bonds.square(), torch.zeros_like(m)
+        if self.order > 2:
+            around = around + self.bonds * self.joined(self.bonds, variance)
+            reaction = (2 * m.square() - variance) / 3 * self.sums(self.bonds**3, -2 * m * variance)
+        reaction = reaction - m * self.sums(around, variance)
+        return self.field + self.coupled(self.bonds, means) + reaction[..., None]
 
     def linearize(self, z: Tensor) -> Linearization:
         _, back = vjp(self._answer, self.response.magnetization(z, 1.0, self.radius))
@@ -186,18 +193,26 @@ class VectorExpansion(Expansion):
     def _vectors(self, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
         """The terms for numbers K_ij, (*batch): second order in O(N^2 D), with `bend` the third in O(N^3)."""
         dim, square, overlap, weights = x.shape[-1], x.square().sum(-1), self._overlap(x), self.bonds.square()
+        twice = overlap.square()
         # Tr(S_i S_j) has these three parts.
-        mixed = self.coupled(weights, tau[..., None])[..., 0]
-        twice = self.coupled(weights * overlap.square(), slope[..., None])[..., 0]
-        total = ((dim * tau + 2 * slope * square) * mixed + slope * twice).sum(-1) / 4
-        return total if bend is None else total + _third_order(self.bonds, x, overlap, tau, slope, bend)
+        total = self.form(dim * tau + 2 * slope * square, weights, tau) + self.form(slope, weights * twice, slope)
+        if bend is None:
+            return total / 4
+        cubes, turned = self.bonds * weights * overlap, self.bonds * overlap
+        pairs = self.form(slope, cubes, (3 * dim + 6) * slope + 6 * bend * square)
+        pairs = pairs + self.form(bend, cubes * twice, bend)
+        # In Tr(S_i S_j S_k) at least one site gives a multiple of 1, by which the others are joined, or none does.
+        joined = self.bonds * self.joined(self.bonds, tau)
+        triples = self.form(tau, joined, dim * tau + 3 * slope * square) + 3 * self.form(slope, joined * twice, slope)
+        triples = triples + self.form(slope, turned * self.joined(turned, slope), slope)
+        return total / 4 + pairs / 12 + triples / 6
 
     def _vectors_slope(self, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
         """The derivative by x of the second order for numbers K_ij, (*batch, N, D)."""
         square, overlap, weights = x.square().sum(-1), self._overlap(x), self.bonds.square()
         seen = weights * overlap
         sums = self.coupled(weights, torch.stack([x.shape[-1] * tau + slope * square, tau], -1))
-        quadratic = self.coupled(seen * overlap, slope[..., None])[..., 0]
+        quadratic = self.sums(seen * overlap, slope)
         own = slope * sums[..., 0] + (bend * square + 2 * slope) * sums[..., 1] + bend * quadratic
         across: Tensor = self.coupled(seen, slope[..., None] * x)
         return own[..., None] * x / 2 + slope[..., None] * across
@@ -226,19 +241,6 @@ class VectorExpansion(Expansion):
         """
         *ladder, rho = self.response.cumulant_terms(x, 1.0, self.radius, count)
         return ladder, rho
-
-
-def _third_order(bonds: Tensor, x: Tensor, overlap: Tensor, tau: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-    """The third order for numbers K_ij, (*batch)."""
-    dim, square, along = x.shape[-1], x.square().sum(-1), outer(slope, slope)
-    contracted = (3 * dim + 6) * along + 6 * outer(slope, bend * square) + outer(bend, bend) * overlap.square()
-    total = (bonds**3 * overlap * contracted).sum((-1, -2)) / 12
-    # In Tr(S_i S_j S_k) at least one site gives a multiple of 1, by which the others are joined, or none does.
-    joined = bonds * (bonds @ (tau[..., None] * bonds))
-    turned = bonds * overlap
-    triples = joined * (dim * outer(tau, tau) + 3 * outer(slope * square, tau) + 3 * along * overlap.square())
-    triples = triples + along * turned * (turned @ (slope[..., None] * turned))
-    return total + triples.sum((-1, -2)) / 6
 
 
 def _blocks(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:

@@ -351,13 +351,12 @@ class SampleProblem(Problem, general=True):
     event_ndim = 2
     row_block = 1
     own_axes: Mapping[str, int]
-    #: That of couplings on bonds.
-    graph: Graph | None = None
 
     def select(self, index: Tensor) -> Self | None:
         clone = restricted(self, index, **self.own_axes)
-        if self.graph is not None:
-            clone.graph = self.graph.select(index)
+        for name, part in vars(self).items():
+            if isinstance(part, Graph):
+                setattr(clone, name, part.select(index))
         return clone
 
     def check_undeclared(self, z: Tensor) -> None:

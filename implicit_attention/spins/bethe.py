@@ -42,7 +42,8 @@ class Bethe(FixedPointApproximation):
     which the status says: Newton's method would find a stationary point there, too, but one that is far off.
 
     Correlations are derivatives of this log Z, as for every method: for a pair without a coupling that is m_i m_j even
-    on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact.
+    on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact. Of the matrix chi the column of one site is one linear
+    solve for messages, which takes some tens of products, each linear in the bonds: `susceptibility_product` below.
 
     Args:
         solver: for the messages, all of a sample one problem; None is damped steps, unless messages are certain to
@@ -65,6 +66,13 @@ class Bethe(FixedPointApproximation):
         >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
         >>> bethe, exact = (magnetization(system, method) for method in (Bethe(), Enumeration()))
         >>> torch.allclose(bethe, exact, atol=1e-5)  # a pair is a tree
+        True
+        >>> from implicit_attention.spins import Bonds, thermodynamics
+        >>> sites = torch.arange(1000)  # a chain, of which C_0j of the first site and all others are asked
+        >>> chain = Bonds(torch.stack([sites[:-1], sites[1:]], -1), torch.full((999,), 0.5), 1000)
+        >>> found = thermodynamics(SpinSystem(chain, torch.zeros(1000)), Bethe())
+        >>> first = found.susceptibility_product((sites == 0)[:, None].float())[:, 0]
+        >>> torch.allclose(first, torch.tanh(torch.tensor(0.5)) ** sites, atol=1e-5)
         True
     """
 

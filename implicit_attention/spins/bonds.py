@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._torch import is_differentiated, unobserved
+from .._torch import is_differentiated, transforms_active, unobserved
 from ..problem import Declared, restricted
 
 #: Fewer bonds are gathered and scattered in less time than it takes to make a matrix.
@@ -44,6 +44,7 @@ class Graph(Declared):
         #: The number of axes of the values of all bonds of a sample.
         self.value_axes = 1 + directed + value_ndim
         self._rows = _Rows()
+        self._triangles: tuple[Graph, Graph] | None = None
 
     @property
     def num_bonds(self) -> int:
@@ -136,12 +137,31 @@ class Graph(Declared):
             return (matrix @ m.flatten(0, -2)).reshape(m.shape)
         return (matrix @ m.movedim(-2, 0).flatten(1)).reshape(-1, *m.shape[:-2], m.shape[-1]).movedim(0, -2)
 
+    def triangles(self) -> tuple[Graph, Graph]:
+        """Triangles as bonds with three ends: between their corners, and between the bonds opposite to these.
+
+        Corners are counted from 1: of triangles that only other samples have they are 0. What is found within a
+        transform of torch.func does not outlive it, so that only calls outside of these keep it.
+        """
+        if self._triangles is not None:
+            return self._triangles
+        lead, count = self.ends.shape[:-2], self.num_bonds
+        samples = list(self.ends.reshape(lead.numel(), 2, count)) or [self.ends.new_empty(2, 0)]
+        with torch.inference_mode(False):
+            parts = [_triangles(ends, self.num_sites) for ends in samples]
+            padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).mT
+        corners, sides = padded.reshape(*lead, 6, padded.shape[-1]).chunk(2, -2)
+        found = Graph(corners, self.num_sites + 1, False), Graph(sides, count, False)
+        self._triangles = None if transforms_active() else found
+        return found
+
     def of_components(self) -> Graph:
         """The graph of (*batch, D, N), the numbers of all components."""
         return self if self.ends.ndim == 2 else Graph(self.ends[..., None, :, :], self.num_sites, self.loops)
 
-    def select(self, index: Tensor) -> Self:
-        return restricted(self, index, ends=2)
+    def select(self, index: Tensor) -> Graph:
+        ends = restricted(self, index, ends=2).ends
+        return Graph(ends, self.num_sites, self.loops, self.value_ndim, self.directed)
 
 
 class _Rows:
@@ -228,7 +248,7 @@ class Bonds(Declared):
 
     Gradients: with respect to values.
 
-    Methods on a graph: `MeanField`, `TAP(order=2)` and `Bethe`, and for synchronous dynamics, directed or not,
+    Methods on a graph: `MeanField`, `TAP` and `Bethe`, and for synchronous dynamics, directed or not,
     `KineticPlefka` and `GaussianClosure`, also in `drive`. Not for other methods, samplers and `stability`, nor where
     most pairs are coupled: `dense()` gives the same couplings as a tensor.
 
@@ -400,3 +420,26 @@ def _merged(ends: Tensor, values: Tensor, num_sites: int, value_ndim: int) -> tu
     summed = values.new_zeros(*lead, count, *of_one).scatter_add(-1 - value_ndim, places, values.expand(places.shape))
     first = ends.new_zeros(*ends.shape[:-1], count)
     return first.scatter(-1, number[..., None, :].expand(ends.shape), ends), summed
+
+
+def _triangles(ends: Tensor, num_sites: int) -> Tensor:
+    """Corners of the triangles of one graph, counted from 1, and the bonds opposite to them, (T, 6).
+
+    Each bond leads from the end with fewer bonds to the other, so that no site has more than sqrt(2 E) that lead from
+    it. A triangle is two bonds from one site whose far ends are joined.
+    """
+    bond = (ends[0] != ends[1]).nonzero()[:, 0]
+    by_rank = torch.bincount(ends.flatten(), minlength=num_sites).argsort()
+    rank = by_rank.argsort()[ends[:, bond]]
+    key, order = (rank.amin(0) * num_sites + rank.amax(0)).sort()
+    bond, low, high = bond[order], key // num_sites, key % num_sites
+    # Each bond with those after it that lead from the same site.
+    number = torch.arange(len(key), device=key.device)
+    later = torch.searchsorted(low, low, right=True) - number - 1
+    first = number.repeat_interleave(later)
+    second = first + 1 + torch.arange(len(first), device=key.device) - (later.cumsum(0) - later)[first]
+    wanted = high[first] * num_sites + high[second]
+    third = torch.searchsorted(key, wanted).clamp(max=len(key) - 1)
+    closed = key[third] == wanted
+    corners = by_rank[torch.stack([low[first], high[first], high[second]], -1)]
+    return torch.cat([corners + 1, bond[torch.stack([third, second, first], -1)]], -1)[closed]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import _validate
 from .._torch import at_least_single, host_may_look, in_own_precision
 from ._matrix_inverse import inverse_and_logdet
+from .bonds import Bonds, Graph
 from .system import SpinSystem
 
-InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap"]
-METHODS = ("mean_field", "tap", "adaptive_tap")
+InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap", "bethe"]
+METHODS = ("mean_field", "tap", "adaptive_tap", "bethe")
 
 
 @in_own_precision
@@ -24,6 +25,7 @@ def fit_ising(
     method: InverseMethod = "tap",
     pseudocount: float = 1.0,
     shrinkage: float = 0.0,
+    pairs: Int[Tensor, "*batch E 2"] | None = None,
 ) -> SpinSystem:
     """The Ising system, at beta = 1, whose spins vary like those of the samples: `fit_ising_moments` of their moments.
 
@@ -40,9 +42,10 @@ def fit_ising(
         method: as in `fit_ising_moments`.
         pseudocount: >= 0, in samples; with 0, every spin has to change.
         shrinkage: as in `fit_ising_moments`.
+        pairs: as in `fit_ising_moments`; no covariance of other pairs is computed.
 
     Returns:
-        A `SpinSystem` with couplings (*batch, N, N), field (*batch, N, 1), radius 1 and states counted.
+        The `SpinSystem` of `fit_ising_moments`.
 
     Raises:
         TypeError, ValueError: samples that are not -1 or 1, none of them, or those of `fit_ising_moments`.
@@ -71,17 +74,23 @@ def fit_ising(
     mean = samples.mean(-2)
     centred = samples - mean[..., None, :]
     m = keep * mean
-    covariance = _with_diagonal(keep**2 * (centred.mT @ centred) / count, 1 - m.square())
-    return fit_ising_moments(m, covariance, method=method, shrinkage=shrinkage)
+    if (bonds := _bonds(pairs, method, m)) is None:
+        covariance = _with_diagonal(keep**2 * (centred.mT @ centred) / count, 1 - m.square())
+    else:
+        # As many pairs at a time as there are spins take no more memory than the samples.
+        graphs = [Graph(ends, m.shape[-1], False) for ends in torch.split(bonds.graph.ends, m.shape[-1], -1)]
+        covariance = keep**2 * torch.cat([graph.overlap(centred.mT) / count for graph in graphs], -1)
+    return fit_ising_moments(m, covariance, method=method, shrinkage=shrinkage, pairs=pairs)
 
 
 @in_own_precision
 def fit_ising_moments(
     magnetization: Float[Tensor, "*batch N"],
-    covariance: Float[Tensor, "*batch N N"],
+    covariance: Float[Tensor, "*batch N N"] | Float[Tensor, "*batch E"],
     *,
     method: InverseMethod = "tap",
     shrinkage: float = 0.0,
+    pairs: Int[Tensor, "*batch E 2"] | None = None,
 ) -> SpinSystem:
     """The Ising system, at beta = 1, that has these moments according to a mean-field theory.
 
@@ -96,23 +105,38 @@ def fit_ising_moments(
     h_i is of second order in J for "mean_field" and "adaptive_tap", of third for "tap". "adaptive_tap" is the inverse
     of adaptive TAP, which gives the very moments back.
 
+    "bethe" is for couplings on the given pairs alone. With the probabilities of the four states of a pair,
+    p_st = ((1 + s m_i) (1 + t m_j) + s t C_ij)/4 for s, t = + or -, and i in d_i pairs,
+
+        "bethe":  J_ij = 1/4 log(p_++ p_--/(p_+- p_-+)),
+                  h_i  = sum_j 1/4 log(p_++ p_+-/(p_-+ p_--)) - (d_i - 1) atanh m_i
+
+    That is the maximum of the likelihood where the pairs form a tree. Elsewhere `Bethe` gives the very moments back, if
+    they are those of its stable solution. Time and memory are linear in the pairs.
+
     Args:
         magnetization: m_i = <s_i>, |m_i| < 1, (*batch, N).
-        covariance: C_ij = <s_i s_j> - m_i m_j, positive definite, (*batch, N, N); its diagonal is 1 - m_i^2.
-        method: "mean_field", "tap" or "adaptive_tap".
+        covariance: C_ij = <s_i s_j> - m_i m_j, positive definite, (*batch, N, N); its diagonal is 1 - m_i^2. With
+            "bethe" that of the pairs, (*batch, E).
+        method: "mean_field", "tap", "adaptive_tap" or "bethe".
         shrinkage: in [0, 1], how much of every covariance with another spin is taken away.
+        pairs: with "bethe", and only then, the sites i != j of each bond, each bond once, integers (E, 2) or
+            (*batch, E, 2).
 
     Returns:
-        A `SpinSystem` with couplings (*batch, N, N), field (*batch, N, 1), radius 1 and states counted.
+        A `SpinSystem` with couplings (*batch, N, N), or the `Bonds` of the pairs, field (*batch, N, 1), radius 1 and
+        states counted.
 
     Raises:
-        TypeError, ValueError: shapes that do not fit; |m_i| >= 1; a covariance that is not positive definite; with
+        TypeError, ValueError: shapes that do not fit; |m_i| >= 1; a covariance that is not positive definite, or for
+            "bethe" leaves a state of a pair no probability; pairs that `Bonds` refuses, or are given twice; with
             "tap", pairs so strongly coupled that the quadratic has no real root. Where the host cannot look, the
             sample is NaN instead; so is one with NaN in its moments.
 
     Gradients: with respect to both, to any order.
 
-    Reference: Kappen and Rodriguez (1998); Tanaka (1998) for "tap"; Opper and Winther (2001) for "adaptive_tap".
+    Reference: Kappen and Rodriguez (1998); Tanaka (1998) for "tap"; Opper and Winther (2001) for "adaptive_tap";
+    Nguyen et al. (2017) for "bethe".
 
     Not for samples: `fit_ising` estimates their moments with a pseudocount.
 
@@ -125,23 +149,27 @@ def fit_ising_moments(
                 [0.3300, 0.0000]])
     """
     _validate.check_float_tensor("magnetization", magnetization, min_ndim=1)
-    _validate.check_float_tensor("covariance", covariance, min_ndim=2)
+    _validate.check_float_tensor("covariance", covariance, min_ndim=1)
     _validate.check_same_kind([("magnetization", magnetization), ("covariance", covariance)])
     _validate.check_choice("method", method, METHODS)
     _validate.check_number("shrinkage", shrinkage, low=0.0, high=1.0)
-    shape = (*magnetization.shape, magnetization.shape[-1])
-    required = f"have shape (*batch, N, N) = {shape}"
+    bonds = _bonds(pairs, method, magnetization)
+    *lead, sites = magnetization.shape
+    shape, text = ((*lead, sites, sites), "N, N") if bonds is None else ((*lead, bonds.graph.num_bonds), "E")
+    required = f"have shape (*batch, {text}) = {shape}"
     _validate.require(covariance.shape == shape, "covariance", required, tuple(covariance.shape))
     m, covariance = at_least_single(magnetization), at_least_single(covariance)
     remedy = "use a pseudocount, or leave out spins that never change"
     m = _checked("magnetization", m, m.abs() < 1, "have |m_i| < 1 everywhere", "a spin that never changes", remedy)
+    if bonds is not None:
+        return _of_pairs(bonds, m, (1 - shrinkage) * covariance)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     covariance = _with_diagonal((1 - shrinkage) * (covariance + covariance.mT) / 2, variance)
     precision = _inverse(covariance)
     if method == "tap":
         twice = 2 * m[..., :, None] * m[..., None, :]
         square = 1 - 4 * twice * precision
-        others = ~torch.eye(shape[-1], dtype=torch.bool, device=m.device)
+        others = ~torch.eye(sites, dtype=torch.bool, device=m.device)
         remedy = "use a larger pseudocount or shrinkage, or method='adaptive_tap'"
         what, received = "have 8 m_i m_j (C^-1)_ij <= 1 for method='tap'", "a pair too strongly coupled for that"
         square = _checked("covariance", square, (square >= 0) | ~others, what, received, remedy)
@@ -156,6 +184,34 @@ def fit_ising_moments(
     elif method == "adaptive_tap":
         field = field + m * (precision.diagonal(dim1=-2, dim2=-1) - 1 / (1 - m.square()))
     return SpinSystem(couplings, field[..., None], radius=1.0, measure="counting")
+
+
+def _bonds(pairs: Any, method: str, m: Tensor) -> Bonds | None:
+    """Bonds between spins with the magnetizations m, whose values are not known yet; None without pairs."""
+    if pairs is None and method != "bethe":
+        return None
+    _validate.require(method == "bethe", "pairs", "be left out unless method='bethe'", f"pairs with method={method!r}")
+    required, remedy = "be a tensor of integers (E, 2) for method='bethe'", "pass the two sites of every bond"
+    _validate.check_instance("pairs", pairs, Tensor, required, remedy)
+    bonds = Bonds(pairs, m.new_zeros(pairs.shape[-2:-1].numel()), m.shape[-1])
+    _validate.check_broadcast("pairs", pairs.shape[:-2], m.shape[:-1], "the axes that number samples")
+    once = bonds.graph.num_bonds == pairs.shape[-2] and not bonds.graph.loops
+    _validate.require(once, "pairs", "join two sites, each pair once", "a pair given twice, or a site with itself")
+    return bonds
+
+
+def _of_pairs(bonds: Bonds, m: Tensor, covariance: Tensor) -> SpinSystem:
+    """The system that has these moments by the Bethe approximation."""
+    (here, there), alone = bonds.graph.at_ends(m).unbind(-2), torch.atanh(m)
+    weights = [(1 + s * here) * (1 + t * there) + s * t * covariance for s in (1, -1) for t in (1, -1)]
+    states, what = torch.stack(weights), "leave each state of a pair a probability > 0"
+    remedy = "use a larger pseudocount or shrinkage, or check that the moments belong to the pairs"
+    states = _checked("covariance", states, states > 0, what, "a state that never occurs", remedy)
+    both, first, second, none = states.log() / 4
+    bonds.values = both + none - first - second
+    fields = torch.stack([both - none + first - second, both - none - first + second], -2)
+    field = alone + bonds.graph.sums(fields - bonds.graph.at_ends(alone))
+    return SpinSystem(bonds, field[..., None], radius=1.0, measure="counting")
 
 
 def _inverse(covariance: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class TAP(ResponseApproximation):
     h_i + sum_j J_ij m_j + (1/beta) dG/dm_i, whose last term is Onsager's reaction, -beta m_i sum_j J_ij^2 (1 - m_j^2)
     for Ising spins. Off by O((beta J)^3) with order 2, O((beta J)^4) with order 3. -dF/dh is m exactly.
 
-    A step costs O(N^2 D) with order 2 and O(N^3) with order 3; with a matrix J_ij per pair O(N^2 D^3) and O(N^3 D^3).
+    A step costs O(N^2 D) with order 2 and O(N^3) with order 3, on E bonds O(E D) and one more number for each triangle
+    of the graph; with a matrix J_ij per pair O(N^2 D^3) and O(N^3 D^3).
     A diagonal adds its constant beta J_ii R^2/2. Of a matrix J_ii that holds for its trace; the rest, an anisotropy of
     the site, is taken to first order only, whatever `order`.
 
@@ -83,12 +84,15 @@ class TAP(ResponseApproximation):
 
     @property
     def by_bonds(self) -> bool:
-        return self.order == 2
+        return True
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         if system.graph is not None:
             require_numbers("TAP on bonds", system, "use MeanField(), or Bonds(...).dense()")
+            if self.order > 2:
+                # Here they are kept, and within derivatives they are not.
+                system.graph.triangles()
 
     def problem(self, system: SpinSystem) -> Expansion:
         return self._expansion(system)[0]
@@ -120,15 +124,14 @@ class TAP(ResponseApproximation):
         return torch.gt(self.problem(system).instability(state), 1)
 
     def _expansion(self, system: SpinSystem) -> tuple[Expansion, Tensor]:
-        """The fixed-point problem, and the constant of the diagonal, (*batch)."""
+        """The fixed-point problem, and the constant of the diagonal, (*#batch)."""
         field = system.beta_tensor(2) * system.live_field
         kind = IsingExpansion if system.dim == 1 and isinstance(self.response, SphereUnits) else VectorExpansion
         options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
         if (graph := system.graph) is not None:
             values = system.beta_tensor(1) * system.live_numbers
             bonds = graph.without_loops(values)
-            own = (values - bonds).expand(*system.batch, -1).sum(-1)
-            return kind(field, bonds, None, graph=graph, **options), system.radius**2 / 2 * own
+            return kind(field, bonds, None, graph=graph, **options), system.radius**2 / 2 * (values - bonds).sum(-1)
         couplings, block = system.live_couplings, system.block
         bonds = system.beta_tensor(4 if block else 2) * (couplings + mirrored(couplings, block=block)) / 2
         itself = torch.eye(system.num_sites, dtype=torch.bool, device=bonds.device)

@@ -1,5 +1,7 @@
 """Couplings on the bonds of a graph: the numbers of the same couplings as a tensor, in memory linear in the bonds."""
 
+from itertools import combinations
+
 import networkx
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from work import Work
 
 from implicit_attention import Status
-from implicit_attention.potentials import AmosResponse
+from implicit_attention.potentials import AmosResponse, SphereUnits
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
@@ -25,14 +27,18 @@ from implicit_attention.spins import (
     sweep,
     thermodynamics,
 )
+from implicit_attention.spins.bonds import Graph
 from implicit_attention.testing.numerics import random
 
 METHODS = [MeanField(), MeanField(response=AmosResponse()), TAP(), TAP(response=AmosResponse()), Bethe()]
+#: Asked of spins of dimension 1.
+ISING = [Bethe(), TAP(order=3)]
+METHODS += [TAP(order=3), TAP(order=3, response=AmosResponse())]
 METHODS += [KineticPlefka(), GaussianClosure()]
 EQUILIBRIUM = [method for method in METHODS if method.symmetric]
 DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), KineticPlefka(order=2, response=AmosResponse()), GaussianClosure()]
-#: A ring with a chord, a loop, and a site that nothing joins.
-PAIRS = torch.tensor([[0, 1], [2, 1], [2, 3], [3, 4], [4, 5], [5, 0], [2, 5], [4, 4]])
+#: A ring with a chord that closes a triangle, a loop, and a site that nothing joins.
+PAIRS = torch.tensor([[0, 1], [2, 1], [2, 3], [3, 4], [4, 5], [5, 0], [1, 5], [4, 4]])
 SITES = 7
 #: Pairs that read each other, some in one direction, one of them twice, and a loop.
 ONE_WAY = torch.cat([PAIRS, torch.tensor([[1, 0], [1, 2], [5, 2], [6, 0], [3, 2], [1, 0]])])
@@ -46,7 +52,7 @@ def torus(length):
 
 def numbers(method, *batch, own=False, matrices=False):
     """Values, a field and a temperature that require grad."""
-    dim = 1 if method == Bethe() else 3
+    dim = 1 if method in ISING else 3
     values = 0.25 * random(*(batch if own else ()), len(PAIRS), *((dim, dim) if matrices else ()), seed=1)
     beta = 0.5 + random(*batch, seed=3).abs() / 4
     return values.requires_grad_(), random(*batch, SITES, dim, seed=2).requires_grad_(), beta.requires_grad_()
@@ -87,7 +93,7 @@ def test_matrices_of_bonds(method):
 def test_what_a_value_is_does_not_depend_on_the_batch(method, doubled):
     """As many samples, components and bonds as each other, also once two of three bonds are one."""
     pairs = torch.tensor([[0, 1], [1, 2], [0, 1]] if doubled else [[0, 1], [1, 2]])
-    for dim in (1,) if method == Bethe() else (1, 2):
+    for dim in (1,) if method in ISING else (1, 2):
         field = random(2, 2, 3, dim, seed=2)
         for batch in ((), (2,), (2, 2)) if doubled else ((),):
             bonds = Bonds(pairs, 0.3 * random(*batch, len(pairs), seed=1), 3)
@@ -334,7 +340,7 @@ def test_correlations_are_those_of_the_bonds(method):
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_graphs_of_different_sizes_are_one_batch(method):
     """Of which the smaller ones are padded by bonds of value 0 and by sites that do not exist."""
-    dim = 1 if method == Bethe() else 3
+    dim = 1 if method in ISING else 3
     counts, sites = (8, 3, 0), (7, 4, 2)
     graphs = [PAIRS[:8], torch.tensor([[0, 1], [1, 2], [3, 1]]), PAIRS[:0]]
     values = [0.3 * random(count, seed=count) for count in counts]
@@ -347,6 +353,59 @@ def test_graphs_of_different_sizes_are_one_batch(method):
     for k, (graph, own, h) in enumerate(zip(graphs, values, fields, strict=True)):
         alone = magnetization(SpinSystem(Bonds(graph, own, len(h)), h, 0.8), method)
         torch.testing.assert_close(together[k, : len(h)], alone, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_the_third_order_on_graphs_with_different_numbers_of_triangles(dim):
+    """Complete graphs, a graph whose bonds of 0 close triangles, and one without any, next to loops."""
+    whole = torch.combinations(torch.arange(5))
+    pairs = torch.stack([whole, whole, torch.tensor([[0, k % 4 + 1] for k in range(9)] + [[2, 2]])])
+    values = 0.15 * random(3, 10, seed=1)
+    values[1, ::2] = 0
+    field, beta = random(3, 5, dim, seed=2), torch.tensor([0.2, 1.0, 0.5]).double()
+    given = values.requires_grad_(), field.requires_grad_(), beta.requires_grad_()
+    method = TAP(order=3, response=AmosResponse() if dim > 1 else SphereUnits())
+    bonds = Bonds(pairs, values, 5)
+    found, right = (thermodynamics(SpinSystem(c, field, beta), method) for c in (bonds, bonds.dense()))
+    for name in ("heat_capacity",) if dim == 1 else ("free_energy", "magnetization"):
+        numbers = [getattr(answer, name) for answer in (found, right)]
+        torch.testing.assert_close(*numbers, rtol=0, atol=1e-10)
+        by = [torch.autograd.grad(number.cos().sum(), given, retain_graph=True) for number in numbers]
+        torch.testing.assert_close(*by, rtol=0, atol=1e-9)
+    few = SpinSystem(Bonds(whole, values[0], 5), field[0], beta[0])
+    assert not torch.equal(free_energy(few, method), free_energy(few, TAP(response=method.response)))
+
+
+def test_triangles_are_those_of_the_graph():
+    graphs = [networkx.gnp_random_graph(15, 0.4, seed=seed) for seed in range(4)] + [networkx.star_graph(14)]
+    for graph in graphs:
+        pairs = torch.tensor([*graph.edges, (3, 3), (3, 3), (8, 8)])
+        with torch.inference_mode():
+            corners, sides = (part.ends.mT for part in Graph(pairs.mT, 15, loops=True).triangles())
+        corners = corners - 1
+        triangles = {frozenset(three) for three in combinations(range(15), 3) if graph.subgraph(three).size() == 3}
+        assert {frozenset(three) for three in corners.tolist()} == triangles
+        assert len(corners) == len(triangles)
+        for three, opposite in zip(corners.tolist(), pairs[sides].tolist(), strict=True):
+            assert [set(three) - {corner} for corner in three] == [set(bond) for bond in opposite]
+
+
+def test_triangles_are_found_once_and_serve_all_calls():
+    values, field, method = (0.1 * random(8, seed=1)).requires_grad_(), random(SITES, 1, seed=2), TAP(order=3)
+    system = SpinSystem(Bonds(PAIRS, values, SITES), field)
+
+    def grads(system):
+        return torch.autograd.grad(magnetization(system, method).sum(), values)[0]
+
+    torch.func.hessian(lambda h: method.log_partition(system.at(h, values.detach(), 1.0)).value)(field)
+    torch.func.grad(lambda h: method.log_partition(system.at(h, values.detach(), 1.0)).value)(field)
+    with torch.inference_mode():
+        magnetization(system, method)
+    known = system.graph.triangles()
+    for _ in range(2):
+        thermodynamics(system, method)
+    torch.testing.assert_close(grads(system), grads(SpinSystem(Bonds(PAIRS, values, SITES).dense(), field)))
+    assert system.graph.triangles() is known
 
 
 def test_a_bond_that_is_given_twice_is_summed():
@@ -425,7 +484,7 @@ def test_couplings_that_are_a_function_of_the_field():
 def test_no_tensor_of_all_pairs_is_made(method):
     pairs = torus(20)
     values = (0.1 * random(len(pairs), seed=1)).requires_grad_()
-    system = SpinSystem(Bonds(pairs, values, 400), random(400, 1 if method == Bethe() else 2, seed=2))
+    system = SpinSystem(Bonds(pairs, values, 400), random(400, 1 if method in ISING else 2, seed=2))
     with Work() as work:
         magnetization(system, method).sum().backward()
     # The largest are the coefficients of a law, 98 for a component.
@@ -458,6 +517,26 @@ def test_bethe_knows_what_is_unstable_on_a_large_graph():
         assert found.status.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.UNSTABLE]
 
 
+def test_a_column_of_chi_of_a_tree_is_one_solve_by_messages():
+    """The correlation of two sites is the product of those of the bonds between them, over the variances inside."""
+    sites = 400
+    parents = (random(sites - 1, seed=1).abs() * torch.arange(sites - 1)).long() % torch.arange(1, sites)
+    pairs = torch.stack([parents, torch.arange(1, sites)], -1)
+    system = SpinSystem(Bonds(pairs, 0.8 * random(sites - 1, seed=2), sites), random(sites, 1, seed=3), 1.2)
+    found = thermodynamics(system, Bethe())
+    m, (i, j) = found.magnetization[:, 0], pairs.unbind(-1)
+    variance = 1 - m.square()
+    column = [variance[0]]
+    for parent, factor in zip(parents, (found.correlations - m[i] * m[j]) / variance[i], strict=True):
+        column.append(column[parent] * factor)
+    with Work() as work:
+        chi = found.susceptibility_product((torch.arange(sites) == 0).double()[:, None])[:, 0]
+    torch.testing.assert_close(chi / 1.2, torch.stack(column), rtol=0, atol=1e-12)
+    assert int(found.report.adjoint.num_steps) < 100
+    # The directions of the solve are the most that is kept.
+    assert work.largest < 50 * 2 * sites
+
+
 def test_bethe_of_a_lattice_without_disorder_is_one_equation():
     """u = atanh(tanh K tanh(h + 3 u)) for all messages, and the free energy of a tree with four neighbours."""
     k, h, u = 0.3, 0.1, 0.0
@@ -474,7 +553,7 @@ def test_bethe_of_a_lattice_without_disorder_is_one_equation():
 
 def test_a_graph_without_bonds():
     bonds, field = Bonds(torch.empty(0, 2).long(), torch.empty(0).double(), 3), random(3, 1, seed=1)
-    for method in (MeanField(), TAP(), Bethe()):
+    for method in (MeanField(), TAP(), TAP(order=3), Bethe()):
         found = magnetization(SpinSystem(bonds, field, 0.7), method)
         torch.testing.assert_close(found, torch.tanh(0.7 * field), rtol=0, atol=1e-12)
 
@@ -511,8 +590,10 @@ def test_what_bonds_cannot_be_is_refused():
     bonds, field = Bonds(torch.tensor([[0, 1]]), torch.ones(1), 2), torch.zeros(2, 1)
     with pytest.raises(ValueError, match=r"a tensor for AdaTAP, .* got Bonds; use Bonds\(...\).dense\(\), or Mean"):
         magnetization(SpinSystem(bonds, field), AdaTAP())
-    with pytest.raises(ValueError, match="a tensor for TAP, which reads every pair, got Bonds"):
-        magnetization(SpinSystem(bonds, field), TAP(order=3))
+    with pytest.raises(
+        ValueError, match=r"a number for each pair, .* for TAP on bonds, .*; use MeanField\(\), or Bonds"
+    ):
+        magnetization(SpinSystem(Bonds(bonds.pairs, torch.ones(1, 2, 2), 2), torch.zeros(2, 2)), TAP(order=3))
     with pytest.raises(ValueError, match="between N = 3 sites, those of `field`, got N = 2"):
         SpinSystem(bonds, torch.zeros(3, 1))
     with pytest.raises(ValueError, match=r"a number or a \(3, 3\) matrix for each bond, got values of shape \(1, 2, 2"):

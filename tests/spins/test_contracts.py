@@ -210,6 +210,12 @@ class TestTAPOnBonds(OnBonds):
         return TAP()
 
 
+@pytest.mark.by_name(slow=r"test_(second|derivatives)")
+class TestTAPOfThirdOrderOnBonds(OnBonds):
+    def make(self):
+        return TAP(order=3)
+
+
 @pytest.mark.by_name(slow=r"test_(autocast|derivatives|second|susceptibility|what|magnetization_has|parts|a_sample)")
 class TestTAPOfVectorsOnBonds(OnBonds):
     dim = 3

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from solvable_models import ising_states
+from work import Work
 
 from implicit_attention.spins import (
     Bethe,
+    Bonds,
     Enumeration,
     SpinSystem,
     fit_ising,
@@ -181,3 +183,117 @@ def test_pairs_too_strong_for_tap_are_refused_with_the_remedy():
     assert torch.isfinite(fit_ising_moments(m, covariance, method="adaptive_tap").couplings).all()
     # Where the host may not look, it is the answer that says so.
     assert torch.vmap(lambda c: fit_ising_moments(m, c).couplings)(covariance[None]).isnan().any()
+
+
+# Couplings on the bonds of a graph.
+
+#: Trees of six sites, of which the second leaves two sites alone.
+TREES = torch.tensor([[[0, 1], [2, 1], [2, 3], [4, 1], [4, 5]], [[0, 1], [0, 2], [3, 0], [1, 2], [2, 3]]])
+TREE = TREES[0]
+
+
+def pair_moments(pairs, values, field, method):
+    """m, and the covariances of the pairs."""
+    found = thermodynamics(SpinSystem(Bonds(pairs, values, field.shape[-2]).dense(), field, radius=1.0), method)
+    m, (i, j) = found.magnetization[..., 0], pairs.unbind(-1)
+    return m, found.correlations[..., i, j] - m[..., i] * m[..., j]
+
+
+def test_the_couplings_of_a_tree_are_exact():
+    values, field = random(3, 5, seed=1), random(3, 6, 1, seed=2)
+    fit = fit_ising_moments(*pair_moments(TREE, values, field, Enumeration()), method="bethe", pairs=TREE)
+    torch.testing.assert_close(fit.couplings, values, rtol=0, atol=1e-10)
+    torch.testing.assert_close(fit.field, field, rtol=0, atol=1e-10)
+    assert (fit.graph.ends.mT.equal(TREE), fit.beta, fit.radius, fit.measure) == (True, 1.0, 1.0, "counting")
+    alone = fit_ising_moments(fit.field[..., 0].tanh(), 0 * values, method="bethe", pairs=TREE)
+    torch.testing.assert_close(alone.field, fit.field, rtol=0, atol=1e-10)
+    assert float(alone.couplings.abs().max()) < 1e-14
+
+
+def test_graphs_with_loops_have_the_couplings_by_which_bethe_gives_their_moments():
+    for pairs in (torch.cat([TREE, torch.tensor([[0, 5], [3, 5]])]), TREES[1]):
+        values, field = 0.4 * random(len(pairs), seed=1), random(6, 1, seed=2)
+        fit = fit_ising_moments(*pair_moments(pairs, values, field, Bethe()), method="bethe", pairs=pairs)
+        torch.testing.assert_close(fit.couplings, values, rtol=0, atol=1e-9)
+        torch.testing.assert_close(fit.field, field, rtol=0, atol=1e-9)
+
+
+def test_samples_on_a_graph_have_the_moments_of_the_fit():
+    samples = torch.sign(random(2, 60, 6, seed=3))
+    keep = 60 / 64
+    fit = fit_ising(samples, method="bethe", pairs=TREES, pseudocount=4.0, shrinkage=0.25)
+    m = keep * samples.mean(-2)
+    for k, pairs in enumerate(TREES):
+        covariance = 0.75 * keep**2 * torch.cov(samples[k].mT, correction=0)[pairs.unbind(-1)]
+        one = fit_ising_moments(m[k], covariance, method="bethe", pairs=pairs)
+        torch.testing.assert_close(fit.couplings[k], one.couplings, rtol=0, atol=1e-12)
+        torch.testing.assert_close(fit.field[k], one.field, rtol=0, atol=1e-12)
+    found = thermodynamics(fit, Bethe())
+    torch.testing.assert_close(found.magnetization[0, :, 0], m[0], rtol=0, atol=1e-10)
+
+
+def test_a_graph_is_fitted_without_all_pairs():
+    sites = torch.arange(400).reshape(20, 20)
+    pairs = torch.cat([torch.stack([sites, sites.roll(-1, axis)], -1).flatten(0, 1) for axis in (0, 1)])
+    with Work() as work:
+        fit_ising(torch.sign(random(20, 400, seed=1)), method="bethe", pairs=pairs)
+    # As many numbers as the samples have, at both ends of a bond.
+    assert work.largest == 2 * 20 * 400
+
+
+def test_a_spin_that_is_not_finite_and_a_pair_that_is_none_stay_in_their_sample():
+    m, covariance = pair_moments(TREE, 0.5 * random(3, 5, seed=1), random(3, 6, 1, seed=2), Enumeration())
+    whole = fit_ising_moments(m, covariance, method="bethe", pairs=TREE)
+    m = m.clone()
+    m[1, 2] = torch.nan
+    fit = fit_ising_moments(m, covariance, method="bethe", pairs=TREE)
+    assert fit.couplings[1].isnan().any()
+    for part, right in ((fit.couplings, whole.couplings), (fit.field, whole.field)):
+        torch.testing.assert_close(part[::2], right[::2], rtol=1e-14, atol=1e-14)
+    mapped = torch.vmap(lambda a, c: fit_ising_moments(a, c, method="bethe", pairs=TREE).field)(m, 0.5 * covariance)
+    assert mapped.isfinite().flatten(1).all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_derivatives_on_a_graph(check):
+    m, covariance = pair_moments(TREE, 0.5 * random(2, 5, seed=1), random(2, 6, 1, seed=2), Enumeration())
+
+    def fitted(m, covariance):
+        fit = fit_ising_moments(m, covariance, method="bethe", pairs=TREES, shrinkage=0.1)
+        return fit.couplings, fit.field
+
+    assert check(fitted, [m.detach().requires_grad_(), 0.3 * covariance.detach().requires_grad_()])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "method", "error", "message"),
+    [
+        (None, "bethe", TypeError, r"`pairs` must be a tensor of integers \(E, 2\) for method='bethe', got None"),
+        ([[0, 1]], "bethe", TypeError, "got list; pass the two sites of every bond"),
+        (torch.tensor([[0, 1]]), "tap", ValueError, "`pairs` must be left out unless method='bethe', got pairs with"),
+        (torch.tensor([[0.0, 1.0]]), "bethe", TypeError, "`pairs` must be a tensor of integers, got torch.float32"),
+        (torch.tensor([0, 1]), "bethe", ValueError, r"`pairs` must have shape \(E, 2\) or .* got shape \(2,\)"),
+        (torch.tensor([[0, 3]]), "bethe", ValueError, r"`pairs` must be in \[0, 2\], got 3"),
+        (torch.tensor([[0, 1], [1, 0]]), "bethe", ValueError, r"a bond in one direction, got \(0, 1\) and \(1, 0\)"),
+        (torch.tensor([[0, 1], [0, 1]]), "bethe", ValueError, "two sites, each pair once, got a pair given twice, or"),
+        (torch.tensor([[0, 1], [2, 2]]), "bethe", ValueError, "two sites, each pair once, got .* a site with itself"),
+        (torch.tensor([[[0, 1]], [[0, 2]]]), "bethe", ValueError, r"`pairs` must broadcast to the axes that number"),
+    ],
+)
+def test_wrong_pairs_are_refused(pairs, method, error, message):
+    with pytest.raises(error, match=message):
+        fit_ising(torch.ones(4, 3), method=method, pairs=pairs)
+    with pytest.raises(error, match=message):
+        fit_ising_moments(ZERO, EYE, method=method, pairs=pairs)
+
+
+def test_moments_that_are_none_of_a_pair_are_refused():
+    pairs, m = torch.tensor([[0, 1]]), torch.tensor([0.5, 0.0, 0.0]).double()
+    with pytest.raises(ValueError, match=r"`covariance` must leave each state of a pair a probability > 0, got"):
+        fit_ising_moments(m, torch.tensor([0.6]).double(), method="bethe", pairs=pairs)
+    with pytest.raises(ValueError, match=r"`covariance` must have shape \(\*batch, E\) = \(1,\), got \(3, 3\)"):
+        fit_ising_moments(m, EYE, method="bethe", pairs=pairs)
+    samples = torch.tensor([[1.0, 1, 1], [-1, -1, 1]]).double()
+    with pytest.raises(ValueError, match="a state that never occurs; use a larger pseudocount or shrinkage"):
+        fit_ising(samples[:, :2], method="bethe", pairs=pairs, pseudocount=0.0)
+    assert float(fit_ising(samples, method="bethe", pairs=pairs).couplings) > 0
