@@ -9,10 +9,13 @@ import torch
 from implicit_attention.spins import Bonds, SpinSystem, magnetization
 from implicit_attention.spins.dynamics import DynamicalMethod
 from implicit_attention.spins.methods import METHODS
+from implicit_attention.spins.system import ALL_PAIRS
 
 DOCS = Path(__file__).parents[1]
 FEATURES = ("D = 1", "D > 1", "asymmetric J", "matrices J_ij", "bonds", "a diagonal", "masks")
 N = 3
+LEGEND = f"""Where N <= {ALL_PAIRS:,} stands bonds become a matrix, which `AdaTAP` inverts at each step and
+`SaddlePoint` factorises; others read all pairs, `Enumeration` all states."""
 START, END = "<!-- methods: python docs/spin_systems/methods.py -->", "<!-- end of methods -->"
 
 
@@ -57,17 +60,36 @@ def answers(method, feature):
     return False
 
 
+def chain(sites):
+    """A chain of Ising spins on bonds."""
+    first = torch.arange(sites - 1)
+    return SpinSystem(Bonds(torch.stack([first, first + 1], -1), 0.1 * torch.ones(sites - 1), sites), torch.ones(sites))
+
+
+def on_bonds(method):
+    """The largest number of sites that a method takes bonds of; "yes" for any."""
+    for sites, text in ((ALL_PAIRS + 1, "yes"), (ALL_PAIRS, f"N <= {ALL_PAIRS:,}"), (20, "N <= 20"), (2, "N <= 2")):
+        try:
+            method.check(chain(sites))
+            return text
+        except ValueError:
+            continue
+    return "no"
+
+
 def table():
     """One line per method, and a sentence about the features that all of them support."""
     stated = [row for row in METHODS if row.error is not None]
     found = {name: [answers(row.method, name) for row in stated] for name in FEATURES}
-    told = {name: column for name, column in found.items() if not all(column)}
-    told = {"log Z": [not issubclass(row.kind, DynamicalMethod) for row in stated], **told}
+    told = {name: ["yes" if yes else "no" for yes in column] for name, column in found.items() if not all(column)}
+    told = {"log Z": ["no" if issubclass(row.kind, DynamicalMethod) else "yes" for row in stated], **told}
+    told["bonds"] = [on_bonds(row.method) if yes else "no" for row, yes in zip(stated, found["bonds"], strict=True)]
     lines = [f"| method | {' | '.join(told)} | error of log Z |", "|---" * (len(told) + 2) + "|"]
     for row, *cells in zip(stated, *told.values(), strict=True):
-        lines.append(f"| `{row.text}` | {' | '.join('yes' if yes else 'no' for yes in cells)} | {row.error} |")
+        lines.append(f"| `{row.text}` | {' | '.join(cells)} | {row.error} |")
     *first, last = (name for name in FEATURES if name not in told)
-    return "\n".join([*lines, "", f"All methods support {', '.join(first)} and {last}."])
+    support = f"All methods support {', '.join(first)} and {last}."
+    return "\n".join([*lines, "", support, "", LEGEND])
 
 
 def classes():

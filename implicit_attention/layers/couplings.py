@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from .._torch import at_least_single, host_may_look_at_constant
-from ..spins import LowRank
+from ..spins import Bonds, LowRank
 from ..spins.system import TILE
 from .calls import Place
 from .projections import Rotary
@@ -236,7 +236,8 @@ class GivenCouplings(Couplings):
     """Couplings by a function or a module of the field, which are zero where `pairs` says so.
 
     Args:
-        function: h, (*batch, heads, N, D), to J, (*batch, heads, N, N). Its attribute `symmetric` says whether J is.
+        function: h, (*batch, heads, N, D), to J, (*batch, heads, N, N), or to `Bonds`, which become that tensor. Its
+            attribute `symmetric` says whether J is.
 
     Not needed to give a function to `SpinAttention`, which makes this of it.
 
@@ -248,13 +249,14 @@ class GivenCouplings(Couplings):
         tensor([2., 2., 2.])
     """
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor | Bonds]) -> None:
         super().__init__()
         self.function = function
         self.symmetric = bool(getattr(function, "symmetric", False))
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
-        couplings = self.function(field)
+        found = self.function(field)
+        couplings = found.dense() if isinstance(found, Bonds) else found
         _validate.check_float_tensor("couplings", couplings, min_ndim=2)
         count, shape = field.shape[-2], couplings.shape
         _validate.check_broadcast("couplings", shape, (*field.shape[:-1], count), "(*batch, heads, N, N)")

@@ -10,6 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from ..spins.bonds import Bonds
+from ..spins.system import ALL_PAIRS
 from .style import BAD, GOOD, Figure, add_bar, hide_ticks, legend_below, new_figure
 
 #: Widths in points: the widest of few lines, the widest of many, and the narrowest that is still seen.
@@ -20,7 +22,7 @@ ALIKE, OPPOSITE = "-", (0, (3, 1.5))
 
 
 def couplings_figure(
-    couplings: Float[Tensor, "N N"] | Float[Tensor, "N N D D"],
+    couplings: Float[Tensor, "N N"] | Float[Tensor, "N N D D"] | Bonds,
     *,
     places: Float[Tensor, "N 2"] | None = None,
     spins: Float[Tensor, "N"] | None = None,
@@ -36,7 +38,8 @@ def couplings_figure(
     Not for states: draw them with `configuration_figure`.
 
     Args:
-        couplings: J, (N, N), a number for each pair, or (N, N, D, D), a matrix for each pair.
+        couplings: J, (N, N), a number for each pair, or (N, N, D, D), a matrix for each pair; or the `Bonds` of at
+            most 2,048 sites, of which the `couplings` of a system are the values alone.
         places: where the sites are, (N, 2), x to the right and y upwards; default `site_places(couplings)`.
         spins: colours of the sites, from -1 to 1, (N,), with a dashed rim where they are negative; default none.
         strongest: the number of pairs that are drawn at most, the strongest first.
@@ -101,7 +104,7 @@ def couplings_figure(
     return figure
 
 
-def site_places(couplings: Tensor) -> Float[Tensor, "N 2"]:
+def site_places(couplings: Tensor | Bonds) -> Float[Tensor, "N 2"]:
     """Return the places of the sites: a lattice in rows and columns if the couplings make one, else a circle.
 
     A lattice is an open chain, or sites in reading order in rows of one length, where no site is coupled beyond its
@@ -110,7 +113,7 @@ def site_places(couplings: Tensor) -> Float[Tensor, "N 2"]:
     Not for positions that are known: pass them to `couplings_figure` as `places`.
 
     Args:
-        couplings: J, (N, N) or (N, N, D, D).
+        couplings: J, (N, N) or (N, N, D, D), or `Bonds`.
 
     Returns:
         x and y of every site, (N, 2), a lattice with steps of length 1, y upwards.
@@ -126,7 +129,8 @@ def site_places(couplings: Tensor) -> Float[Tensor, "N 2"]:
         >>> site_places(torch.ones(4, 4)).round().abs().tolist()
         [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     """
-    columns, place = lattice_columns(couplings), torch.arange(len(couplings))
+    pairs = _numbers(couplings)
+    columns, place = lattice_columns(pairs), torch.arange(len(pairs))
     if columns is None:
         # Clockwise from the top; neighbours are about a step of 1 apart.
         angle = math.pi / 2 - 2 * math.pi * place.double() / len(place)
@@ -134,7 +138,7 @@ def site_places(couplings: Tensor) -> Float[Tensor, "N 2"]:
     return torch.stack([place % columns, -(place // columns)], -1).double() + 0.0
 
 
-def lattice_columns(couplings: Tensor) -> int | None:
+def lattice_columns(couplings: Tensor | Bonds) -> int | None:
     """Return in how many columns the couplings make a lattice, as `site_places` says; None if they make none."""
     linked = _numbers(couplings) != 0
     count = len(linked)
@@ -158,6 +162,10 @@ def _numbers(couplings: Any) -> Tensor:
     """Return one number for each pair, (N, N), in double precision."""
     required = "be a tensor (N, N) or (N, N, D, D) with N at least 1"
     remedy = "pass system.couplings, of one sample if they differ"
+    if isinstance(couplings, Bonds):
+        most, sites = f"have at most {ALL_PAIRS:,} sites", couplings.num_sites
+        _validate.require(sites <= ALL_PAIRS, "couplings", most, f"Bonds of {sites:,} sites", "draw fewer")
+        couplings = couplings.dense()
     _validate.check_instance("couplings", couplings, Tensor, required, remedy)
     shape = tuple(couplings.shape)
     fits = len(shape) in (2, 4) and shape[0] == shape[1] > 0 and (len(shape) == 2 or shape[2] == shape[3])

@@ -125,7 +125,7 @@ def lowest_eigenvalue(system: SpinSystem) -> Tensor:
     """The smallest eigenvalue of symmetric couplings, (*batch); of many sites an estimate from inside the spectrum."""
     field, couplings = system.field.detach(), system.couplings.detach()
     constant = system.at(field, couplings, system.beta)
-    if not (system.low_rank or system.graph or system.block) and system.num_sites <= DENSE:
+    if not (system.low_rank or system.block) and system.num_sites <= DENSE:
         lowest: Tensor = torch.linalg.eigvalsh(constant.live_couplings)[..., 0]
         return lowest.expand(system.batch)
     # Numbers couple all components of the spins alike: one component has all eigenvalues.

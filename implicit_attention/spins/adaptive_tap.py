@@ -100,6 +100,10 @@ class AdaTAP(FixedPointApproximation):
     def by_products(self) -> bool:
         return isinstance(self.prior, GaussianUnits)
 
+    @property
+    def by_bonds(self) -> bool:
+        return False
+
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         self.prior.check("system", system.dim, system.radius)

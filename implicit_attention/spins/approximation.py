@@ -110,14 +110,15 @@ class Approximation:
 
     @property
     def by_bonds(self) -> bool:
-        """Whether it reads no pairs but those that are coupled, so that couplings may be `Bonds`."""
+        """Whether it reads no pairs but those that are coupled, so that `Bonds` may have any number of sites."""
         return self.by_products
 
     def check(self, system: SpinSystem) -> None:
         """Raise if the method cannot treat the system."""
         name = type(self).__name__
-        if not (self.by_products if system.graph is None else self.by_bonds):
-            system.check_dense(f"be a tensor for {name}, which reads every pair", "use {}(...).dense(), or MeanField()")
+        if not (self.by_products if system.low_rank else self.by_bonds):
+            others = "" if system.low_rank or system.block else " or TAP()" if system.dim > 1 else ", TAP() or Bethe()"
+            system.check_dense(f"for {name}, which reads every pair", f"MeanField(){others}")
         if self.symmetric:
             system.check_symmetric(name)
 

@@ -112,7 +112,7 @@ class Graph(Declared):
 
     def overlap(self, x: Tensor) -> Tensor:
         """x_i . x_j of the two ends of each bond, (*batch, N, D) -> (*batch, E)."""
-        here, there = self.of_components().at_ends(x.mT).unbind(-2)
+        here, there = self.of_ends(x)
         return (here * there).sum(-2)
 
     def without_loops(self, values: Tensor) -> Tensor:
@@ -154,6 +154,10 @@ class Graph(Declared):
         found = Graph(corners, self.num_sites + 1, False), Graph(sides, count, False)
         self._triangles = None if transforms_active() else found
         return found
+
+    def of_ends(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Vectors of sites (*batch, N, D) at the first end of each bond and at the second, (*batch, D, E) both."""
+        return self.of_components().at_ends(x.mT).unbind(-2)
 
     def of_components(self) -> Graph:
         """The graph of (*batch, D, N), the numbers of all components."""
@@ -248,9 +252,11 @@ class Bonds(Declared):
 
     Gradients: with respect to values.
 
-    Methods on a graph: `MeanField`, `TAP` and `Bethe`, and for synchronous dynamics, directed or not,
-    `KineticPlefka` and `GaussianClosure`, also in `drive`. Not for other methods, samplers and `stability`, nor where
-    most pairs are coupled: `dense()` gives the same couplings as a tensor.
+    `MeanField`, `TAP` and `Bethe` go by the bonds alone, as do their `stability`, the samplers, and the dynamics of
+    `KineticPlefka` and `GaussianClosure`, directed or not, also in `drive`. What reads every pair makes a tensor of the
+    bonds of at most 2,048 sites, and refuses more.
+
+    Not where most pairs are coupled: `dense()` gives the same couplings as a tensor.
 
     Examples:
         >>> import torch

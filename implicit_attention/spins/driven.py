@@ -19,7 +19,7 @@ from ._curvature import flattened, local_field
 from ._request import fill, reported, validated, without_nonfinite
 from ._site import SpinSite, Spread, antisymmetric_sum, linear_response, stretched, sum_pairs
 from .dynamics import DynamicalMethod
-from .system import CouplingFunction, SpinSystem, couple, mirrored
+from .system import CouplingFunction, Couplings, SpinSystem, couple, mirrored
 
 #: Krylov vectors for the relaxation time, which is exact for N D up to this. With N D = 1024 and random couplings 32
 #: were off by 3 % and 64 by 1 %, at three times the time, which is most of the time of `drive`.
@@ -76,7 +76,7 @@ class _Law(NamedTuple):
 @in_own_precision
 def drive(
     method: DynamicalMethod,
-    couplings: Tensor | CouplingFunction,
+    couplings: Couplings | CouplingFunction,
     fields: Float[Tensor, "T *batch N D"],
     *,
     beta: float | Float[Tensor, "*#batch"] = 1.0,
@@ -109,7 +109,8 @@ def drive(
 
     Args:
         method: `KineticPlefka()` or `GaussianClosure()`, whose magnetizations follow by one evaluation a step.
-        couplings: J as in `SpinSystem`; a function of the field is evaluated at every h_t.
+        couplings: J as in `SpinSystem`, of at most 2,048 sites where they are `Bonds`, and no `LowRank`; a function of
+            the field is evaluated at every h_t.
         fields: h_1 to h_T, of the steps.
         beta: inverse temperature > 0.
         initial: magnetizations before the first step, of spins that are independent; None is 0. For D > 1 they are
@@ -150,7 +151,7 @@ def drive(
     system = validated(system, method, None, "none", on_failure, kind=DynamicalMethod)
     method.check_step()
     if system.graph is None:
-        system.check_dense("be a tensor for entropy production", "use {}(...).dense()")
+        system.check_dense("for entropy production", "magnetization(system, method)")
     sound, lost = without_nonfinite(system)
     each = _each_step(sound)
     start, unusable = _start(method, each[0], initial)
@@ -183,9 +184,8 @@ def _each_step(system: SpinSystem) -> list[SpinSystem]:
     columns = parts(system.field, 2), parts(system.couplings, system.pair_axes), parts(system.beta, 0)
     systems = [system.at(*numbers) for numbers in zip(*columns, strict=True)]
     graph = system.graph
-    places = parts(system.mask, 1), parts(None if graph is None else graph.ends, 2)
-    for now, mask, ends in zip(systems, *places, strict=True):
-        now.mask, now.graph = mask, None if graph is None else graph.replace(ends)
+    for now, mask, ends in zip(systems, parts(system.mask, 1), parts(graph and graph.ends, 2), strict=True):
+        now.mask, now.graph = mask, graph and graph.replace(ends)
     return systems
 
 

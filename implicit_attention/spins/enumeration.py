@@ -41,11 +41,11 @@ class Enumeration(Approximation):
     exact = True
 
     def check(self, system: SpinSystem) -> None:
-        super().check(system)
         require_ising(self, system)
         remedy = "use AdaTAP, on lattices SaddlePoint(one_loop=True), or sample"
         required, n = f"have at most {LARGEST} sites", system.num_sites
         _validate.require(n <= LARGEST, "system", required, n, remedy)
+        super().check(system)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         count, dtype = 2**system.num_sites, system.field.dtype

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -24,9 +26,11 @@ from ._site import SpinSite
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
+from .bonds import Graph
+from .mean_field import MeanField
 from .methods import METHODS
 from .saddle_point import SaddlePoint
-from .system import SpinSystem, couple
+from .system import ALL_PAIRS, SpinSystem
 from .thermodynamics import Thermodynamics, thermodynamics
 
 #: Neighbours of an Ising spin, in the mean, up to which one loop is nearer to the truth than `AdaTAP`.
@@ -60,7 +64,8 @@ class Stability:
         recommended_method: the method to trust: an exact one if one treats all samples (a sum over the states
             of up to 20 Ising spins, a chain, a tree), else the one whose magnetizations were measured to be nearest to
             the truth over all temperatures: `Bethe` on rings, one loop for vectors and for Ising spins with few
-            neighbours, such as a lattice, `AdaTAP` for many neighbours. Where `reliable` is False it is a guess: draw
+            neighbours, such as a lattice, `AdaTAP` for many neighbours. On bonds of more than 2,048 sites these refuse:
+            there it is `Bethe`, for vectors `MeanField`. Where `reliable` is False it is a guess: draw
             samples. Where it is True each is wrong at times on lattices, by up to .3 in m at beta J = 1.
         report: of the method's own solve.
 
@@ -224,33 +229,24 @@ def _recommended(system: SpinSystem) -> Approximation:
         except ValueError:
             continue
         return method
+    if system.graph is not None and system.num_sites > ALL_PAIRS:
+        return MeanField() if system.dim > 1 else Bethe()
     if system.dim > 1:
         return SaddlePoint(one_loop=True)
-    if system.low_rank:
-        return AdaTAP()
-    bonds = _bonds(system)
+    linked, count = system.live_couplings != 0, system.num_sites
+    bonds = linked.reshape(-1, count, count) & ~torch.eye(count, dtype=torch.bool, device=linked.device)
     neighbours = bonds.sum(-1)
-    if _is_forest(bonds) or int(neighbours.max()) <= 2:
+    if int(neighbours.max()) <= 2 or all(map(_is_tree, bonds.cpu().numpy())):
         # Loops, if there are any, are as long as the ring.
         return Bethe()
     return SaddlePoint(one_loop=True) if float(neighbours.double().mean(-1).max()) <= FEW else AdaTAP()
 
 
-def _bonds(system: SpinSystem) -> Tensor:
-    """Which sites are coupled, (*#batch, N, N)."""
-    couplings = system.live_couplings
-    return (couplings != 0) & ~torch.eye(system.num_sites, dtype=torch.bool, device=couplings.device)
+def _is_tree(bonds: np.ndarray[Any, Any]) -> bool:
+    """Whether the bonds of one sample form no loop: each joins two parts of the rest."""
+    from scipy.sparse.csgraph import connected_components
 
-
-def _is_forest(bonds: Tensor) -> bool:
-    """Whether bonds form no loop, in any sample."""
-    # Remove leaves until nothing changes: a forest has no bond left then.
-    while True:
-        inner = bonds.sum(-1) > 1
-        fewer = bonds & inner[..., :, None] & inner[..., None, :]
-        if torch.equal(fewer, bonds):
-            return not bool(bonds.any())
-        bonds = fewer
+    return bool(len(bonds) == bonds.sum() // 2 + connected_components(bonds)[0])
 
 
 def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> tuple[Tensor, Tensor]:
@@ -270,14 +266,35 @@ def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> 
 
 
 def _almeida_thouless(system: SpinSystem, site: SpinSite, steps: int) -> Tensor:
-    # `linear_response` is beta Tr Cov_i J_ij Cov_j, for matrices without the trace.
-    weights = site.linear_response(system) * system.live_couplings
-    if system.block:
-        weights = weights.sum((-2, -1))
-    weights = system.beta_over(2) * (weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))) / system.dim
+    graph = system.graph
+    if graph is None:
+        # `linear_response` is beta Tr Cov_i J_ij Cov_j, for matrices without the trace.
+        weights = site.linear_response(system) * system.live_couplings
+        weights = system.beta_over(2) * (weights.sum((-2, -1)) if system.block else weights)
+        weights = weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))
+    else:
+        weights = system.beta_tensor(1).square() * graph.without_loops(_bond_traces(system, site, graph))
+
+    def product(v: Tensor) -> Tensor:
+        rows = weights @ v[..., None] if graph is None else graph.product(weights, v[..., None])
+        return rows[..., 0] / system.dim
+
     # A matrix with positive entries has a positive eigenvector at its largest eigenvalue: ones are a good start.
-    start = torch.ones_like(weights[..., 0])
-    return extreme_eigenvalues(lambda v: (weights @ v[..., None])[..., 0], start, min(steps, start.shape[-1]))[1].value
+    start = torch.ones_like(site.tau)
+    return extreme_eigenvalues(product, start, min(steps, start.shape[-1]))[1].value
+
+
+def _bond_traces(system: SpinSystem, site: SpinSite, graph: Graph) -> Tensor:
+    """Tr Cov_i J_ij Cov_j J_ji of every bond, (*batch, E)."""
+    numbers = system.live_numbers
+    if system.block:
+        columns = [site.product(axis.expand(site.field.shape)) for axis in torch.eye(system.dim).to(site.field)]
+        ends = graph.of_ends(torch.cat(columns, -1))
+        here, there = (rearrange(x, "... (b a) e -> ... e a b", a=system.dim) for x in ends)
+        return einsum(here, numbers, there, numbers, "... e d a, ... e a b, ... e b c, ... e d c -> ... e")
+    # With r = slope |f|^2 it is (trace_i trace_j - r_i r_j)/D + slope_i slope_j (f_i . f_j)^2.
+    whole, along, slope = (graph.overlap(x[..., None]) for x in (site.trace, site.slope * site.squared, site.slope))
+    return numbers.square() * ((whole - along) / system.dim + slope * graph.overlap(site.field).square())
 
 
 def _branches(
@@ -298,7 +315,7 @@ def _branches(
         mode = _strongest_mode(system, noise[0])
         noise = torch.cat((mode[None], -mode[None], noise[2:]))[:starts]
     # A field as strong as all couplings together starts a solve anywhere.
-    size = couple(system.live_couplings.abs(), torch.ones_like(field), block=system.block) * system.radius
+    size = system.at(field, system.couplings.abs(), system.beta).coupled(torch.ones_like(field)) * system.radius
     strength = field.abs() + size
     drawn = torch.cat((field[None], noise * strength.nan_to_num()))
 

@@ -140,7 +140,7 @@ def sweep(
         try:
             method.check(many)
             if isinstance(method, DynamicalMethod) and many.graph is None:
-                many.check_dense("be a tensor for entropy production", "use {}(...).dense()")
+                many.check_dense("for entropy production", "magnetization(system, method)")
         except ValueError as error:
             results.refused[name] = str(error)
             continue

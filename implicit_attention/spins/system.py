@@ -31,6 +31,10 @@ CouplingFunction: TypeAlias = Callable[..., Couplings]
 #: Rows of couplings that are read at a time where a part of the matrix stays in the processor's cache.
 TILE = 128
 
+#: Up to so many sites couplings on bonds become a tensor where every pair is read: numbers are 32 MB in float64 then,
+#: and a factorisation takes less than a second.
+ALL_PAIRS = 2_048
+
 
 class SpinSystem(Declared):
     r"""Spins s_i in R^D of length R with couplings J, in a field h, at inverse temperature beta.
@@ -183,7 +187,9 @@ class SpinSystem(Declared):
     @property
     def live_couplings(self) -> Tensor:
         """J, zero where there is no site; numbers, (*#batch, N, N), where D = 1."""
-        self.check_dense("be a tensor where every pair is read", "use {}(...).dense()")
+        self.check_dense("where every pair is read")
+        if self.graph is not None:
+            return self.graph.dense(self.live_numbers, 2 if self.block else 0)
         couplings = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes == 4 else self.couplings
         if self.mask is None:
             return couplings
@@ -207,11 +213,16 @@ class SpinSystem(Declared):
         """J_ij and J_ji of all pairs that are coupled: `live_couplings`, or, on bonds, `Graph.both` of their values."""
         return self.live_couplings if self.graph is None else self.graph.both(self.live_numbers, block=self.block)
 
-    def check_dense(self, requirement: str, remedy: str) -> None:
-        """Raise unless couplings are known pair by pair in one tensor; the remedy is a text with {} for their class."""
-        if self.low_rank or self.graph is not None:
-            received = "a LowRank" if self.low_rank else "Bonds"
-            _validate.refuse("couplings", requirement, received, remedy.format(received.split()[-1]))
+    def check_dense(self, where: str, instead: str = "") -> None:
+        """Raise unless there is a tensor of all pairs, or small enough a one of the bonds of a graph."""
+        if self.low_rank:
+            remedy = "use LowRank(...).dense()" + (f", or {instead}" if instead else "")
+            _validate.refuse("couplings", f"be a tensor {where}", "a LowRank", remedy)
+        if self.graph is not None and self.num_sites > ALL_PAIRS:
+            size = self.couplings.element_size() * (self.num_sites * (self.dim if self.block else 1)) ** 2 / 1e9
+            received = f"Bonds of {self.num_sites:,} sites, which are {size:.2g} GB as a tensor"
+            required, remedy = f"have at most {ALL_PAIRS:,} sites {where}", f"use {instead or 'MeanField()'}"
+            _validate.refuse("couplings", required, received, remedy)
 
     @property
     def flat_couplings(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..solution import Status
-from ..spins import SpinSystem, free_energy, magnetization, thermodynamics
+from ..spins import Bonds, SpinSystem, free_energy, magnetization, thermodynamics
 from ..spins.approximation import Approximation
 from ..spins.thermodynamics import Thermodynamics
 from .numerics import check_autocast, check_close, check_derivatives, random
@@ -71,8 +71,12 @@ class ApproximationContract:
         upper = weights.triu(1) if not self.chain else torch.diag_embed(weights.diagonal(1, -2, -1), 1)
         return upper + upper.mT
 
+    def given(self, couplings: Tensor) -> Any:
+        """Couplings as systems get them: the tensor, or its `Bonds`."""
+        return couplings
+
     def system(self, field: Tensor, weights: Tensor, beta: float | Tensor = 0.9, **options: Any) -> SpinSystem:
-        return SpinSystem(self.couplings(weights), field, beta, **options)
+        return SpinSystem(self.given(self.couplings(weights)), field, beta, **options)
 
     def solved(self, system: SpinSystem, **options: Any) -> Thermodynamics:
         return thermodynamics(system, self.make(), **options)
@@ -115,10 +119,11 @@ class ApproximationContract:
         check_close(solution.internal_energy, slope(lambda t: (beta + t) * free(beta=beta + t)), 1e-8)
         check_close(solution.entropy, beta * (solution.internal_energy - solution.free_energy), 1e-12)
         turned = self.weights(seed=4)
-        # Pairs are counted in both orders, each with one half.
-        bonds = self.couplings(turned)
+        # Pairs of a tensor are counted in both orders, each with one half.
+        given = self.given(self.couplings(turned))
+        change = given.values if isinstance(given, Bonds) else given / 2
         slope_bonds = -slope(lambda t: free(weights=weights + t * turned))
-        check_close((solution.correlations * bonds).sum() / 2, slope_bonds, 1e-8)
+        check_close((solution.correlations * change).sum(), slope_bonds, 1e-8)
 
         def response(t: float) -> Any:
             return magnetization(self.system(field + t * direction, weights, beta), self.make())
@@ -150,8 +155,8 @@ class ApproximationContract:
         order = torch.randperm(self.sites, generator=torch.Generator().manual_seed(0))
         order = torch.arange(self.sites).flip(0) if self.chain else order
         couplings, field = self.couplings(self.weights()), self.field()
-        solution = self.solved(SpinSystem(couplings, field, 0.9))
-        moved = self.solved(SpinSystem(couplings[order][:, order], field[order], 0.9))
+        solution = self.solved(SpinSystem(self.given(couplings), field, 0.9))
+        moved = self.solved(SpinSystem(self.given(couplings[order][:, order]), field[order], 0.9))
         check_close(moved.free_energy, solution.free_energy, 1e-10)
         check_close(moved.heat_capacity, solution.heat_capacity, 1e-7)
         check_close(moved.magnetization, solution.magnetization[order], 1e-8)
@@ -173,9 +178,9 @@ class ApproximationContract:
 
     def test_parts_without_couplings_between_them_add_up(self) -> None:
         field, weights = self.field(2), self.couplings(self.weights(2))
-        apart = self.solved(SpinSystem(weights, field, 0.9))
+        apart = self.solved(SpinSystem(self.given(weights), field, 0.9))
         whole = torch.block_diag(*weights)  # type: ignore[no-untyped-call]
-        together = self.solved(SpinSystem(whole, field.flatten(0, 1), 0.9))
+        together = self.solved(SpinSystem(self.given(whole), field.flatten(0, 1), 0.9))
         for name in SCALARS:
             check_close(getattr(together, name), getattr(apart, name).sum(), 1e-7)
         check_close(together.magnetization, apart.magnetization.flatten(0, 1), 1e-8)
@@ -203,9 +208,9 @@ class ApproximationContract:
     def test_a_masked_site_changes_nothing(self) -> None:
         kept = torch.arange(self.sites) != (self.sites - 1 if self.chain else 1)
         field, couplings = self.field(), self.couplings(self.weights())
-        small = self.solved(SpinSystem(couplings[kept][:, kept], field[kept], 0.9))
+        small = self.solved(SpinSystem(self.given(couplings[kept][:, kept]), field[kept], 0.9))
         field[~kept], couplings[~kept], couplings[:, ~kept] = (torch.nan,) * 3
-        masked = self.solved(SpinSystem(couplings, field, 0.9, mask=kept))
+        masked = self.solved(SpinSystem(self.given(couplings), field, 0.9, mask=kept))
         for name in SCALARS:
             check_close(getattr(masked, name), getattr(small, name), 1e-8)
         check_close(masked.magnetization[kept], small.magnetization, 1e-8)

@@ -15,6 +15,7 @@ from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
+    Bonds,
     GaussianClosure,
     GaussianUnits,
     KineticPlefka,
@@ -424,3 +425,18 @@ def test_softmax_couplings_are_the_same_where_the_host_cannot_look(symmetric, si
         ):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(differentiated(made, pairs), differentiated(formula, pairs))
+
+
+def test_couplings_may_be_bonds_of_the_field():
+    """A chain of tokens, whose neighbours are coupled by their overlap."""
+    pairs, x = torch.tensor([[0, 1], [1, 2], [2, 3]]), torch.randn(2, 4, 8)
+
+    def chain(h):
+        return Bonds(pairs, (h[..., 1:, :] * h[..., :-1, :]).sum(-1) / 20, 4)
+
+    for method in (MeanField(), AdaTAP(), None):
+        torch.manual_seed(0)
+        layer = SpinAttention(8, 2, couplings=chain, method=method)
+        torch.manual_seed(0)
+        dense = SpinAttention(8, 2, couplings=lambda h: chain(h).dense(), method=method)
+        torch.testing.assert_close(layer(x), dense(x))

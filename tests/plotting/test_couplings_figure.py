@@ -5,6 +5,7 @@ import torch
 from figure_files import png
 
 from implicit_attention.plotting import couplings_figure, site_places
+from implicit_attention.spins import Bonds
 from implicit_attention.testing.numerics import random
 
 
@@ -125,3 +126,16 @@ def test_spins_colour_the_sites_and_negative_ones_have_a_dashed_rim():
 @pytest.mark.parametrize("full", [False, True])
 def test_odd_systems_are_drawn(count, full):
     assert png(couplings_figure(torch.ones(count, count) if full else torch.zeros(count, count)))
+
+
+def test_bonds_are_drawn_as_their_tensor():
+    pairs, values = torch.tensor([[0, 1], [2, 1], [0, 2]]), torch.tensor([1.0, -0.5, 2.0])
+    bonds = Bonds(pairs, values, 3)
+    assert torch.equal(site_places(bonds), site_places(bonds.dense()))
+    drawn, right = (couplings_figure(given).axes[0].collections[0] for given in (bonds, bonds.dense()))
+    assert len(drawn.get_segments()) == 3
+    assert torch.equal(torch.tensor(drawn.get_linewidths()), torch.tensor(right.get_linewidths()))
+    with pytest.raises(ValueError, match="have at most 2,048 sites, got Bonds of 3,000 sites; draw fewer"):
+        couplings_figure(Bonds(pairs, values, 3000))
+    with pytest.raises(ValueError, match="of several samples draw one"):
+        couplings_figure(Bonds(pairs, values.expand(2, 3), 3))

@@ -10,19 +10,23 @@ import torch
 from work import Work
 
 from implicit_attention import Status
-from implicit_attention.potentials import AmosResponse, SphereUnits
+from implicit_attention.potentials import AmosResponse, GaussianUnits, SphereUnits
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
     Bonds,
+    Enumeration,
     GaussianClosure,
     KineticPlefka,
     MeanField,
+    SaddlePoint,
     SpinSystem,
+    TransferMatrix,
     drive,
     free_energy,
     magnetization,
+    stability,
     stationary_state,
     sweep,
     thermodynamics,
@@ -32,9 +36,13 @@ from implicit_attention.testing.numerics import random
 
 METHODS = [MeanField(), MeanField(response=AmosResponse()), TAP(), TAP(response=AmosResponse()), Bethe()]
 #: Asked of spins of dimension 1.
-ISING = [Bethe(), TAP(order=3)]
+EXACT_ON_CHAINS = [Bethe(), Enumeration(), TransferMatrix()]
+ISING = [TAP(order=3), *EXACT_ON_CHAINS]
 METHODS += [TAP(order=3), TAP(order=3, response=AmosResponse())]
 METHODS += [KineticPlefka(), GaussianClosure()]
+#: Those that make a tensor of the bonds.
+READERS = [AdaTAP(), AdaTAP(prior=GaussianUnits()), SaddlePoint(), SaddlePoint(one_loop=True)]
+READERS += [SaddlePoint(shared=True), Enumeration()]
 EQUILIBRIUM = [method for method in METHODS if method.symmetric]
 DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), KineticPlefka(order=2, response=AmosResponse()), GaussianClosure()]
 #: A ring with a chord that closes a triangle, a loop, and a site that nothing joins.
@@ -64,7 +72,7 @@ def compared(pairs, given, method, mask=None):
 
     def answer(couplings):
         m = magnetization(SpinSystem(couplings, field, beta, mask=mask), method)
-        found = (m,) if method not in EQUILIBRIUM else (m, free_energy(SpinSystem(couplings, field, beta), method))
+        found = (m, free_energy(SpinSystem(couplings, field, beta), method)) if method.symmetric else (m,)
         return found, torch.autograd.grad(sum(part.cos().sum() for part in found), given)
 
     bonds = Bonds(pairs, values, SITES)
@@ -73,7 +81,7 @@ def compared(pairs, given, method, mask=None):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, *READERS], ids=repr)
 def test_bonds_give_what_the_tensor_gives(method, own, masked):
     mask = random(2, 3, SITES, seed=4) > -1 if masked else None
     (found, by), (right, by_right) = compared(PAIRS, numbers(method, 2, 3, own=own), method, mask)
@@ -81,7 +89,7 @@ def test_bonds_give_what_the_tensor_gives(method, own, masked):
     torch.testing.assert_close(by, by_right, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [MeanField(), KineticPlefka()], ids=repr)
+@pytest.mark.parametrize("method", [MeanField(), KineticPlefka(), AdaTAP(), SaddlePoint()], ids=repr)
 def test_matrices_of_bonds(method):
     (found, by), (right, by_right) = compared(PAIRS, numbers(method, 2, matrices=True), method)
     torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
@@ -314,6 +322,100 @@ def test_asymmetric_samples_of_bonds():
     values = random(len(ONE_WAY), seed=1) * torch.tensor([[0.0], [1.0]]).double()
     system = SpinSystem(Bonds(ONE_WAY, values, SITES, directed=True), random(2, SITES, 1, seed=2))
     assert system.asymmetric().tolist() == [False, True]
+
+
+def chain(sites):
+    """Its bonds, both directions of a pair in turn."""
+    first = torch.arange(sites - 1)
+    pairs = torch.stack([first, first + 1], -1)
+    return torch.where(first[:, None] % 2 == 0, pairs, pairs.flip(-1))
+
+
+def test_a_chain_is_exact_by_all_methods_that_say_so():
+    """Of 12 sites, by a sum over all states of the test's own."""
+    values, field, beta = 0.6 * random(3, 11, seed=1), random(3, 12, 1, seed=2), 0.7
+    bonds = Bonds(chain(12), values, 12)
+    spins = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 12)
+    energies = -torch.einsum("si,bij,sj->bs", spins, bonds.dense(), spins) / 2 - field[..., 0] @ spins.mT
+    weights = (-beta * energies).softmax(-1)
+    pairs = (spins[:, chain(12)[:, 0]] * spins[:, chain(12)[:, 1]]).to(weights)
+    for method in EXACT_ON_CHAINS:
+        found = thermodynamics(SpinSystem(bonds, field, beta), method)
+        free = -((-beta * energies).logsumexp(-1) - 12 * np.log(2)) / beta
+        torch.testing.assert_close(found.free_energy, free, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found.magnetization[..., 0], weights @ spins, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found.correlations, weights @ pairs, rtol=0, atol=1e-9)
+
+
+def test_a_batch_of_graphs_is_one_after_the_other_where_pairs_are_read():
+    graphs = torch.stack([PAIRS, torch.tensor([[0, 1], [1, 2], [2, 0], [3, 4], [5, 6], [4, 6], [3, 3], [1, 6]])])
+    values, field = 0.3 * random(2, len(PAIRS), seed=1), random(2, SITES, 1, seed=2)
+    for method in READERS:
+        m = magnetization(SpinSystem(Bonds(graphs, values, SITES), field, 0.6), method)
+        for k in range(2):
+            alone = magnetization(SpinSystem(Bonds(graphs[k], values[k], SITES).dense(), field[k], 0.6), method)
+            torch.testing.assert_close(m[k], alone, rtol=0, atol=1e-9)
+
+
+def test_dynamics_on_bonds_has_its_entropy_production():
+    """Also where every step has a graph of its own."""
+    values, fields = 0.2 * random(3, len(PAIRS), seed=1), random(3, 2, SITES, 1, seed=2)
+    graphs = torch.stack([PAIRS, PAIRS.roll(1, 0), (PAIRS + 1) % SITES])[:, None]
+    couplings = Bonds(graphs, values[:, None], SITES)
+    for method in (KineticPlefka(), GaussianClosure()):
+        found, right = (drive(method, lambda h, c=c: c, fields) for c in (couplings, couplings.dense()))
+        for name in ("states", "entropy_production", "housekeeping", "stationary", "mismatch", "relaxation_time"):
+            torch.testing.assert_close(getattr(found, name), getattr(right, name), rtol=0, atol=1e-8)
+    system = SpinSystem(Bonds(PAIRS, values[0], SITES), fields[0, 0])
+    found = sweep(system, [MeanField(), KineticPlefka(), KineticPlefka(order=2)], beta=torch.tensor([0.5]))
+    assert not found.refused
+
+
+@pytest.mark.parametrize(
+    ("method", "dim", "matrices"),
+    [(MeanField(), 1, False), (MeanField(), 2, False), (MeanField(), 2, True), (TAP(), 1, False), (Bethe(), 1, False)],
+    ids=repr,
+)
+def test_stability_is_that_of_the_tensor(method, dim, matrices):
+    values, field = 0.3 * random(len(PAIRS), *((dim, dim) if matrices else ()), seed=1), random(2, SITES, dim, seed=2)
+    bonds, mask = Bonds(PAIRS, values, SITES), torch.tensor([[3], [SITES]]) != torch.arange(SITES)
+    systems = (SpinSystem(given, field, 0.8, mask=mask) for given in (bonds, bonds.dense()))
+    found, right = (stability(system, method, starts=2, steps=6) for system in systems)
+    for name in ("spectral_radius", "smallest_eigenvalue", "susceptibility", "almeida_thouless", "free_energies"):
+        torch.testing.assert_close(getattr(found, name), getattr(right, name), rtol=0, atol=1e-9)
+    assert torch.equal(found.branches, right.branches)
+    assert found.recommended_method == right.recommended_method
+
+
+def recommended(pairs, sites, dim=1, values=None):
+    values = torch.full((len(pairs),), 0.1).double() if values is None else values
+    system = SpinSystem(Bonds(pairs, values, sites), random(*values.shape[:-1], sites, dim, seed=1))
+    return stability(system, MeanField(), starts=0, steps=2).recommended_method
+
+
+def test_the_method_to_trust_takes_the_graph():
+    tree = torch.stack([torch.arange(1, 40), torch.arange(1, 40) // 3], -1)
+    assert recommended(tree, 40) == Bethe()
+    assert recommended(torch.cat([tree, torch.tensor([[20, 30], [5, 5]])]), 40) == SaddlePoint(one_loop=True)
+    # As many bonds as a tree has, but a loop and a site that nothing joins.
+    assert recommended(torch.cat([tree[:38], torch.tensor([[20, 30]])]), 40) == SaddlePoint(one_loop=True)
+    # A sample in which the bond that closes a loop has no value, and one in which it has.
+    values = torch.full((2, 40), 0.1).double()
+    values[0, -1] = 0
+    assert recommended(torch.cat([tree, torch.tensor([[20, 30]])]), 40, values=values) == SaddlePoint(one_loop=True)
+    assert recommended(torch.cat([tree, torch.tensor([[20, 30]])]), 40, values=values[:1]) == Bethe()
+    assert recommended(torch.combinations(torch.arange(24)), 24) == AdaTAP()
+    assert recommended(torus(46), 2116) == Bethe()
+    assert recommended(torus(46), 2116, dim=2) == MeanField()
+
+
+@pytest.mark.by_name(slow=r"\[(TAP|Bethe)")
+@pytest.mark.parametrize("method", [MeanField(), TAP(), Bethe()], ids=repr)
+def test_stability_makes_no_tensor_of_all_pairs(method):
+    system = SpinSystem(Bonds(torus(16), 0.1 * random(512, seed=1), 256), random(256, 1, seed=2))
+    with Work() as work:
+        stability(system, method, starts=1, steps=2)
+    assert 0 < work.largest < 256**2 / 2
 
 
 def test_as_many_bonds_as_components_are_matrices():
@@ -588,12 +690,22 @@ def test_wrong_bonds_are_refused(pairs, values, error, message):
 
 def test_what_bonds_cannot_be_is_refused():
     bonds, field = Bonds(torch.tensor([[0, 1]]), torch.ones(1), 2), torch.zeros(2, 1)
-    with pytest.raises(ValueError, match=r"a tensor for AdaTAP, .* got Bonds; use Bonds\(...\).dense\(\), or Mean"):
-        magnetization(SpinSystem(bonds, field), AdaTAP())
     with pytest.raises(
         ValueError, match=r"a number for each pair, .* for TAP on bonds, .*; use MeanField\(\), or Bonds"
     ):
         magnetization(SpinSystem(Bonds(bonds.pairs, torch.ones(1, 2, 2), 2), torch.zeros(2, 2)), TAP(order=3))
+    many, sites = Bonds(chain(2049), torch.ones(2048), 2049), torch.zeros(2049, 1)
+    required = "at most 2,048 sites for AdaTAP, which reads every pair, got Bonds of 2,049 sites, which are 0.017 GB"
+    with pytest.raises(ValueError, match=required + r" as a tensor; use MeanField\(\), TAP\(\) or Bethe\(\)"):
+        magnetization(SpinSystem(many, sites), AdaTAP())
+    with pytest.raises(ValueError, match=r"sites for SaddlePoint, .* use MeanField\(\) or TAP\(\)"):
+        magnetization(SpinSystem(many, sites.expand(2049, 2)), SaddlePoint())
+    with pytest.raises(ValueError, match=r"for SaddlePoint, .* 0.067 GB as a tensor; use MeanField\(\)$"):
+        magnetization(SpinSystem(Bonds(chain(2049), torch.ones(2048, 2, 2), 2049), torch.zeros(2049, 2)), SaddlePoint())
+    with pytest.raises(ValueError, match=r"sites where every pair is read, .* use MeanField\(\)$"):
+        assert SpinSystem(many, sites).flat_couplings
+    with pytest.raises(ValueError, match="have at most 20 sites, got 2049"):
+        magnetization(SpinSystem(many, sites), Enumeration())
     with pytest.raises(ValueError, match="between N = 3 sites, those of `field`, got N = 2"):
         SpinSystem(bonds, torch.zeros(3, 1))
     with pytest.raises(ValueError, match=r"a number or a \(3, 3\) matrix for each bond, got values of shape \(1, 2, 2"):

@@ -186,48 +186,72 @@ class Matrices(ApproximationContract):
         return turned + turned.permute(1, 0, 3, 2)
 
 
-class OnBonds(ApproximationContract):
-    """All pairs of sites as the bonds of a graph."""
+class OnBonds:
+    """First base of a contract: the same couplings are on the bonds of a graph."""
 
-    # Its correlations are those of the bonds; tests/spins/test_bonds.py compares them.
-    test_outputs_are_the_slopes_of_the_free_energy = None
-
-    def system(self, field, weights, beta=0.9, **options):
-        i, j = torch.triu_indices(self.sites, self.sites, 1)
-        bonds = Bonds(torch.stack([i, j], -1), weights[..., i, j], self.sites)
-        return SpinSystem(bonds, field, beta, **options)
+    def given(self, couplings):
+        return Bonds.of(couplings)
 
 
 @ISING
-class TestMeanFieldOnBonds(OnBonds):
-    def make(self):
-        return MeanField()
+class TestMeanFieldOnBonds(OnBonds, TestMeanFieldOfIsingSpins):
+    pass
 
 
 @ISING
-class TestTAPOnBonds(OnBonds):
-    def make(self):
-        return TAP()
-
-
-@pytest.mark.by_name(slow=r"test_(second|derivatives)")
-class TestTAPOfThirdOrderOnBonds(OnBonds):
-    def make(self):
-        return TAP(order=3)
+class TestTAPOnBonds(OnBonds, TestTAPOfIsingSpins):
+    pass
 
 
 @pytest.mark.by_name(slow=r"test_(autocast|derivatives|second|susceptibility|what|magnetization_has|parts|a_sample)")
-class TestTAPOfVectorsOnBonds(OnBonds):
+class TestTAPOfVectorsOnBonds(OnBonds, ApproximationContract):
     dim = 3
 
     def make(self):
         return TAP()
 
 
-@pytest.mark.by_name(slow=r"test_derivatives_of_every_output\[(mag|cor)")
-class TestBetheOnBonds(OnBonds):
-    def make(self):
-        return Bethe()
+@pytest.mark.by_name(slow=r"test_(second|derivatives)")
+class TestTAPOfThirdOrderOnBonds(OnBonds, TestTAPOfThirdOrder):
+    pass
+
+
+class TestBetheOnBonds(OnBonds, TestBethe):
+    pass
+
+
+#: Of methods that make a tensor of bonds little more than its derivatives is new.
+AS_TENSOR = pytest.mark.by_name(slow=r"test_(?!derivatives_of_every_output\[(mag|cor)|outputs_are|a_masked|spins|vmap)")
+
+
+@AS_TENSOR
+class TestAdaTAPOnBonds(OnBonds, TestAdaTAPOfIsingSpins):
+    pass
+
+
+@AS_TENSOR
+class TestAdaTAPOfGaussianSpinsOnBonds(OnBonds, TestAdaTAPOfGaussianSpins):
+    pass
+
+
+@AS_TENSOR
+class TestSaddlePointOnBonds(OnBonds, TestSaddlePoint):
+    pass
+
+
+@AS_TENSOR
+class TestOneLoopOnBonds(OnBonds, TestOneLoop):
+    pass
+
+
+@AS_TENSOR
+class TestEnumerationOnBonds(OnBonds, TestEnumeration):
+    pass
+
+
+@AS_TENSOR
+class TestChainOnBonds(OnBonds, TestChainOfIsingSpins):
+    pass
 
 
 @pytest.mark.by_name(slow=r"test_(magnetization_has|outputs_are|what|the_order|single)")
@@ -249,11 +273,11 @@ class TestOneLoopOfMatrices(Matrices):
 
 
 def test_every_method_with_a_free_energy_is_asked():
-    contracts = set(ApproximationContract.__subclasses__()) - {Matrices, OnBonds}
-    asked = {type(contract().make()) for contract in contracts}
+    contracts = set(ApproximationContract.__subclasses__()) - {Matrices}
+    asked, on_bonds = ({type(one().make()) for one in kinds} for kinds in (contracts, OnBonds.__subclasses__()))
     known = {kind for kind in vars(spins).values() if isinstance(kind, type) and issubclass(kind, spins.Approximation)}
     dynamics = {kind for kind in known if issubclass(kind, spins.DynamicalMethod)}
-    assert asked == known - dynamics - {spins.Approximation, spins.FixedPointApproximation}
+    assert asked == on_bonds == known - dynamics - {spins.Approximation, spins.FixedPointApproximation}
 
 
 # What holds for all methods, those of dynamics included.
