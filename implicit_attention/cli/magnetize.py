@@ -73,7 +73,8 @@ class Magnetize(Command):
     """Ask every method for the free energy and the magnetizations of a spin system, side by side, with evidence.
 
     Free energy, energy, entropy, heat capacity, magnetizations; for asymmetric couplings magnetizations and entropy
-    production of the synchronous dynamics. Without a file: Ising systems that are fitted to scikit-learn's digits.
+    production of the synchronous dynamics. Without a file: Ising systems that are fitted to scikit-learn's digits, or,
+    with --lattice, a square lattice.
     """
 
     name: ClassVar[str] = "magnetize"
@@ -109,14 +110,29 @@ class Magnetize(Command):
     seed: Annotated[int, seed_option("the samples")] = 0
     out: Annotated[Path, Option(help="Folder for thermodynamics.json and the pictures.")] = Path("magnetize")
     quick: Annotated[bool, Option("--quick", help="Fewer samples and repeats.")] = False
+    lattice: Annotated[
+        bool,
+        Option(
+            "--lattice",
+            help="Instead: Ising spins on a square lattice against temperature, Onsager's exact magnetization beside "
+            "mean-field, bethe and heat-bath.",
+        ),
+    ] = False
+    size: Annotated[
+        int, Option(min=3, help="Sites along an edge of --lattice; 64 take half a minute, 1000 an hour.")
+    ] = 64
 
     @property
     def modules(self) -> tuple[str, ...]:
-        return ("matplotlib", "sklearn") if self.file is None else ("matplotlib",)
+        return ("matplotlib", "sklearn") if self.file is None and not self.lattice else ("matplotlib",)
 
     @property
     def source(self) -> str:
         return "Ising systems fitted to scikit-learn's digits" if self.file is None else self.file.name
+
+    @property
+    def lattice_title(self) -> str:
+        return f"Magnetization of Ising spins on a square lattice, {self.size} x {self.size}"
 
     @property
     def max_seconds(self) -> float:
@@ -135,6 +151,11 @@ class Magnetize(Command):
         if self.sweep is not None:
             parse_sweep(self.sweep)
         parse_radius(self.radius)
+        if not self.lattice and self.size != Magnetize.size:
+            raise InputError(f"`--size` must come with --lattice, got {self.size}; add it, or leave the size out")
+        for option, given in (("FILE", self.file), ("--sweep", self.sweep), ("--methods", self.methods)):
+            if self.lattice and given is not None:
+                raise InputError(f"`--lattice` must come without {option}, got {str(given)!r}; leave one of them out")
         names = [entry.name for entry in ENTRIES]
         for name in self.chosen or []:
             if name not in names:
@@ -176,14 +197,16 @@ class Magnetize(Command):
         counts = ", ".join(f"{count} {name}" for name, count in row["status"].items())
         return f"{counts}, {exact_milliseconds(row['seconds'])} ms"
 
-    def run(self, progress: Progress) -> Magnetization:
+    def run(self, progress: Progress) -> Any:
         """Ask all methods that hold for the system."""
         import torch
 
-        from ..studies import digits, spin_methods
+        from ..studies import digits, lattice, spin_methods
         from ..studies.magnetization import ask
         from .files import load_fields, parse_sweep
 
+        if self.lattice:
+            return lattice.magnetizations(self.size, progress, seed=self.seed, quick=self.quick)
         images = None
         if self.file is None:
             progress.begin("fitting the digits")
@@ -206,13 +229,18 @@ class Magnetize(Command):
             quick=self.quick,
         )
 
-    def files(self, result: Magnetization) -> Files:
+    def files(self, result: Any) -> Files:
         """Build the report: all results, and their figures."""
         import torch
 
+        from ..studies import lattice
         from ..studies.magnetization_figures import figures
         from .report import options_of
 
+        if self.lattice:
+            settings = {"size": self.size, "seed": self.seed, "quick": self.quick, "field": lattice.FIELD}
+            content = {"settings": settings, "rows": result}
+            return "lattice.json", content, {"lattice.png": lattice.figure(result, self.lattice_title)}
         system, drive = result.system, "" if self.drive is None else self.drive.name
         content = {
             "settings": options_of(self, "file", "drive")
@@ -239,10 +267,16 @@ class Magnetize(Command):
             content["digits"] = result.digits.summary | tried
         return "thermodynamics.json", content, figures(result, self.source, drive)
 
-    def show(self, result: Magnetization, console: Console) -> None:
+    def show(self, result: Any, console: Console) -> None:
         """Print the numbers of all methods, and what is to be known of them."""
         import torch
 
+        from ..studies.lattice import NOTES
+
+        if self.lattice:
+            cells = [[f"{row['beta']:.2f}", *(f"{row[name]:.4f}" for name in list(row)[1:])] for row in result]
+            tables = cut_tables(self.lattice_title, list(result[0]), cells, console.width)
+            return table.show(console, tables, [*NOTES])
         system, samples = result.system, result.system.batch.numel()
         beta = torch.as_tensor(system.beta, dtype=torch.float64).flatten()
         betas = f"beta {float(beta.min()):g}" + (f" to {float(beta.max()):g}" if beta.min() < beta.max() else "")

@@ -38,8 +38,12 @@ class Bethe(FixedPointApproximation):
     for R = 1, with Z_ij the mean of exp(beta J_ij s_i s_j + c_ij s_i + c_ji s_j) over the four states of a pair. Exact
     on trees; elsewhere an approximation that is good where loops are long or couplings weak. log Z is stationary in the
     messages. They start from the bare fields, so that without one they stay at 0, also at temperatures where a
-    magnetized solution is the stable one, which `initial=` leads to. Where loops are strong the messages do not settle,
-    which the status says: Newton's method would find a stationary point there, too, but one that is far off.
+    magnetized solution is the stable one, which `initial=` leads to. Where loops are strong the messages may not settle,
+    which the status says, and where they do the answer may be far off.
+
+    Newton's steps are found from the sums of messages at sites: those of a bond follow from the sums at its ends, and a
+    system of N numbers is left, whose matrix is the inverse covariance of the spins. A step is taken where that matrix
+    has no negative eigenvalue and the residual falls; else come steps of messages. Derivatives begin with that system.
 
     Correlations are derivatives of this log Z, as for every method: for a pair without a coupling that is m_i m_j even
     on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact. Of the matrix chi the column of one site is one linear
@@ -47,7 +51,8 @@ class Bethe(FixedPointApproximation):
 
     Args:
         solver: for the messages, all of a sample one problem; None is damped steps, unless messages are certain to
-            contract, and then `Anderson` to a residual of 1e-11 (1e-6 in float32).
+            contract, and then Newton's steps to a residual of 1e-11 (1e-6 in float32). Evaluations count products with
+            the matrix of N numbers, too.
         adjoint: None is `Implicit()`.
 
     Gradients: with respect to field, couplings and beta, to any order.
@@ -152,7 +157,7 @@ _log_cosh = SignUnits().cumulant
 
 
 class _Pause(NamedTuple):
-    """How many plain steps are left before Newton's is tried, and how many follow when that is rejected, (*lead)."""
+    """Counts of plain steps, (*lead): those left before Newton's is tried, and those that follow when it is rejected."""
 
     left: Tensor
     length: Tensor

@@ -115,6 +115,11 @@ class Graph(Declared):
         here, there = self.of_ends(x)
         return (here * there).sum(-2)
 
+    def overlaps(self, x: Tensor, y: Tensor) -> Tensor:
+        """x_i . y_j and x_j . y_i of the two ends i, j of each bond, (*batch, N, D) -> (*batch, 2, E)."""
+        vectors = self.of_components()
+        return (vectors.at_ends(x.mT) * vectors.at_ends(y.mT).flip(-2)).sum(-3)
+
     def without_loops(self, values: Tensor) -> Tensor:
         """Numbers of bonds, 0 for those that join a site to itself."""
         return values.masked_fill(self.own(), 0.0) if self.loops else values
@@ -130,12 +135,12 @@ class Graph(Declared):
         if not pays or both.numel() < SHORT or not unobserved() or is_differentiated(both, m):
             return None
         batch = _common(both.shape[:-2], self.ends.shape[:-2])
-        if batch and batch != m.shape[:-2]:
+        lead, dim = m.shape[: m.ndim - 2 - len(batch)], m.shape[-1]
+        if m.shape[len(lead) : -2] != batch:
             return None
-        matrix = self._rows.matrix(self, both, batch)
-        if batch:
-            return (matrix @ m.flatten(0, -2)).reshape(m.shape)
-        return (matrix @ m.movedim(-2, 0).flatten(1)).reshape(-1, *m.shape[:-2], m.shape[-1]).movedim(0, -2)
+        columns = m.reshape(lead.numel(), -1, dim).movedim(0, 1).flatten(1)
+        product = self._rows.matrix(self, both, batch) @ columns
+        return product.reshape(-1, lead.numel(), dim).movedim(1, 0).reshape(m.shape)
 
     def triangles(self) -> tuple[Graph, Graph]:
         """Triangles as bonds with three ends: between their corners, and between the bonds opposite to these.
@@ -199,7 +204,7 @@ class _Rows:
 
 
 def _by_row(graph: Graph, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the rows of the matrix of all samples begin, the columns, and where among both numbers each entry is."""
+    """The layout of the matrix of all samples: where rows begin, columns, and the place of each entry in both numbers."""
     sites, count = batch.numel() * graph.num_sites, graph.num_bonds
     kind = torch.int32 if max(sites, 2 * batch.numel() * count) < 2**31 else torch.int64
     first = torch.arange(0, sites, graph.num_sites, dtype=kind, device=graph.ends.device)[:, None, None]

@@ -450,3 +450,34 @@ def test_without_a_file_the_fitted_digits_are_solved_named_and_completed(digits)
     assert content["digits"]["images"] + content["digits"]["held_out"] == 1797
     assert "without any physics" in result.stdout
     assert "10 systems of 64 spins in 1 dimension" in result.stdout
+
+
+# The square lattice.
+
+
+def test_a_lattice_beside_onsagers_magnetization(tmp_path):
+    result = done("magnetize", "--lattice", "--size", 12, "--quick", "--out", tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lattice.json", "lattice.png"]
+    rows = strict(tmp_path / "lattice.json")["rows"]
+    for row in rows:
+        k = row["beta"]
+        exact = (1 - math.sinh(2 * k) ** -4) ** (1 / 8) if math.sinh(2 * k) > 1 else 0.0
+        assert row["onsager"] == pytest.approx(exact, abs=1e-6)
+        # Where only Bethe and mean-field order.
+        ordered = {"mean-field": k > 1 / 4, "bethe": k > math.atanh(1 / 3)}
+        assert {name: row[name] > 0.1 for name in ordered} == ordered
+        assert row["error"] > 0
+    cold, hot = rows[-1], rows[0]
+    assert abs(cold["heat-bath"] - cold["onsager"]) < 5 * cold["error"] + 1e-3
+    assert abs(hot["heat-bath"]) < 5 * hot["error"] + 1e-3
+    assert cold["mean-field"] > cold["bethe"] > cold["onsager"]
+    assert "the lattice orders at beta J = ln(1 + sqrt 2)/2 = 0.4407" in " ".join(result.stdout.split())
+
+
+def test_options_that_a_lattice_does_not_read_are_refused(tmp_path):
+    refused("magnetize", "--size", 12, parts="`--size` must come with --lattice, got 12; add it")
+    file = saved(tmp_path, **system())
+    refused("magnetize", file, "--lattice", parts="`--lattice` must come without FILE, got")
+    refused(
+        "magnetize", "--lattice", "--methods", "bethe", parts="`--lattice` must come without --methods, got 'bethe'"
+    )

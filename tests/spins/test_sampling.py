@@ -1,11 +1,13 @@
 """Sequential heat bath against exact averages, and standard errors against the scatter that they speak of."""
 
+import networkx
 import numpy as np
 import pytest
 import torch
 from solvable_models import ALONG, CHAIN, COUPLINGS, FIELD, four, four_vectors
+from work import Work
 
-from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, thermodynamics
+from implicit_attention.spins import Bonds, Enumeration, SpinSystem, TransferMatrix, thermodynamics
 from implicit_attention.spins.sampling import Samples, heat_bath
 from implicit_attention.testing.numerics import random
 
@@ -386,3 +388,204 @@ def test_an_empty_batch_has_empty_results():
         assert found.magnetization.shape == (0, 4, dim)
         assert found.final.shape == (3, 0, 4, dim)
         assert "nan" in repr(found)
+
+
+# Couplings on the bonds of a graph: all sites of a colour at once.
+
+#: With an odd cycle and without one, with loops, a site that nothing joins, a hub, and no bonds.
+GRAPHS = {
+    "house": (7, [[0, 1], [2, 1], [2, 3], [3, 4], [4, 5], [5, 0], [2, 5], [4, 4]]),
+    "triangle": (3, [[0, 1], [1, 2], [2, 0]]),
+    "star": (6, [[5, k] for k in range(5)]),
+    "torus": (9, [[i, k] for i in range(9) for k in (i // 3 * 3 + (i + 1) % 3, (i + 3) % 9)]),
+    "nothing": (2, []),
+}
+
+
+def on_graph(name, batch=(), dim=1, own=False):
+    """Bonds, and a field for them."""
+    sites, pairs = GRAPHS[name]
+    values = 0.6 * random(*(batch if own else ()), len(pairs), seed=1)
+    return Bonds(torch.tensor(pairs).long().reshape(-1, 2), values, sites), 0.5 * random(*batch, sites, dim, seed=2)
+
+
+def along(bonds, correlations):
+    """Those of the bonds, of all pairs."""
+    i, j = bonds.pairs.unbind(-1)
+    return correlations[..., i, j]
+
+
+def bond_truth(bonds, system):
+    m, correlations, *energies = ising_truth(system)
+    return m, along(bonds, correlations), *energies
+
+
+@pytest.mark.cases(len(GRAPHS))
+@pytest.mark.parametrize("name", GRAPHS)
+def test_bonds_against_enumeration(name):
+    bonds, field = on_graph(name, (2,), own=True)
+    beta = torch.tensor([0.6, 1.3]).double()
+    found = heat_bath(SpinSystem(bonds, field, beta), chains=512, burn_in=50, sweeps=400, generator=generator())
+    assert found.correlations.shape == found.correlations_error.shape == (2, len(GRAPHS[name][1]))
+    assert_right(found, bond_truth(bonds, SpinSystem(bonds.dense(), field, beta)))
+    assert found.energy_error.max() < 1e-2
+
+
+def test_vectors_and_matrices_on_bonds():
+    """A chain, and the same with its spins turned by Q_i and one bond from its second site to its first."""
+    system, (m, correlations, energy, capacity) = chain(3)
+    run = {"chains": 512, "burn_in": 30, "sweeps": 120, "generator": generator()}
+    bonds = Bonds.of(CHAIN)
+    truth = (m, along(bonds, correlations), energy, capacity)
+    assert_right(heat_bath(SpinSystem(bonds, system.field, 1.2), **run), truth)
+    turns = torch.linalg.qr(random(4, 3, 3, seed=5)).Q
+    pairs = torch.tensor([[0, 1], [2, 1], [2, 3]])
+    values = CHAIN[pairs[:, 0], pairs[:, 1], None, None] * turns[pairs[:, 0]] @ turns[pairs[:, 1]].mT
+    bonds, field = Bonds(pairs, values, 4), torch.einsum("iab,ib->ia", turns, system.field)
+    found = heat_bath(SpinSystem(bonds, field, 1.2), **run)
+    m = torch.einsum("iab,ib->ia", turns, m)
+    assert_right(found, (m, found.correlations, energy, capacity))
+    dense = heat_bath(SpinSystem(bonds.dense(), field, 1.2), **run)
+    error = (found.correlations_error**2 + along(bonds, dense.correlations_error) ** 2).sqrt()
+    assert ((found.correlations - along(bonds, dense.correlations)).abs() < 4.5 * error).all()
+
+
+def test_averages_of_bonds_are_those_of_the_states():
+    bonds, field = on_graph("house", (2,), dim=3)
+    for given in (bonds, Bonds(bonds.pairs[:7], 0.3 * random(7, 3, 3, seed=4), 7)):
+        for run in ({"chains": 3, "sweeps": 11}, {"chains": 70, "sweeps": 4}):
+            found = heat_bath(SpinSystem(given, field, 0.7), **run, burn_in=2, thin=2, keep=True, generator=generator())
+            states = found.trajectory
+            assert states.shape == (run["sweeps"] // 2, run["chains"], 2, 7, 3)
+            torch.testing.assert_close(found.magnetization, states.mean((0, 1)))
+            products = torch.einsum("tcbid,tcbjd->bij", states, states) / found.num_samples
+            torch.testing.assert_close(found.correlations, along(given, products))
+            whole = given.dense() if given.values.ndim > 1 else given.dense()[..., None, None] * torch.eye(3).double()
+            energies = -torch.einsum("tcbid,ijde,tcbje->tcb", states, whole, states) / 2
+            energies -= (states * field).sum((-1, -2))
+            torch.testing.assert_close(found.energy, energies.mean((0, 1)))
+            capacity = 0.7**2 * energies.flatten(0, 1).var(0, correction=0)
+            torch.testing.assert_close(found.heat_capacity, capacity)
+
+
+def test_graphs_of_their_own_with_sites_that_do_not_exist():
+    """As a batch, padded by bonds of value 0 and by sites whose numbers are NaN."""
+    names = ("house", "triangle", "star", "nothing")
+    pairs, values = torch.zeros(4, 8, 2).long(), torch.zeros(4, 8).double()
+    field, truth = torch.full((4, 7, 1), torch.nan).double(), [torch.zeros(4, 7, 1), torch.zeros(4, 7, 7), [], []]
+    mask = torch.zeros(4, 7, dtype=torch.bool)
+    for k, name in enumerate(names):
+        bonds, own = on_graph(name)
+        count, sites = len(bonds.pairs), len(own)
+        pairs[k, :count], values[k, :count], field[k, :sites], mask[k, :sites] = bonds.pairs, bonds.values, own, True
+        exact = ising_truth(SpinSystem(bonds.dense(), own))
+        truth[0][k, :sites], truth[1][k, :sites, :sites] = exact[:2]
+        truth[2].append(exact[2])
+        truth[3].append(exact[3])
+    # A bond to a site that does not exist.
+    pairs[1, 3], values[1, 3] = torch.tensor([6, 2]), torch.nan
+    bonds = Bonds(pairs, values, 7)
+    run = {"chains": 512, "burn_in": 50, "sweeps": 400, "generator": generator()}
+    found = heat_bath(SpinSystem(bonds, field, mask=mask), **run)
+    i, j = bonds.pairs.unbind(-1)
+    correlations = truth[1][torch.arange(4)[:, None], i, j]
+    assert_right(found, (truth[0], correlations, torch.stack(truth[2]), torch.stack(truth[3])))
+
+
+def test_clamped_spins_on_bonds():
+    bonds, field = on_graph("house", (2,))
+    clamp = torch.tensor([[0, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0, 0]]).bool()
+    start = torch.tensor([1.0, -1, 1, 1, 1, 1, -1]).double()[:, None]
+    run = {"chains": 512, "burn_in": 30, "sweeps": 300, "start": start, "clamp": clamp}
+    found = heat_bath(SpinSystem(bonds, field, 1.2), **run, generator=generator())
+    assert (found.final[:, 0, clamp[0]] == start[clamp[0]]).all()
+    free, dense = ~clamp[0], bonds.dense()
+    felt = field[0, free] + dense[free][:, clamp[0]] @ start[clamp[0]]
+    truth = ising_truth(SpinSystem(dense[free][:, free], felt, 1.2))[0]
+    assert ((found.magnetization[0, free] - truth).abs() < 4.5 * found.magnetization_error[0, free]).all()
+    truth = ising_truth(SpinSystem(dense, field[1], 1.2))[0]
+    assert ((found.magnetization[1] - truth).abs() < 4.5 * found.magnetization_error[1]).all()
+
+
+def test_loops_are_a_constant():
+    bonds, field = on_graph("triangle", dim=3)
+    run = {"chains": 40, "burn_in": 5, "sweeps": 30}
+    plain = heat_bath(SpinSystem(bonds, field, radius=1.5), **run, generator=generator())
+    pairs = torch.cat([torch.tensor([[2, 2]]), bonds.pairs])
+    numbers = torch.cat([torch.tensor([3.0]).double(), bonds.values])
+    turned = random(3, 3, seed=1)
+    for values in (numbers, numbers[:, None, None] * torch.eye(3).double()):
+        if values.ndim > 1:
+            # What is antisymmetric at a site has no energy.
+            values[0] += turned - turned.mT
+        found = heat_bath(SpinSystem(Bonds(pairs, values, 3), field, radius=1.5), **run, generator=generator())
+        torch.testing.assert_close(found.final, plain.final, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.energy, plain.energy - 3 * 1.5**2 / 2, rtol=1e-12, atol=1e-12)
+        assert found.correlations[0] == pytest.approx(1.5**2, rel=1e-12)
+    values[0, 0, 0] += 1
+    with pytest.raises(ValueError, match="multiples of the unit matrix on the diagonal for heat_bath, got entr"):
+        heat_bath(SpinSystem(Bonds(pairs, values, 3), field), generator=generator())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_lost_sample_on_bonds_changes_no_other(own):
+    bonds, field = on_graph("house", (3,), own=True)
+    pairs = bonds.pairs.expand(3, -1, -1) if own else bonds.pairs
+    broken, far = bonds.values.clone(), field.clone()
+    broken[0, 3], far[2, 1] = torch.nan, 1e200
+    run = {"chains": 6, "burn_in": 2, "sweeps": 5, "keep": True}
+    whole = heat_bath(SpinSystem(Bonds(pairs, bonds.values, 7), field), **run, generator=generator())
+    found = heat_bath(SpinSystem(Bonds(pairs, broken, 7), far), **run, generator=generator())
+    for name in (*AVERAGES, "energy_error", "correlations_error", "effective_samples"):
+        value, truth = getattr(found, name), getattr(whole, name)
+        assert value[[0, 2]].isnan().all(), name
+        assert torch.equal(value[1], truth[1]), name
+    assert torch.equal(found.trajectory[:, :, 1], whole.trajectory[:, :, 1])
+
+
+def test_half_precision_and_runs_that_go_on_on_bonds():
+    bonds, field = on_graph("torus", (2,), dim=3)
+    rounded = Bonds(bonds.pairs, bonds.values.bfloat16(), 9), field.bfloat16()
+    found = heat_bath(SpinSystem(*rounded), chains=4, burn_in=1, sweeps=2, generator=generator())
+    assert (found.final.dtype, found.correlations.dtype) == (torch.float32, torch.float64)
+    system, source = SpinSystem(bonds, field), generator()
+    first = heat_bath(system, chains=5, burn_in=2, sweeps=3, generator=source)
+    second = heat_bath(system, chains=5, burn_in=0, sweeps=4, start=first.final, keep=True, generator=source)
+    whole = heat_bath(system, chains=5, burn_in=2, sweeps=7, keep=True, generator=generator())
+    torch.testing.assert_close(second.trajectory, whole.trajectory[3:], rtol=1e-12, atol=1e-12)
+
+
+def test_no_matrix_of_all_pairs_is_made_by_the_heat_bath():
+    sites = torch.arange(400)
+    bonds = Bonds(torch.stack([sites, sites.roll(-1)], -1), 0.3 * random(400, seed=1), 400)
+    with Work() as work:
+        heat_bath(SpinSystem(bonds, random(400, 1, seed=2)), chains=1, burn_in=1, sweeps=40, generator=generator())
+    assert 0 < work.largest < 400**2 / 5
+    assert work.operations < 400 * 41
+
+
+class Draws(Work):
+    """Counts the tensors of random numbers that are drawn."""
+
+    draws = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.draws += function.overloadpacket is torch.ops.aten.uniform_
+        return super().__torch_dispatch__(function, types, arguments, options)
+
+
+def test_few_colours():
+    """Two where there is no odd cycle, few elsewhere, and those of a part whatever is beside it."""
+    graphs = [networkx.grid_2d_graph(20, 20), networkx.star_graph(50), networkx.empty_graph(3)]
+    graphs += [networkx.cycle_graph(9), networkx.complete_graph(12), networkx.random_regular_graph(3, 200, seed=0)]
+    graphs += [networkx.triangular_lattice_graph(9, 9), networkx.barbell_graph(3, 4)]
+    graphs += [networkx.disjoint_union_all(graphs)]
+    most = [2, 2, 1, 3, 12, 4, 7, 4, 12]
+    for graph, count in zip(graphs, most, strict=True):
+        numbered = networkx.convert_node_labels_to_integers(graph)
+        numbered.add_edge(0, 0)
+        system = SpinSystem(Bonds.of(numbered), torch.zeros(len(graph), 1))
+        start = torch.ones(len(graph), 1)
+        with Draws() as work:
+            heat_bath(system, chains=1, burn_in=0, sweeps=1, start=start, generator=generator())
+        assert 0 < work.draws <= count

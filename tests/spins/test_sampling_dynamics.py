@@ -6,7 +6,7 @@ from solvable_models import ASYMMETRIC
 from solvable_models import DRIVE as FIELD
 
 from implicit_attention.potentials import SphereUnits
-from implicit_attention.spins import SpinSystem, stationary_law
+from implicit_attention.spins import Bonds, SpinSystem, stationary_law
 from implicit_attention.spins.sampling import heat_bath, synchronous
 from implicit_attention.testing.numerics import random
 
@@ -189,3 +189,49 @@ def test_systems_with_masked_sites_only():
 def test_empty_batches():
     system = SpinSystem(torch.zeros(4, 4), torch.zeros(0, 4, 2))
     assert synchronous(system, chains=2, sweeps=2, generator=generator()).entropy_production.shape == (0,)
+
+
+def test_graphs_of_a_batch_of_two_axes():
+    pairs = torch.tensor([[[0, 1], [1, 2]], [[2, 0], [0, 1]]]).expand(2, 2, 2, 2)
+    bonds, field = Bonds(pairs, random(2, 2, 2, seed=1), 3), random(2, 2, 3, 1, seed=2)
+    run = {"chains": 20, "burn_in": 2, "sweeps": 5}
+    for given in (bonds, Bonds(pairs[0], bonds.values[0], 3)):
+        found, right = (
+            synchronous(SpinSystem(given, field), **run, generator=generator()) for given in (given, given.dense())
+        )
+        torch.testing.assert_close(found.final, right.final, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.energy, right.energy, rtol=0, atol=1e-12)
+        drawn = heat_bath(SpinSystem(given, field), **run, generator=generator())
+        assert drawn.correlations.shape == (2, 2, 2)
+        assert drawn.energy.isfinite().all()
+
+
+def test_dynamics_on_bonds_is_that_of_the_matrix():
+    """With loops, masks, graphs of their own and a site that nothing joins, number for number."""
+    pairs = torch.tensor([[0, 1], [2, 1], [2, 3], [3, 0], [1, 3], [2, 2]])
+    both = torch.stack([pairs, torch.tensor([[0, 4], [4, 3], [0, 0], [2, 1], [0, 0], [0, 0]])])
+    mask = torch.tensor([[True] * 5, [True, True, False, True, True]])
+    for dim in (1, 3):
+        field = random(2, 5, dim, seed=2)
+        shared, own = 0.5 * random(6, seed=1), 0.5 * random(2, 6, seed=1)
+        own[1, 2], own[1, 4:] = 0.2, 0.0
+        matrices = 0.3 * random(6, dim, dim, seed=3)
+        for graph, values in ((pairs, shared), (pairs, own), (both, own), (pairs, matrices)):
+            bonds = Bonds(graph, values, 5)
+            for chains, sweeps in ((40, 4), (3, 20)):
+                run = {"chains": chains, "burn_in": 2, "sweeps": sweeps}
+                found, right = (
+                    synchronous(SpinSystem(given, field, 0.9, mask=mask), **run, generator=generator(3))
+                    for given in (bonds, bonds.dense() if dim > 1 or values.ndim < 3 else bonds.dense()[..., 0, 0])
+                )
+                for name in ("magnetization", "energy", "entropy_production", "final"):
+                    for end in ("", "_error") if name != "final" else ("",):
+                        one, other = getattr(found, name + end), getattr(right, name + end)
+                        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+                assert found.delayed_correlations.shape == (2, 2, bonds.pairs.shape[-2])
+                batch, (i, j) = torch.arange(2)[:, None], bonds.pairs.expand(2, -1, 2).unbind(-1)
+                for end in ("", "_error"):
+                    pair, delayed = (getattr(right, name + end) for name in ("correlations", "delayed_correlations"))
+                    torch.testing.assert_close(getattr(found, "correlations" + end), pair[batch, i, j])
+                    expected = torch.stack([delayed[batch, i, j], delayed[batch, j, i]], 1)
+                    torch.testing.assert_close(getattr(found, "delayed_correlations" + end), expected)

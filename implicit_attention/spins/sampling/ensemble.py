@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from ... import _validate
 from ...problem import widened
+from .._request import nonfinite_sites
 from ..system import SpinSystem
 from .von_mises_fisher import check_generator, draw_noise, unit_spins
 
@@ -55,10 +57,9 @@ class Schedule:
         remedy = "each `thin`-th sweep is measured"
         _validate.require(self.thin <= self.sweeps, "thin", f"be <= sweeps = {self.sweeps}", self.thin, remedy)
         _validate.check_instance("keep", self.keep, bool, "be a bool")
-        progress: Any = self.progress
-        if not (progress is None or callable(progress)):
-            required = "be None or a function of (sweeps done, sweeps in all)"
-            raise TypeError(_validate.message("progress", required, type(progress).__name__))
+        required, received = "be None or a function of (sweeps done, sweeps in all)", type(self.progress).__name__
+        fits = self.progress is None or callable(self.progress)
+        _validate.require(fits, "progress", required, received, kind=TypeError)
 
 
 class Ensemble:
@@ -76,23 +77,27 @@ class Ensemble:
         system = widened(system)[0]
         self.radius, self.chains = system.radius, chains
         self.num_sites, self.dim = system.num_sites, system.dim
-        couplings, field, mask = system.flat_couplings.detach(), system.live_field.detach(), system.mask
         #: Rows of the coupling matrix per site.
         self.rows = system.dim if system.block else 1
-        self.batch, beta = system.batch, system.beta_tensor().detach()
-        exists = field.new_ones((), dtype=torch.bool) if mask is None else mask
-        couplings, field = self.radius**2 * couplings, self.radius * field
-        self.beta = beta.expand(self.batch).reshape(-1)
+        self.batch, self.lost = system.batch, nonfinite_sites(system)[0].any(-1).reshape(-1)
+        self.beta = system.beta_tensor().detach().expand(self.batch).reshape(-1)
+        exists = self.lost.new_ones(()) if system.mask is None else system.mask
         self.exists = exists.expand(*self.batch, self.num_sites).reshape(len(self.beta), self.num_sites)
-        self.couplings = self._flat(couplings.nan_to_num(0.0, 0.0, 0.0))
-        self.field = self._flat(field.nan_to_num(0.0, 0.0, 0.0))[..., None]
-        # The longest pull that a spin could feel; where its square is not finite nothing can be drawn.
-        reach = couplings.abs().sum(-1).amax(-1) + field.abs().sum(-1).amax(-1) if self.num_sites else beta
-        self.lost = ~torch.isfinite((reach * beta).square()).expand(self.batch).reshape(-1)
+        self.field = self._flat((self.radius * system.live_field.detach()).nan_to_num(0.0, 0.0, 0.0), 2)[..., None]
+        self.graph = copy.copy(system.graph)
+        if self.graph is not None and self.graph.ends.ndim > 2:
+            self.graph.ends = self._flat(self.graph.ends, 2)
+        numbers = system.flat_couplings if self.graph is None else system.live_numbers
+        axes = 2 if self.graph is None else 1 + self.graph.directed + 2 * system.block
+        #: K, (B, N, N) or (B, N D, N D), or of bonds (B, E) or (B, E, D, D), where they are directed (B, 2, E, ...).
+        self.couplings = self._flat((self.radius**2 * numbers.detach()).nan_to_num(0.0, 0.0, 0.0), axes)
 
     def coupled(self, state: Tensor) -> Tensor:
         """sum_j K_ij s_j, (B, N, D, C)."""
-        return torch.bmm(self.couplings, self.columns(state)).view(state.shape)
+        if self.graph is None:
+            return torch.bmm(self.couplings, self.columns(state)).view(state.shape)
+        chains = state.permute(3, 0, 1, 2)
+        return self.graph.product(self.couplings, chains, block=self.rows > 1).permute(1, 2, 3, 0)
 
     def columns(self, state: Tensor) -> Tensor:
         """The state as columns for the coupling matrix, a view."""
@@ -100,10 +105,8 @@ class Ensemble:
 
     def wide(self) -> Ensemble:
         """The same in float64, for measurements."""
-        if self.couplings.dtype == torch.float64:
-            return self
-        clone = object.__new__(Ensemble)
-        clone.__dict__ = {**vars(self), "couplings": self.couplings.double(), "field": self.field.double()}
+        clone = copy.copy(self)
+        clone.couplings, clone.field = self.couplings.double(), self.field.double()
         return clone
 
     def start(self, spins: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -119,8 +122,7 @@ class Ensemble:
         spins = spins.detach().to(self.field.dtype).expand(shape).reshape(self.chains, *self.field.shape[:3])
         state = spins.permute(1, 2, 3, 0).contiguous().masked_fill_(~self.exists[..., None, None], 0.0)
         length = torch.linalg.vector_norm(state, dim=2, keepdim=True)
-        wrong = (length - self.radius).abs() > 1e-2 * self.radius
-        wrong &= self.exists[..., None, None]
+        wrong = self.exists[..., None, None] & ((length - self.radius).abs() > 1e-2 * self.radius)
         if bool(wrong.any()):
             received = f"one of length {float(length[wrong].flatten()[0]):.6g}"
             remedy = "normalise them, or continue from the `final` of earlier samples"
@@ -134,9 +136,9 @@ class Ensemble:
         spins = state.masked_fill(self.lost[:, None, None, None], torch.nan).permute(3, 0, 1, 2)
         return self.radius * spins.reshape(self.chains, *self.batch, self.num_sites, self.dim)
 
-    def _flat(self, tensor: Tensor) -> Tensor:
-        """The tensor with the batch as one axis."""
-        event = tensor.shape[-2:]
+    def _flat(self, tensor: Tensor, axes: int) -> Tensor:
+        """The tensor with the batch as one axis before the last `axes`."""
+        event = tensor.shape[-axes:]
         return tensor.expand(*self.batch, *event).reshape(len(self.beta), *event)
 
 

@@ -31,12 +31,14 @@ class Samples:
 
     Attributes:
         magnetization, magnetization_error: <s_i>, (*batch, N, D).
-        correlations, correlations_error: <s_i . s_j>, (*batch, N, N), not connected; R^2 on the diagonal.
+        correlations, correlations_error: <s_i . s_j>, (*batch, N, N), not connected; R^2 on the diagonal. On `Bonds`
+            those of the bonds, (*batch, E), in the order of `Bonds.pairs`.
         energy, energy_error: <E>, (*batch).
         heat_capacity, heat_capacity_error: beta^2 Var(E), (*batch); None for synchronous dynamics, whose law has no
             temperature.
         delayed_correlations, delayed_correlations_error: D_ij = <s_i(t+1) . s_j(t)> - <s_i> . <s_j>, (*batch, N, N);
-            None but for synchronous dynamics.
+            None but for synchronous dynamics. On `Bonds` (*batch, 2, E): at 0 those with i the first site of a pair and
+            j the second, at 1 those with i the second and j the first.
         entropy_production, entropy_production_error: sigma per step, (*batch); None but for synchronous dynamics.
         effective_samples: (*batch), of how many independent states the scatter is that of: the variance of one state
             over the squared error, for the energy or the magnetization, whichever is less. Near the number of chains,
@@ -59,8 +61,8 @@ class Samples:
 
     magnetization: Float[Tensor, "*batch N D"]
     magnetization_error: Float[Tensor, "*batch N D"]
-    correlations: Float[Tensor, "*batch N N"]
-    correlations_error: Float[Tensor, "*batch N N"]
+    correlations: Float[Tensor, "*batch N N"] | Float[Tensor, "*batch E"]
+    correlations_error: Float[Tensor, "*batch N N"] | Float[Tensor, "*batch E"]
     energy: Float[Tensor, "*batch"]
     energy_error: Float[Tensor, "*batch"]
     effective_samples: Float[Tensor, "*batch"]
@@ -165,8 +167,8 @@ class Estimates:
         else:
             old, _ = self._summary(self._means("old"))
             parts = zip(self._means("delayed"), self._means("spin"), self._means("old"), strict=True)
-            shifted, error = self._summary(d - s @ old.mT - spin @ o.mT for d, s, o in parts)
-            add("delayed_correlations", radius**2, shifted + spin @ old.mT, error)
+            shifted, error = self._summary(d - self._outer(s, old) - self._outer(spin, o) for d, s, o in parts)
+            add("delayed_correlations", radius**2, shifted + self._outer(spin, old), error)
             add("entropy_production", beta, *self._summary(self._means("flow")))
         total, sites = sum(self.counts), self.ensemble.exists.sum(-1)
         still = sites - spin.square().sum((-1, -2))
@@ -193,10 +195,19 @@ class Estimates:
         self._current(name, values, values.shape[1:]).add_(values)
 
     def _add_products(self, name: str, left: Tensor, right: Tensor) -> None:
-        """Add sum_k left_ik right_jk for rows (groups, B, N, k), without a tensor of the products."""
+        """Add sum_k left_ik right_jk for rows (groups, B, N, k); of a matrix without a tensor of the products."""
+        if self.ensemble.graph is not None:
+            # Of a state with itself both directions of a bond are one number.
+            self._add(name, self.ensemble.graph.overlap(left) if left is right else self._outer(left, right))
+            return
         sites = left.shape[2]
         into = self._current(name, left, torch.Size([left.shape[1], sites, sites]))
         into.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1).mT)
+
+    def _outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """sum_k left_ik right_jk of all pairs, (..., N, N), or of bonds in both directions, (..., 2, E)."""
+        graph = self.ensemble.graph
+        return left @ right.mT if graph is None else graph.overlaps(left, right)
 
     def _current(self, name: str, like: Tensor, shape: torch.Size) -> Tensor:
         """The sums of the current block, (groups, *shape)."""

@@ -31,7 +31,7 @@ def synchronous(
         sigma = beta <s'.J s - s.J s'>,  which is beta sum_ij (J_ij - J_ji) D_ij for numbers as couplings.
 
     Args:
-        system: the spins; numbers or matrices as couplings, any D and R.
+        system: the spins; numbers or matrices as couplings, of all pairs or of `Bonds`, any D and R.
         generator: as in `heat_bath`.
         start: as in `heat_bath`.
         **schedule: as in `heat_bath`; a sweep is one step.
