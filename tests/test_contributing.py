@@ -149,7 +149,7 @@ def test_an_approximation_of_spins_is_one_file_and_one_line(copy):
     for page in ("spin_systems.md", "spin_systems/methods.py", "reference/spin_methods.md"):
         shutil.copy(ROOT / "docs" / page, docs / page)
     copy.python("docs/spin_systems/methods.py")
-    row = "| `WeakCoupling()` | yes | yes | no | yes | no | (beta J)^2 |\n"
+    row = "| `WeakCoupling()` | yes | yes | no | yes | N <= 2,048 | (beta J)^2 |\n"
     assert row in (docs / "spin_systems.md").read_text()
     assert "::: implicit_attention.spins.WeakCoupling\n" in (docs / "reference" / "spin_methods.md").read_text()
     numpy.savez(copy.folder / "pair.npz", J=[[0, 0.1], [0.1, 0]], h=[0.3, 0], beta=1.0)

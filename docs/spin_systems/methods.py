@@ -14,8 +14,8 @@ from implicit_attention.spins.system import ALL_PAIRS
 DOCS = Path(__file__).parents[1]
 FEATURES = ("D = 1", "D > 1", "asymmetric J", "matrices J_ij", "bonds", "a diagonal", "masks")
 N = 3
-LEGEND = f"""Where N <= {ALL_PAIRS:,} stands bonds become a matrix, which `AdaTAP` inverts at each step and
-`SaddlePoint` factorises; others read all pairs, `Enumeration` all states."""
+LEGEND = f"""N <= {ALL_PAIRS:,}: bonds become a matrix, which `AdaTAP` inverts and `SaddlePoint` factorises; others read
+all pairs."""
 START, END = "<!-- methods: python docs/spin_systems/methods.py -->", "<!-- end of methods -->"
 
 

@@ -38,8 +38,8 @@ class Bethe(FixedPointApproximation):
     for R = 1, with Z_ij the mean of exp(beta J_ij s_i s_j + c_ij s_i + c_ji s_j) over the four states of a pair. Exact
     on trees; elsewhere an approximation that is good where loops are long or couplings weak. log Z is stationary in the
     messages. They start from the bare fields, so that without one they stay at 0, also at temperatures where a
-    magnetized solution is the stable one, which `initial=` leads to. Where loops are strong the messages may not settle,
-    which the status says, and where they do the answer may be far off.
+    magnetized solution is the stable one, which `initial=` leads to. Where loops are strong the messages may not
+    settle, which the status says, and where they do the answer may be far off.
 
     Newton's steps are found from the sums of messages at sites: those of a bond follow from the sums at its ends, and a
     system of N numbers is left, whose matrix is the inverse covariance of the spins. A step is taken where that matrix
@@ -157,7 +157,7 @@ _log_cosh = SignUnits().cumulant
 
 
 class _Pause(NamedTuple):
-    """Counts of plain steps, (*lead): those left before Newton's is tried, and those that follow when it is rejected."""
+    """Counts of plain steps, (*lead): those left before Newton's is tried, and those after one that is rejected."""
 
     left: Tensor
     length: Tensor

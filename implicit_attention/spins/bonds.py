@@ -204,7 +204,7 @@ class _Rows:
 
 
 def _by_row(graph: Graph, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """The layout of the matrix of all samples: where rows begin, columns, and the place of each entry in both numbers."""
+    """Layout of the matrix of all samples: where rows begin, columns, and where in both numbers each entry is."""
     sites, count = batch.numel() * graph.num_sites, graph.num_bonds
     kind = torch.int32 if max(sites, 2 * batch.numel() * count) < 2**31 else torch.int64
     first = torch.arange(0, sites, graph.num_sites, dtype=kind, device=graph.ends.device)[:, None, None]
@@ -261,7 +261,7 @@ class Bonds(Declared):
     `KineticPlefka` and `GaussianClosure`, directed or not, also in `drive`. What reads every pair makes a tensor of the
     bonds of at most 2,048 sites, and refuses more.
 
-    Not where most pairs are coupled: `dense()` gives the same couplings as a tensor.
+    Not for couplings of most pairs: `dense()` gives the same as a tensor.
 
     Examples:
         >>> import torch
