@@ -42,8 +42,8 @@ class Bethe(FixedPointApproximation):
     settle, which the status says, and where they do the answer may be far off.
 
     Newton's steps are found from the sums of messages at sites: those of a bond follow from the sums at its ends, and a
-    system of N numbers is left, whose matrix is the inverse covariance of the spins. A step is taken where that matrix
-    has no negative eigenvalue and the residual falls; else come steps of messages. Derivatives begin with that system.
+    system of N numbers is left, whose matrix is the inverse covariance of the spins. A step is taken where the residual
+    falls by half; else come steps of messages. Derivatives begin with that system, too.
 
     Correlations are derivatives of this log Z, as for every method: for a pair without a coupling that is m_i m_j even
     on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact. Of the matrix chi the column of one site is one linear
@@ -165,7 +165,7 @@ class _Pause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Newton(Safeguarded):
-    """Newton's method by the guesses of a problem, after plain steps; twice as many after each that is rejected."""
+    """Newton's method by the guesses of a problem, after plain steps; some more of these after each rejected one."""
 
     differentiable: ClassVar[bool] = False
     growth: ClassVar[float] = 0.5
@@ -182,7 +182,8 @@ class _Newton(Safeguarded):
 
     def remember(self, problem: Problem, history: _Pause, dz: Tensor, dr: Tensor, fresh: Tensor) -> _Pause:
         left, length = history
-        return _Pause(torch.where(fresh, (left - 1).clamp(min=0), length), torch.where(fresh, length, 2 * length))
+        longer = length + self.plain_steps
+        return _Pause(torch.where(fresh, (left - 1).clamp(min=0), length), torch.where(fresh, length, longer))
 
     def propose(self, problem: Problem, history: _Pause, point: Iteration, accepted: Tensor) -> Proposal:
         due, event = accepted & (history.left == 0), point.event_shape
@@ -270,9 +271,8 @@ class _Messages(SampleProblem):
         if transpose:
             # What was solved for is slope x.
             x = rhs + mine - x.flip(-2)
-        # Where the free energy curves downwards a Newton step leads to a saddle.
-        known = ~found.negative_curvature[..., None, None] & x.isfinite()
-        return torch.where(known, x, 0.0), found.num_steps
+        # Where the free energy curves downwards, what is found does not move along that direction, to a saddle.
+        return torch.where(x.isfinite(), x, 0.0), found.num_steps
 
     def correlations(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """|r|, |r|/(1 - r^2) and 1 - r^2 for the correlation coefficient r of the spins of each bond, (*batch, E)."""

@@ -163,7 +163,12 @@ class LinearSolverContract:
         assert torch.equal(done.value, exact)
         near = self.solve(matrix, b, initial=exact + 1e-5 * random(2, 5, seed=2))
         assert near.converged.all()
-        assert (near.num_steps < self.solve(matrix, b).num_steps).all()
+        alone = self.solve(matrix, b)
+        assert (near.num_steps < alone.num_steps).all()
+        # A guess that is no nearer than 0 is left out, beside one that is.
+        far = self.solve(matrix, b, initial=torch.stack([1e6 * exact[0], exact[1]]))
+        assert torch.equal(far.value, torch.stack([alone.value[0], exact[1]]))
+        assert far.num_steps.tolist() == [int(alone.num_steps[0]), 0]
 
     def test_exhausted_budget_is_reported_and_kept(self) -> None:
         b = random(2, 5, seed=1)

@@ -31,6 +31,7 @@ from implicit_attention.spins import (
     sweep,
     thermodynamics,
 )
+from implicit_attention.spins import bonds as bonds_module
 from implicit_attention.spins.bonds import Graph
 from implicit_attention.testing.numerics import random
 
@@ -741,3 +742,102 @@ def test_what_bonds_cannot_be_is_refused():
         Bonds(torch.zeros(3, 1, 2).long(), torch.ones(2, 1), 2)
     with pytest.raises(ValueError, match=r"`couplings` must broadcast to the leading axes of `field`"):
         SpinSystem(Bonds(torch.zeros(3, 1, 2).long(), torch.ones(1), 2), torch.zeros(2, 2, 1))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_messages_of_a_linear_system_follow_from_sums_at_sites(own, transpose):
+    """At a solution; the dense system of the Jacobian is the other route."""
+    pairs = torch.stack([PAIRS, PAIRS.roll(1, 0)]) if own else PAIRS
+    system = SpinSystem(Bonds(pairs, random(2, len(PAIRS), seed=1), SITES), random(2, SITES, 1, seed=2), 0.7)
+    problem, solution = Bethe().problem(system), Bethe().answer(system).state
+    rhs = random(*solution.shape, seed=3)
+    found, spent = problem.linearize(solution).guess(rhs, 1e-13, transpose)
+    for sample in range(2):
+        part = problem.select(torch.tensor([sample]))
+        jacobian = torch.autograd.functional.jacobian(part.fixed_point_map, solution[sample : sample + 1])
+        matrix = torch.eye(2 * len(PAIRS)).double() - jacobian.reshape(2 * len(PAIRS), -1)
+        right = torch.linalg.solve(matrix.mT if transpose else matrix, rhs[sample].flatten())
+        torch.testing.assert_close(found[sample].flatten(), right, rtol=0, atol=1e-8)
+    assert bool((spent > 0).all())
+    # A system of nothing is solved by nothing, beside one that is not.
+    alone = rhs * torch.tensor([1.0, 0.0]).double()[:, None, None]
+    found, spent = problem.linearize(solution).guess(alone, 1e-13, transpose)
+    assert not found[1].any()
+    assert spent.tolist()[1] == 0
+
+
+@pytest.mark.parametrize(("coupling", "field"), [(0.37, 1e-4), (0.39, 1e-4), (0.8, 0.1), (0.3466, -1e-3)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_small_field_leads_to_the_minimum(coupling, field, sign):
+    """Below the transition, at tanh K = 1/3, and near it; with the sign of an antiferromagnet in a staggered field."""
+    length = 12
+    u = np.sign(field) * 10.0
+    for _ in range(200_000):
+        u = np.arctanh(np.tanh(coupling) * np.tanh(field + 3 * u))
+    staggered = (torch.arange(length)[:, None] + torch.arange(length)).flatten() % 2 * (sign - 1) + 1
+    bonds = Bonds(torus(length), torch.full((2 * length**2,), sign * coupling, dtype=torch.float64), length**2)
+    m, answer = magnetization(
+        SpinSystem(bonds, field * staggered[:, None].double()), Bethe(), check="stability", return_answer=True
+    )
+    assert bool(answer.report.converged)
+    expected = float(np.tanh(field + 4 * u)) * staggered[:, None].double()
+    torch.testing.assert_close(m, expected, rtol=0, atol=1e-8)
+
+
+def test_no_newton_step_leads_to_a_saddle():
+    """Just below the transition steps of messages leave m = 0 by a part in a thousand each."""
+    bonds = Bonds(torus(12), torch.full((288,), 0.3473, dtype=torch.float64), 144)
+    system = SpinSystem(bonds, torch.zeros(144, 1).double())
+    m, answer = magnetization(
+        system, Bethe(), initial=torch.full((144, 1), 0.03).double(), check="stability", return_answer=True
+    )
+    assert bool(answer.report.converged)
+    u = 1.0
+    for _ in range(200_000):
+        u = np.arctanh(np.tanh(0.3473) * np.tanh(3 * u))
+    torch.testing.assert_close(m, torch.full((144, 1), np.tanh(4 * u)).double(), rtol=0, atol=1e-8)
+
+
+def test_the_answer_of_plain_messages_may_be_a_saddle():
+    """Spins of an antiferromagnet in a uniform field that is weak: the one solution of plain messages is a saddle."""
+    bonds = Bonds(torus(6), torch.full((72,), -0.5).double(), 36)
+    system = SpinSystem(bonds, torch.full((36, 1), 0.1).double())
+    assert thermodynamics(system, Bethe(), on_failure="ignore").report.status.tolist() == Status.UNSTABLE
+    start = 0.5 * torch.tensor([1.0, -1.0])[(torch.arange(6)[:, None] + torch.arange(6)) % 2].reshape(36, 1)
+    found = thermodynamics(system, Bethe(), initial=start)
+    assert bool(found.report.converged)
+    assert float(found.magnetization.abs().min()) > 0.5
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_products_by_rows_are_those_by_bonds(monkeypatch, own, directed):
+    monkeypatch.setattr(bonds_module, "SHORT", 0)
+    ends = torch.stack([PAIRS, PAIRS.roll(1, 0), PAIRS.flip(0)]).mT if own else PAIRS.mT.contiguous()
+    graph, values = Graph(ends, SITES, True, 0, directed), random(3, *(2,) * directed, len(PAIRS), seed=1)
+    if not own:
+        values = values[0]
+    twin = graph.replace(*graph.tensors())
+    for vectors in (random(3, SITES, 2, seed=2), random(4, 3, SITES, 1, seed=3)):
+        for factor in (1, 2, -1):
+            change = values if factor > 0 else -values
+            values.mul_(abs(factor))
+            found = graph.product(change, vectors)
+            right = graph.product(change.clone().requires_grad_(), vectors).detach()
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+            torch.testing.assert_close(twin.product(change, vectors), right, rtol=0, atol=1e-12)
+            with torch.inference_mode():
+                again = change.clone()
+                torch.testing.assert_close(graph.product(again, vectors), right, rtol=0, atol=1e-12)
+                again.mul_(3)
+                torch.testing.assert_close(graph.product(again, vectors), 3 * right, rtol=0, atol=1e-12)
+    assert graph._rows.last is not None
+    assert graph._rows is twin._rows
+    # Numbers that are changed in place are read again, as are those of a tensor in the place of one that is gone.
+    torch.testing.assert_close(graph.product(values.mul_(3), vectors), -3 * right, rtol=0, atol=1e-12)
+    torch.testing.assert_close(graph.product(values.mul_(2), vectors), -6 * right, rtol=0, atol=1e-12)
+    if own:
+        part, some = graph.select(torch.tensor([1])), vectors[0, 1:2]
+        right = part.product(values[1:2].clone().requires_grad_(), some).detach()
+        torch.testing.assert_close(part.product(values[1:2], some), right, rtol=0, atol=1e-12)
