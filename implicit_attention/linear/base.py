@@ -214,7 +214,7 @@ class LinearSolver(Options, abc.ABC, Generic[S]):
         Args:
             matvec: x -> A x, (*batch, n) -> (*batch, n), linear in each row and acting on each row separately.
             b: right-hand sides, (*batch, n), float32 or float64.
-            initial: first guess, (*batch, n); default 0. A problem with b = 0 returns 0 whatever the guess.
+            initial: first guess, (*batch, n); default 0, and 0 where |b - A x| of the guess is not below |b|.
             check: the same map, for the residual of an answer alone, which it is given in the units of b: for who wants
                 more of the answer than this product. `LinearSolution.checked` tells whether its last one is the value.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._torch import is_differentiated, transforms_active, unobserved
+from .._torch import HALF, is_batched, is_differentiated, transforms_active, unobserved, unwrapped
 from ..problem import Declared, restricted
 
 #: Fewer bonds are gathered and scattered in less time than it takes to make a matrix.
@@ -43,8 +43,7 @@ class Graph(Declared):
         self.directed = directed
         #: The number of axes of the values of all bonds of a sample.
         self.value_axes = 1 + directed + value_ndim
-        self._rows = _Rows()
-        self._triangles: tuple[Graph, Graph] | None = None
+        self._found = _Found()
 
     @property
     def num_bonds(self) -> int:
@@ -131,15 +130,16 @@ class Graph(Declared):
 
     def _by_rows(self, both: Tensor, m: Tensor) -> Tensor | None:
         """The product by `_Rows`; None where it may be differentiated, or is too short to pay."""
-        pays = both.is_cuda or (both.is_cpu and torch._C.has_mkl)
-        if not pays or both.numel() < SHORT or not unobserved() or is_differentiated(both, m):
+        pays = both.numel() >= SHORT and (both.is_cuda or (both.is_cpu and torch._C.has_mkl))
+        plain = both.dtype == m.dtype and both.dtype not in HALF
+        if not (pays and plain and unobserved()) or is_differentiated(both, m):
             return None
         batch = _common(both.shape[:-2], self.ends.shape[:-2])
         lead, dim = m.shape[: m.ndim - 2 - len(batch)], m.shape[-1]
         if m.shape[len(lead) : -2] != batch:
             return None
         columns = m.reshape(lead.numel(), -1, dim).movedim(0, 1).flatten(1)
-        product = self._rows.matrix(self, both, batch) @ columns
+        product = self._found.matrix(self, both, batch) @ columns
         return product.reshape(-1, lead.numel(), dim).movedim(1, 0).reshape(m.shape)
 
     def triangles(self) -> tuple[Graph, Graph]:
@@ -148,17 +148,18 @@ class Graph(Declared):
         Corners are counted from 1: of triangles that only other samples have they are 0. What is found within a
         transform of torch.func does not outlive it, so that only calls outside of these keep it.
         """
-        if self._triangles is not None:
-            return self._triangles
+        if (known := self._found.triangles) is not None and _same(known[0], self.ends):
+            return known[1]
         lead, count = self.ends.shape[:-2], self.num_bonds
         samples = list(self.ends.reshape(lead.numel(), 2, count)) or [self.ends.new_empty(2, 0)]
         with torch.inference_mode(False):
             parts = [_triangles(ends, self.num_sites) for ends in samples]
             padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).mT
         corners, sides = padded.reshape(*lead, 6, padded.shape[-1]).chunk(2, -2)
-        found = Graph(corners, self.num_sites + 1, False), Graph(sides, count, False)
-        self._triangles = None if transforms_active() else found
-        return found
+        triangles = Graph(corners, self.num_sites + 1, False), Graph(sides, count, False)
+        if not transforms_active():
+            self._found.triangles = _seen(self.ends), triangles
+        return triangles
 
     def of_ends(self, x: Tensor) -> tuple[Tensor, ...]:
         """Vectors of sites (*batch, N, D) at the first end of each bond and at the second, (*batch, D, E) both."""
@@ -169,22 +170,30 @@ class Graph(Declared):
         return self if self.ends.ndim == 2 else Graph(self.ends[..., None, :, :], self.num_sites, self.loops)
 
     def select(self, index: Tensor) -> Graph:
-        ends = restricted(self, index, ends=2).ends
+        return self.at(restricted(self, index, ends=2).ends)
+
+    def at(self, ends: Tensor) -> Graph:
+        """The graph of other bonds between the sites."""
         return Graph(ends, self.num_sites, self.loops, self.value_ndim, self.directed)
 
 
-class _Rows:
-    """The matrix of a graph by rows, all samples in one, for products without derivatives.
+class _Found:
+    """Results for a graph and its copies that are found once; none of them is a tensor that a problem declares.
 
-    It takes a fifth of the time of gathering and scattering, and is made once for all copies of a graph and, in turn,
-    for all products with the same numbers. It is no tensor that a problem declares.
+    A product without derivatives takes a fifth of the time by a matrix with rows, all samples in one. Its layout is
+    found once, and the matrix anew for other numbers than in the last product.
     """
 
     def __init__(self) -> None:
+        self.triangles: tuple[_Seen, tuple[Graph, Graph]] | None = None
         #: The bonds and the batch that were sorted, and the layout of their matrix.
         self.layout: tuple[_Seen, torch.Size, tuple[Tensor, ...]] | None = None
         #: The numbers of the last product, and their matrix.
         self.last: tuple[_Seen, torch.Size, Tensor] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Files and deep copies find it again.
+        return type(self), ()
 
     def matrix(self, graph: Graph, both: Tensor, batch: torch.Size) -> Tensor:
         """The matrix of numbers of bonds, (B N, B N)."""
@@ -214,12 +223,15 @@ def _by_row(graph: Graph, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     return begins, ends.flip(-2).flatten()[order], order
 
 
-#: A tensor, and its version when it was read; None for tensors of inference mode, which have none.
+#: A tensor, and its version when it was read; None where that cannot be known: in inference mode, and in torch.vmap.
 _Seen: TypeAlias = "tuple[Tensor, int | None]"
 
 
 def _seen(tensor: Tensor) -> _Seen:
-    return tensor.detach(), None if tensor.is_inference() else tensor._version
+    plain = unwrapped(tensor)[-1]
+    # What a transform detaches it wraps.
+    kept = unwrapped(plain.detach())[-1]
+    return kept, None if plain.is_inference() or is_batched(tensor) else plain._version
 
 
 def _same(seen: _Seen, tensor: Tensor) -> bool:

@@ -185,7 +185,7 @@ def _each_step(system: SpinSystem) -> list[SpinSystem]:
     systems = [system.at(*numbers) for numbers in zip(*columns, strict=True)]
     graph = system.graph
     for now, mask, ends in zip(systems, parts(system.mask, 1), parts(graph and graph.ends, 2), strict=True):
-        now.mask, now.graph = mask, graph and graph.replace(ends)
+        now.mask, now.graph = mask, graph and graph.at(ends)
     return systems
 
 

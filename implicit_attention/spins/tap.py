@@ -128,7 +128,7 @@ class TAP(ResponseApproximation):
         field = system.beta_tensor(2) * system.live_field
         kind = IsingExpansion if system.dim == 1 and isinstance(self.response, SphereUnits) else VectorExpansion
         options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
-        if (graph := system.graph) is not None and self.by_bonds:
+        if (graph := system.graph) is not None:
             values = system.beta_tensor(1) * system.live_numbers
             bonds = graph.without_loops(values)
             return kind(field, bonds, None, graph=graph, **options), system.radius**2 / 2 * (values - bonds).sum(-1)

@@ -1,5 +1,7 @@
 """Couplings on the bonds of a graph: the numbers of the same couplings as a tensor, in memory linear in the bonds."""
 
+import copy
+import pickle
 from itertools import combinations
 
 import networkx
@@ -832,8 +834,8 @@ def test_products_by_rows_are_those_by_bonds(monkeypatch, own, directed):
                 torch.testing.assert_close(graph.product(again, vectors), right, rtol=0, atol=1e-12)
                 again.mul_(3)
                 torch.testing.assert_close(graph.product(again, vectors), 3 * right, rtol=0, atol=1e-12)
-    assert graph._rows.last is not None
-    assert graph._rows is twin._rows
+    assert graph._found.last is not None
+    assert graph._found is twin._found
     # Numbers that are changed in place are read again, as are those of a tensor in the place of one that is gone.
     torch.testing.assert_close(graph.product(values.mul_(3), vectors), -3 * right, rtol=0, atol=1e-12)
     torch.testing.assert_close(graph.product(values.mul_(2), vectors), -6 * right, rtol=0, atol=1e-12)
@@ -841,3 +843,17 @@ def test_products_by_rows_are_those_by_bonds(monkeypatch, own, directed):
         part, some = graph.select(torch.tensor([1])), vectors[0, 1:2]
         right = part.product(values[1:2].clone().requires_grad_(), some).detach()
         torch.testing.assert_close(part.product(values[1:2], some), right, rtol=0, atol=1e-12)
+
+
+def test_what_was_found_of_a_graph_is_no_part_of_it():
+    """Triangles and rows that one method has found change nothing for others, nor for files and copies."""
+    pairs = torch.stack([PAIRS, PAIRS.roll(1, 0)])[:, None]
+    bonds, fields = Bonds(pairs, 0.2 * random(2, 1, len(PAIRS), seed=1), SITES), random(2, 3, SITES, 1, seed=2)
+    before = drive(KineticPlefka(), lambda h: bonds, fields).states
+    magnetization(SpinSystem(bonds, fields), TAP(order=3))
+    assert bonds.graph._found.triangles is not None
+    assert torch.equal(drive(KineticPlefka(), lambda h: bonds, fields).states, before)
+    for copied in (pickle.loads(pickle.dumps(bonds)), copy.deepcopy(bonds)):
+        assert copied.graph._found.triangles is None
+        assert len(copied.tensors()) == 2
+        assert torch.equal(copied.dense(), bonds.dense())

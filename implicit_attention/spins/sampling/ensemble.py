@@ -84,9 +84,9 @@ class Ensemble:
         exists = self.lost.new_ones(()) if system.mask is None else system.mask
         self.exists = exists.expand(*self.batch, self.num_sites).reshape(len(self.beta), self.num_sites)
         self.field = self._flat((self.radius * system.live_field.detach()).nan_to_num(0.0, 0.0, 0.0), 2)[..., None]
-        self.graph = copy.copy(system.graph)
+        self.graph = system.graph
         if self.graph is not None and self.graph.ends.ndim > 2:
-            self.graph.ends = self._flat(self.graph.ends, 2)
+            self.graph = self.graph.at(self._flat(self.graph.ends, 2))
         numbers = system.flat_couplings if self.graph is None else system.live_numbers
         axes = 2 if self.graph is None else 1 + self.graph.directed + 2 * system.block
         #: K, (B, N, N) or (B, N D, N D), or of bonds (B, E) or (B, E, D, D), where they are directed (B, 2, E, ...).
