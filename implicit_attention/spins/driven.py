@@ -109,8 +109,7 @@ def drive(
 
     Args:
         method: `KineticPlefka()` or `GaussianClosure()`, whose magnetizations follow by one evaluation a step.
-        couplings: J as in `SpinSystem`, of at most 2,048 sites where they are `Bonds`, and no `LowRank`; a function of
-            the field is evaluated at every h_t.
+        couplings: J as in `SpinSystem`, but no `LowRank`; a function of the field is evaluated at every h_t.
         fields: h_1 to h_T, of the steps.
         beta: inverse temperature > 0.
         initial: magnetizations before the first step, of spins that are independent; None is 0. For D > 1 they are
