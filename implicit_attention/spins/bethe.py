@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from ..linear.base import FLOAT32_RTOL
 from ..potentials import SignUnits
 from ..problem import Linearization, Problem, pullback
 from ..solution import Remedies, Status
-from ..solvers import Solver
+from ..solvers import NewtonKrylov, Solver
 from ..solvers.loop import Iteration, flat, rows_where, unflat
-from ..solvers.safeguard import Proposal, Safeguarded
+from ..solvers.safeguard import Proposal
 from ._curvature import DENSE, everywhere, exceeds_one
 from .approximation import FixedPointApproximation, SampleProblem, physics_solver, power_of_two, require_ising
 from .bonds import Graph
@@ -150,7 +150,8 @@ class Bethe(FixedPointApproximation):
 
     def default_solver(self, dtype: torch.dtype) -> Solver:
         near = physics_solver(dtype, self.rtol)
-        return _Newton(rtol=near.rtol, atol=near.atol, max_steps=near.max_steps)
+        # A guess that leaves this part of the residual costs no more than the rest of a step.
+        return _Newton(rtol=near.rtol, atol=near.atol, max_steps=near.max_steps, forcing=1e-3)
 
 
 _log_cosh = SignUnits().cumulant
@@ -164,14 +165,12 @@ class _Pause(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Newton(Safeguarded):
+class _Newton(NewtonKrylov):
     """Newton's method by the guesses of a problem, after plain steps; some more of these after each rejected one."""
 
-    differentiable: ClassVar[bool] = False
+    backtracks: ClassVar[bool] = False
     growth: ClassVar[float] = 0.5
     plain_steps: ClassVar[int] = 6
-    #: A residual of this size, relative to that before, costs the guess a third of what the rest of the step costs.
-    forcing: ClassVar[float] = 1e-3
 
     def plain_start(self, problem: Problem) -> int:
         return self.plain_steps
@@ -185,12 +184,14 @@ class _Newton(Safeguarded):
         longer = length + self.plain_steps
         return _Pause(torch.where(fresh, (left - 1).clamp(min=0), length), torch.where(fresh, length, longer))
 
-    def propose(self, problem: Problem, history: _Pause, point: Iteration, accepted: Tensor) -> Proposal:
+    def propose(self, problem: Problem, history: Any, point: Iteration, accepted: Tensor) -> Proposal:
         due, event = accepted & (history.left == 0), point.event_shape
         if host_may_look(due) and not bool(due.any()):
             return Proposal(point.r, due)
         guess = problem.linearize(unflat(point.z, event)).guess
-        assert guess is not None
+        if guess is None:
+            # Inside torch.vmap.
+            return super().propose(problem, history, point, due)
         step, spent = guess(unflat(rows_where(due, point.r, 0.0), event), self.forcing, False)
         step = flat(step, event)
         return Proposal(step, due & (step != 0).any(-1), spent)
