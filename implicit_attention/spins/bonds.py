@@ -186,10 +186,9 @@ class _Found:
 
     def __init__(self) -> None:
         self.triangles: tuple[_Seen, tuple[Graph, Graph]] | None = None
-        #: The bonds and the batch that were sorted, and the layout of their matrix.
-        self.layout: tuple[_Seen, torch.Size, tuple[Tensor, ...]] | None = None
-        #: The numbers of the last product, and their matrix.
-        self.last: tuple[_Seen, torch.Size, Tensor] | None = None
+        #: In one, as threads share it: the bonds and the batch that were sorted, with the layout of their matrix, and
+        #: the numbers of the last product, with their matrix.
+        self.rows: tuple[tuple[_Seen, torch.Size, tuple[Tensor, ...]], tuple[_Seen, Tensor] | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files and deep copies find it again.
@@ -197,19 +196,19 @@ class _Found:
 
     def matrix(self, graph: Graph, both: Tensor, batch: torch.Size) -> Tensor:
         """The matrix of numbers of bonds, (B N, B N)."""
-        layout, last = self.layout, self.last
+        layout, last = (None, None) if self.rows is None else self.rows
         if layout is None or layout[1] != batch or not _same(layout[0], graph.ends):
             layout, last = (_seen(graph.ends), batch, _by_row(graph, batch)), None
-        if last is None or last[1] != batch or not _same(last[0], both):
+        if last is None or not _same(last[0], both):
             begins, columns, order = layout[2]
             numbers = graph.once(both).expand(*batch, 2, -1).flatten()[order]
             with warnings.catch_warnings():
                 # Torch calls the layout new.
                 warnings.simplefilter("ignore")
                 size = (batch.numel() * graph.num_sites,) * 2
-                last = _seen(both), batch, torch.sparse_csr_tensor(begins, columns, numbers, size)
-        self.layout, self.last = layout, last
-        return last[2]
+                last = _seen(both), torch.sparse_csr_tensor(begins, columns, numbers, size)
+        self.rows = layout, last
+        return last[1]
 
 
 def _by_row(graph: Graph, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -834,7 +834,7 @@ def test_products_by_rows_are_those_by_bonds(monkeypatch, own, directed):
                 torch.testing.assert_close(graph.product(again, vectors), right, rtol=0, atol=1e-12)
                 again.mul_(3)
                 torch.testing.assert_close(graph.product(again, vectors), 3 * right, rtol=0, atol=1e-12)
-    assert graph._found.last is not None
+    assert graph._found.rows is not None
     assert graph._found is twin._found
     # Numbers that are changed in place are read again, as are those of a tensor in the place of one that is gone.
     torch.testing.assert_close(graph.product(values.mul_(3), vectors), -3 * right, rtol=0, atol=1e-12)
