@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_attention.spins import SpinSystem
+from implicit_attention.spins import Bonds, SpinSystem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,65 @@ class Many:
     @property
     def name(self) -> str:
         return f"{self.groups * self.per_group} random systems by {self.method}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGraph:
+    """One method on a graph: a square lattice closed in itself, whose couplings are 1, or random 3-regular ones, whose
+    couplings are standard normal; fields are a tenth of that.
+    """
+
+    method: str
+    sites: int
+    graph: str = "torus"
+    beta: float = 0.3
+    rtol: float = 1e-11
+    dtype: str = "float64"
+    batch: int | None = None
+    seed: int = 0
+    metric: ClassVar[str] = "GRAPHS"
+
+    @property
+    def name(self) -> str:
+        many = "" if self.batch is None else f"{self.batch} graphs, "
+        return f"{self.method}, {many}{self.graph}, N {self.sites}, beta {self.beta:g}, {self.rtol:g}, {self.dtype}"
+
+
+def graph_system(setting: OnGraph) -> SpinSystem:
+    generator, dtype = torch.Generator().manual_seed(setting.seed), getattr(torch, setting.dtype)
+    batch = () if setting.batch is None else (setting.batch,)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    if setting.graph == "torus":
+        length = math.isqrt(setting.sites)
+        sites = torch.arange(length**2).reshape(length, length)
+        pairs = torch.cat([torch.stack([sites, sites.roll(-1, axis)], -1).flatten(0, 1) for axis in (0, 1)])
+        values = torch.ones(len(pairs), dtype=dtype)
+    else:
+        drawn = [_regular(setting.sites, generator) for _ in range(math.prod(batch))]
+        pairs = drawn[0] if setting.batch is None else torch.stack(drawn)
+        values = normal(*pairs.shape[:-1])
+    return SpinSystem(Bonds(pairs, values, setting.sites), 0.1 * normal(*batch, setting.sites, 1), setting.beta)
+
+
+def _regular(sites: int, generator: torch.Generator) -> Tensor:
+    """The pairs of a random graph in which each site has three neighbours, none of them twice."""
+    stubs = torch.arange(sites).repeat(3)
+    order = torch.randperm(3 * sites, generator=generator)
+    while True:
+        pairs = stubs[order].reshape(-1, 2).sort(-1).values
+        key, place = (pairs[:, 0] * sites + pairs[:, 1]).sort()
+        wrong = pairs[:, 0] == pairs[:, 1]
+        wrong[place[1:][key.diff() == 0]] = True
+        if not bool(wrong.any()):
+            return pairs
+        # Those that are wrong change ends with others by chance.
+        moved = 2 * wrong.nonzero()[:, 0]
+        other = torch.randint(3 * sites, moved.shape, generator=generator)
+        for a, b in zip(moved.tolist(), other.tolist(), strict=True):
+            order[[a, b]] = order[[b, a]]
 
 
 #: How the couplings of a random system are drawn; `_drawn` says what a name means.

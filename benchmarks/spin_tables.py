@@ -12,6 +12,14 @@ from .targets import Row
 ANSWERS = ("CONVERGED", "EXPLICIT", "BUDGET")
 #: Ratios of C6 in the order of the table.
 SMALL_RATIOS = ("by hand", "by hand, evidence", "published", "published, evidence")
+GRAPH_RATIOS = (
+    "plain seconds",
+    "sweep / numpy",
+    "gradient / forward",
+    "GB",
+    "forward / products",
+    "batch / one by one",
+)
 COMPARED = ("C6", "C6 same start", "C6 constant", "C6 forward", "C6 matrices")
 
 
@@ -158,12 +166,31 @@ def _frames(rows: list[Row]) -> Table:
     return Table("frames", "`thermodynamics` of one sample by `AdaTAP()`:", ["N, D", "frames", "ms", "spread"], lines)
 
 
+def _graphs(rows: list[Row]) -> Table:
+    header = ["setting", "seconds", *GRAPH_RATIOS, "evaluations", "plain", "residual", "status"]
+    lines = []
+    for row in rows:
+        found, first = row["evidence"], next(iter(row["seconds"].values()))
+        lines.append(
+            [
+                row["name"],
+                f"{first['median']:.2g}",
+                *(_number(row["ratios"].get(name)) for name in GRAPH_RATIOS),
+                *(str(found.get(name, "-")) for name in ("evaluations", "plain evaluations")),
+                f"{found['residual']:.0e}" if "residual" in found else "-",
+                _counts(found["status"]) if "status" in found else "-",
+            ]
+        )
+    return Table("graphs", "Graphs:", header, lines)
+
+
 TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "C6": _timed,
     "SCALING": _sized,
     "RANDOM": _many,
     "SMALL": _small,
     "FRAMES": _frames,
+    "GRAPHS": _graphs,
 }
 
 

@@ -107,6 +107,20 @@ def _double(row: Row) -> bool:
 
 _SMALL = "forward of a mean field, N 8 to 128, to its residual"
 
+
+def _bethe(sites: int, graph: str = "torus", **more: Any) -> Callable[[Row], bool]:
+    """Rows of Bethe on a graph."""
+    wanted = {"method": "Bethe()", "sites": sites, "graph": graph, **more}
+    return lambda row: all(row.get(name) == value for name, value in wanted.items())
+
+
+def _graphs(claim: str, ratio: str, bound: float, where: Callable[[Row], bool] = lambda row: True) -> Target:
+    return Target("GRAPHS", claim, ratio, "worst", "<=", bound, where)
+
+
+_LARGE, _SINGLE = "Bethe, 1,000 x 1,000 sites", {"rtol": 1e-6, "dtype": "float32"}
+_DOUBLE, _EXACT = {"rtol": 1e-6, "dtype": "float64"}, {"rtol": 1e-11}
+
 SPINS = (
     Target("C6", _C6, "C6", "worst", ">=", 3.0, _double),
     Target("C6", _C6, "C6", "geometric mean", ">=", 3.0, _double),
@@ -121,6 +135,19 @@ SPINS = (
         )
         for dim, most in ((3, 36000.0), (8, 35000.0))
     ),
+    _graphs("Bethe, 45 x 45 sites, to 1e-11, seconds", "seconds", 0.05, _bethe(45**2)),
+    _graphs(f"{_LARGE}, to 1e-11, seconds", "seconds", 5.0, _bethe(10**6, **_EXACT)),
+    _graphs(f"{_LARGE}, to 1e-11 by steps of messages alone, seconds", "plain seconds", 8.0, _bethe(10**6, **_EXACT)),
+    _graphs(f"{_LARGE}, to 1e-6, seconds", "seconds", 4.0, _bethe(10**6, **_DOUBLE)),
+    _graphs(f"{_LARGE}, to 1e-6, float32, seconds", "seconds", 2.0, _bethe(10**6, **_SINGLE)),
+    _graphs(f"{_LARGE}, a sweep / the same in NumPy", "sweep / numpy", 0.8, _bethe(10**6)),
+    _graphs(f"{_LARGE}, gradient / forward", "gradient / forward", 0.5, _bethe(10**6)),
+    _graphs(f"{_LARGE}, float64, peak GB", "GB", 1.3, _bethe(10**6, dtype="float64")),
+    _graphs(f"{_LARGE}, float32, peak GB", "GB", 0.8, _bethe(10**6, dtype="float32")),
+    _graphs("Bethe, 3-regular, N 1e5, beta .5, seconds", "seconds", 0.3, _bethe(10**5, "regular", beta=0.5)),
+    _graphs("Bethe, 3-regular, N 1e5, beta 1, seconds", "seconds", 1.0, _bethe(10**5, "regular", beta=1.0)),
+    _graphs("MeanField, TAP at 1e6 sites / sparse products of torch", "forward / products", 1.5),
+    _graphs("64 graphs of 200 sites as one batch / one by one", "batch / one by one", 0.25),
 )
 
 
