@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -138,7 +137,7 @@ class Bethe(FixedPointApproximation):
             # Where messages settle by plain steps, the free energy has a minimum.
             return torch.zeros_like(certain)
         graph, field, bonds, _ = _in_units(system)
-        r, weights, _ = _Messages(graph, field, bonds).correlations(state)
+        r, weights, _ = _correlations(*_Messages(graph, field, bonds).slopes(state))
         # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by the sums of its rows.
         own = 1 - graph.sums_of(r / (1 + r)) + torch.finfo(r.dtype).eps ** 0.5
         if system.num_sites <= DENSE:
@@ -222,11 +221,8 @@ class _Messages(SampleProblem):
         return _message(self.cavity(z)[1], self.bonds[..., None, :])
 
     def linearize(self, z: Tensor) -> Linearization:
-        # df/dc = sinh(2 K)/(cosh(2 c) + cosh(2 K)), of which nothing overflows or cancels.
-        bonds = self.bonds[..., None, :]
-        strength, other = bonds.abs(), self.cavity(z)[1].abs()
-        slope = torch.sign(bonds) * torch.sigmoid(2 * (strength - other)) * -torch.expm1(-4 * strength)
-        slope = slope / (1 + torch.exp(-2 * (strength + other)))
+        size, rest = self.slopes(z)
+        slope = torch.sign(self.bonds)[..., None, :] * size
 
         def product(v: Tensor) -> Tensor:
             into = v.flip(-2)
@@ -237,10 +233,12 @@ class _Messages(SampleProblem):
             return (self.graph.at_ends(self.graph.sums(out)) - out).flip(-2)
 
         return Linearization(
-            product, transposed, lambda u: pullback(self, z, u), guess=partial(self._by_sites, z, slope)
+            product, transposed, lambda u: pullback(self, z, u), guess=partial(self._by_sites, z, slope, rest)
         )
 
-    def _by_sites(self, u: Tensor, slope: Tensor, rhs: Tensor, rtol: float, transpose: bool) -> tuple[Tensor, Tensor]:
+    def _by_sites(
+        self, u: Tensor, slope: Tensor, rest: Tensor, rhs: Tensor, rtol: float, transpose: bool
+    ) -> tuple[Tensor, Tensor]:
         """`Linearization.guess` at messages u from the sums of messages at N sites, which the two of a bond follow.
 
         x_ij = rhs_ij + s_ij (X_i - x_ji) with X_i = sum_j x_ji, and the same for x_ji, give with S = s_ij s_ji
@@ -251,7 +249,7 @@ class _Messages(SampleProblem):
         standard deviations of spins, their inverse covariance, which conjugate gradients solve for.
         """
         graph = self.graph
-        r, weights, gap = self.correlations(u)
+        r, weights, gap = _correlations(slope.abs(), rest)
         square, gap, bonds = r.square()[..., None, :], gap[..., None, :], torch.sign(self.bonds) * weights
         deviation = torch.exp(-_log_cosh(self.cavity(u)[0])).clamp(min=torch.finfo(u.dtype).tiny ** 0.5)
         unit = deviation if transpose else 1 / deviation
@@ -275,20 +273,13 @@ class _Messages(SampleProblem):
         # Where the free energy curves downwards, what is found does not move along that direction, to a saddle.
         return torch.where(x.isfinite(), x, 0.0), found.num_steps
 
-    def correlations(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """|r|, |r|/(1 - r^2) and 1 - r^2 for the correlation coefficient r of the spins of each bond, (*batch, E)."""
-        # A pair has the weights exp(+-bond +- here +- there).
-        here, there = self.cavity(u)[1].unbind(-2)
-        bonds = self.bonds
-        along, across = _log_cosh(here + there), _log_cosh(here - there)
-        variances = sum(torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity)) for cavity in (here, there))
-        # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
-        log_sinh = 2 * bonds.abs() + torch.log(-torch.expm1(-4 * bonds.abs())) - math.log(2.0)
-        size = log_sinh - variances / 2
-        rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
-        gap = rest - variances
-        weights = torch.exp((size - gap).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
-        return torch.exp(size), weights, torch.exp(gap)
+    def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """|df_ij/dc_ij|, sinh(2 |K|)/(cosh(2 c) + cosh(2 K)), (*batch, 2, E), and 1 less that."""
+        strength, other = self.bonds.abs()[..., None, :], self.cavity(u)[1].abs()
+        # Nothing overflows, and no two large numbers are subtracted.
+        p, q = torch.exp(-2 * strength), torch.exp(-2 * other)
+        near, far = (torch.sigmoid(2 * x) / (1 + p * q) for x in (strength - other, other - strength))
+        return -torch.expm1(-4 * strength) * near, (1 + q * (q + 2 * p)) * far
 
     def log_partition(self, u: Tensor) -> Tensor:
         """The Bethe log Z, (*batch); at the fixed point its derivative in every message is 0."""
@@ -300,6 +291,14 @@ class _Messages(SampleProblem):
         sites = _log_cosh(total)
         pairs = pairs + _log_cosh(self.bonds + _message(here, there)) - self.graph.at_ends(sites).sum(-2)
         return sites.sum(-1) + self.graph.without_loops(pairs).sum(-1)
+
+
+def _correlations(size: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """|r|, |r|/(1 - r^2) and 1 - r^2 for the correlation coefficient r of each bond, (*batch, E), from its slopes."""
+    (here, there), (beyond_here, beyond_there) = size.unbind(-2), rest.unbind(-2)
+    r, gap = (here * there).sqrt(), beyond_here + here * beyond_there
+    gap = gap.clamp(min=torch.finfo(gap.dtype).max ** -0.25)
+    return r, r / gap, gap
 
 
 def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
