@@ -87,6 +87,12 @@ class Expansion(SampleProblem, general=True):
         """sum_j B_ij v_j for a number of each site, (*batch, N)."""
         return self.coupled(bonds, v[..., None])[..., 0]
 
+    def square_sums(self, v: Tensor) -> Tensor:
+        """sum_j K_ij^2 v_j for a number of each site, (*batch, N)."""
+        if self.graph is None:
+            return self.sums(self.bonds.square(), v)
+        return self.graph.product(self.bonds, v[..., None], squares=True)[..., 0]
+
     def form(self, u: Tensor, bonds: Tensor, v: Tensor) -> Tensor:
         """sum_ij u_i B_ij v_j, (*batch)."""
         return (u * self.sums(bonds, v)).sum(-1)
@@ -111,12 +117,15 @@ class Expansion(SampleProblem, general=True):
 
     def instability(self, x: Tensor) -> Tensor:
         """The largest eigenvalue of K_ij^2 v_i v_j, v the largest variance of a site, (*batch); see `TAP`."""
-        strength = self.bonds.square()
-        if self.block:
-            strength = strength.sum((-1, -2)) / x.shape[-1]
+        strength = self.bonds.square().sum((-1, -2)) / x.shape[-1] if self.block else None
         variance = torch.maximum(*self.response.covariance_parts(x, 1.0, self.radius))
         start, steps = torch.ones_like(variance), min(VECTORS, variance.shape[-1])
-        return extreme_eigenvalues(lambda v: variance * self.sums(strength, variance * v), start, steps)[1].value
+
+        def product(v: Tensor) -> Tensor:
+            seen = variance * v
+            return variance * (self.square_sums(seen) if strength is None else self.sums(strength, seen))
+
+        return extreme_eigenvalues(product, start, steps)[1].value
 
 
 class IsingExpansion(Expansion):
@@ -125,7 +134,7 @@ class IsingExpansion(Expansion):
     def correction(self, x: Tensor) -> Tensor:
         m = self.response.magnetization(x, 1.0, self.radius)[..., 0]
         variance = (self.radius - m) * (self.radius + m)
-        total = self.form(variance, self.bonds.square(), variance) / 4
+        total = (variance * self.square_sums(variance)).sum(-1) / 4
         if self.order > 2:
             skewness, around = -2 * m * variance, self.bonds * self.joined(self.bonds, variance)
             pairs, triples = self.form(skewness, self.bonds**3, skewness), self.form(variance, around, variance)
@@ -139,11 +148,10 @@ class IsingExpansion(Expansion):
         m = means[..., 0]
         variance = (self.radius - m) * (self.radius + m)
         # dG/dm.
-        around, reaction = self.bonds.square(), torch.zeros_like(m)
+        reaction = -m * self.square_sums(variance)
         if self.order > 2:
-            around = around + self.bonds * self.joined(self.bonds, variance)
-            reaction = (2 * m.square() - variance) / 3 * self.sums(self.bonds**3, -2 * m * variance)
-        reaction = reaction - m * self.sums(around, variance)
+            reaction = reaction - m * self.sums(self.bonds * self.joined(self.bonds, variance), variance)
+            reaction = reaction + (2 * m.square() - variance) / 3 * self.sums(self.bonds**3, -2 * m * variance)
         return self.field + self.coupled(self.bonds, means) + reaction[..., None]
 
     def linearize(self, z: Tensor) -> Linearization:

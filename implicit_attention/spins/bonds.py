@@ -83,15 +83,19 @@ class Graph(Declared):
         """Numbers of both directions, half of them for loops: a sum over directions counts these once."""
         return torch.where(_along(self.own()[..., None, :], 2 * block), both / 2, both) if self.loops else both
 
-    def product(self, values: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False) -> Tensor:
-        """sum_j J_ij m_j, (*batch, N, D), for values that are numbers or matrices."""
-        return self.pair_product(self.both(values, block=block), m, block=block)
+    def product(
+        self, values: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False, squares: bool = False
+    ) -> Tensor:
+        """sum_j J_ij m_j, (*batch, N, D), for values that are numbers or matrices; sum_j J_ij^2 m_j with `squares`."""
+        return self.pair_product(self.both(values, block=block), m, block=block, squares=squares)
 
-    def pair_product(self, both: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False) -> Tensor:
-        """sum_j J_ij m_j, (*batch, N, D), for numbers (*#batch, 2, E) or matrices (*#batch, 2, E, D, D)."""
-        if not block and (by_rows := self._by_rows(both, m)) is not None:
+    def pair_product(
+        self, both: Tensor, m: Float[Tensor, "*batch N D"], *, block: bool = False, squares: bool = False
+    ) -> Tensor:
+        """The product for numbers (*#batch, 2, E) or matrices (*#batch, 2, E, D, D)."""
+        if not block and (by_rows := self._by_rows(both, m, squares)) is not None:
             return by_rows
-        both, vectors = self.once(both, block=block), self.of_components()
+        both, vectors = self.once(both.square() if squares else both, block=block), self.of_components()
         there = vectors.at_ends(m.mT).flip(-2)
         if block:
             got = (both @ there.movedim(-3, -1)[..., None])[..., 0].movedim(-1, -3)
@@ -128,7 +132,7 @@ class Graph(Declared):
         both = self.both(values)
         return self.pair_product(both, both.new_ones(*both.shape[:-2], self.num_sites, 1))[..., 0]
 
-    def _by_rows(self, both: Tensor, m: Tensor) -> Tensor | None:
+    def _by_rows(self, both: Tensor, m: Tensor, squares: bool) -> Tensor | None:
         """The product by `_Rows`; None where it may be differentiated, or is too short to pay."""
         pays = both.numel() >= SHORT and (both.is_cuda or (both.is_cpu and torch._C.has_mkl))
         plain = both.dtype == m.dtype and both.dtype not in HALF
@@ -139,7 +143,7 @@ class Graph(Declared):
         if m.shape[len(lead) : -2] != batch:
             return None
         columns = m.reshape(lead.numel(), -1, dim).movedim(0, 1).flatten(1)
-        product = self._found.matrix(self, both, batch) @ columns
+        product = self._found.matrix(self, both, batch, squares) @ columns
         return product.reshape(-1, lead.numel(), dim).movedim(1, 0).reshape(m.shape)
 
     def triangles(self) -> tuple[Graph, Graph]:
@@ -187,27 +191,28 @@ class _Found:
     def __init__(self) -> None:
         self.triangles: tuple[_Seen, tuple[Graph, Graph]] | None = None
         #: In one, as threads share it: the bonds and the batch that were sorted, with the layout of their matrix, and
-        #: the numbers of the last product, with their matrix.
-        self.rows: tuple[tuple[_Seen, torch.Size, tuple[Tensor, ...]], tuple[_Seen, Tensor] | None] | None = None
+        #: the numbers of the last products, with their matrix: themselves, and, True, their squares.
+        self.rows: tuple[tuple[_Seen, torch.Size, tuple[Tensor, ...]], dict[bool, tuple[_Seen, Tensor]]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files and deep copies find it again.
         return type(self), ()
 
-    def matrix(self, graph: Graph, both: Tensor, batch: torch.Size) -> Tensor:
-        """The matrix of numbers of bonds, (B N, B N)."""
-        layout, last = (None, None) if self.rows is None else self.rows
+    def matrix(self, graph: Graph, both: Tensor, batch: torch.Size, squares: bool) -> Tensor:
+        """The matrix of numbers of bonds, (B N, B N), or of their squares."""
+        layout, known = (None, {}) if self.rows is None else self.rows
         if layout is None or layout[1] != batch or not _same(layout[0], graph.ends):
-            layout, last = (_seen(graph.ends), batch, _by_row(graph, batch)), None
+            layout, known = (_seen(graph.ends), batch, _by_row(graph, batch)), {}
+        last = known.get(squares)
         if last is None or not _same(last[0], both):
             begins, columns, order = layout[2]
-            numbers = graph.once(both).expand(*batch, 2, -1).flatten()[order]
+            numbers = graph.once(both.square() if squares else both).expand(*batch, 2, -1).flatten()[order]
             with warnings.catch_warnings():
                 # Torch calls the layout new.
                 warnings.simplefilter("ignore")
                 size = (batch.numel() * graph.num_sites,) * 2
                 last = _seen(both), torch.sparse_csr_tensor(begins, columns, numbers, size)
-        self.rows = layout, last
+        self.rows = layout, {**known, squares: last}
         return last[1]
 
 

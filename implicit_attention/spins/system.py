@@ -252,7 +252,7 @@ class SpinSystem(Declared):
         if self.low_rank:
             return low_rank.product_of_squares(self.live_factors, v)
         if self.graph is not None:
-            return self.graph.pair_product(self.live_pairs.square(), v)
+            return self.graph.pair_product(self.live_pairs, v, squares=True)
         # Rows by rows, whose squares stay in the processor's cache.
         return torch.cat([rows.square() @ v for rows in torch.split(self.live_couplings, TILE, -2)], -2)
 

@@ -829,6 +829,8 @@ def test_products_by_rows_are_those_by_bonds(monkeypatch, own, directed):
             right = graph.product(change.clone().requires_grad_(), vectors).detach()
             torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
             torch.testing.assert_close(twin.product(change, vectors), right, rtol=0, atol=1e-12)
+            squares = graph.product(change.square().requires_grad_(), vectors).detach()
+            torch.testing.assert_close(graph.product(change, vectors, squares=True), squares, rtol=0, atol=1e-12)
             with torch.inference_mode():
                 again = change.clone()
                 torch.testing.assert_close(graph.product(again, vectors), right, rtol=0, atol=1e-12)
