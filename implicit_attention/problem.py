@@ -458,7 +458,7 @@ class Linearization(NamedTuple):
     vjp: LinearMap
     vjp_tensors: Callable[[Tensor], tuple[Tensor | None, ...]]
     outer: LinearMap | None = None
-    guess: Callable[[Tensor, float, bool], tuple[Tensor, Tensor]] | None = None
+    guess: Callable[[Tensor, float | Tensor, bool], tuple[Tensor, Tensor]] | None = None
 
 
 class Evaluation(NamedTuple):

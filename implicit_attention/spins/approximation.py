@@ -424,7 +424,7 @@ class InUnits(_Wrapped):
     def linearize(self, z: Tensor) -> Linearization:
         inner = self.problem.linearize(self.unit * z)
 
-        def guess(rhs: Tensor, rtol: float, transpose: bool) -> tuple[Tensor, Tensor]:
+        def guess(rhs: Tensor, rtol: float | Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
             assert inner.guess is not None
             scale = 1 / self.unit if transpose else self.unit
             found, spent = inner.guess(scale * rhs, rtol, transpose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -191,7 +192,11 @@ class _Newton(NewtonKrylov):
         if guess is None:
             # Inside torch.vmap.
             return super().propose(problem, history, point, due)
-        step, spent = guess(unflat(rows_where(due, point.r, 0.0), event), self.forcing, False)
+        # The last step, which squares a small residual, goes as far as it has to, so that no other follows.
+        size = norm(point.mapped)
+        needed = (self.atol + self.rtol * size) / (4 * point.residual)
+        rtol = torch.where(needed > point.residual / size, needed, self.forcing).clamp(max=self.forcing)[..., None]
+        step, spent = guess(unflat(rows_where(due, point.r, 0.0), event), rtol, False)
         step = flat(step, event)
         return Proposal(step, due & (step != 0).any(-1), spent)
 
@@ -237,7 +242,7 @@ class _Messages(SampleProblem):
         )
 
     def _by_sites(
-        self, u: Tensor, slope: Tensor, rest: Tensor, rhs: Tensor, rtol: float, transpose: bool
+        self, u: Tensor, slope: Tensor, rest: Tensor, rhs: Tensor, rtol: float | Tensor, transpose: bool
     ) -> tuple[Tensor, Tensor]:
         """`Linearization.guess` at messages u from the sums of messages at N sites, which the two of a bond follow.
 
@@ -254,16 +259,17 @@ class _Messages(SampleProblem):
         deviation = torch.exp(-_log_cosh(self.cavity(u)[0])).clamp(min=torch.finfo(u.dtype).tiny ** 0.5)
         unit = deviation if transpose else 1 / deviation
         root = (1 + graph.sums_of(r * weights)).rsqrt()
+        bonds = bonds * graph.at_ends(root).prod(-2)
 
         def matvec(v: Tensor) -> Tensor:
-            return v - root * graph.product(bonds, (root * v)[..., None])[..., 0]
+            return v - graph.product(bonds, v[..., None])[..., 0]
 
         given = slope * rhs if transpose else rhs
         alone = (given - slope * given.flip(-2)) / gap
         sums = graph.sums(alone if transpose else alone.flip(-2))
         # In units of the right-hand side, as the sums are larger where bonds are strong.
-        size, finest = norm(rhs.flatten(-2))[..., None], FLOAT32_RTOL if rhs.dtype == torch.float32 else 0.0
-        found = CG(rtol=finest, atol=rtol).solve(matvec, root / unit * divide(sums, size))
+        size, finest = rtol * norm(rhs.flatten(-2))[..., None], FLOAT32_RTOL if rhs.dtype == torch.float32 else 0.0
+        found = CG(rtol=finest, atol=1.0).solve(matvec, root / unit * divide(sums, size))
         ends = graph.at_ends(unit * root * size * found.value)
         mine, other = (ends.flip(-2), ends) if transpose else (ends, ends.flip(-2))
         x = alone + (slope * mine - square * other) / gap
@@ -341,14 +347,20 @@ def _in_units(system: SpinSystem) -> tuple[Graph, Tensor, Tensor, Tensor]:
 
 def _message(a: Tensor, b: Tensor) -> Tensor:
     """atanh(tanh a tanh b): where it is small, and where tanh is 1 to rounding, too."""
-    product, numbers = torch.tanh(a) * torch.tanh(b), readable(b)
-    if numbers is not None and host_may_look_at_constant(numbers) and not bool((numbers.abs() >= 1).any()):
-        return torch.atanh(product)
-    large = (b.detach().abs() >= 1) & (a.detach().abs() >= 1)
-    c, d = (-2 * x.abs().clamp(min=1) for x in (a, b))
-    # log cosh(a + b) - log cosh(a - b) of large numbers, without those that cancel. (Torch's second derivative of
-    # logaddexp is NaN where one of the two is far smaller.)
-    top = torch.maximum(c, d).detach()
-    both = top + torch.log(torch.exp(c - top) + torch.exp(d - top))
-    far = torch.sign(a) * torch.sign(b) * (torch.log1p(torch.exp(c + d)) - both) / 2
-    return torch.where(large, far, torch.atanh(product.clamp(-0.8, 0.8)))
+
+    def beyond(limit: float) -> bool:
+        numbers = readable(b)
+        return numbers is None or not host_may_look_at_constant(numbers) or bool((numbers.abs() > limit).any())
+
+    if not beyond(1.0):
+        return torch.atanh(torch.tanh(a) * torch.tanh(b))
+    # By sizes, with signs whose derivative is 0, so that a derivative at 0 is that of the size.
+    s, t = (torch.copysign(x.new_tensor(2.0), x) for x in (a, b))
+    x, y, common = -s * a, -t * b, a.new_zeros(())
+    # From here on exp(-x) is less than rounding, and its powers are far from underflow.
+    large = -1.1 * math.log(torch.finfo(a.dtype).eps)
+    if beyond(large / 2):
+        # What two large numbers have in common the message has, too.
+        common = (-torch.maximum(x, y) - large).clamp(min=0)
+        x, y = x + common, y + common
+    return s * (t / 8) * (torch.log1p(torch.expm1(x) * torch.expm1(y) / (torch.exp(x) + torch.exp(y))) + common)
