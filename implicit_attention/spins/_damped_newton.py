@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from .._torch import looks_every
+from .._torch import along, looks_every, unwrapped
+from ..linear._vectors import choose
 from ..solution import Status
 
 # Finished samples leave the working set when no more than this part of it is running.
@@ -63,32 +65,31 @@ class Descent(NamedTuple):
     num_steps: Tensor
     num_evals: Tensor
 
-    @classmethod
-    def begun(cls, function: SampleFunction, point: Any, more: Any, status: Tensor, num_evals: Tensor) -> Descent:
-        """The course at its first point."""
-        step, size = function.step(point, more, status == RUNNING)
-        return cls(point, step, size, status, torch.zeros_like(num_evals), num_evals)
 
-
-def descend(function: SampleFunction, course: Descent, max_steps: int) -> Descent:
-    """The course after at most so many trials of one axis of samples, each on its own; status RUNNING becomes
-    CONVERGED, STALLED where no step is short enough, or MAX_STEPS."""
+def descend(
+    function: SampleFunction, point: Any, more: Any, status: Tensor, num_evals: Tensor, max_steps: int
+) -> Descent:
+    """The course from a point after at most so many trials of one axis of samples, each on its own; status RUNNING
+    becomes CONVERGED, STALLED where no step is short enough, or MAX_STEPS."""
+    step, size = function.step(point, more, status == RUNNING)
+    course = Descent(point, step, size, status, torch.zeros_like(num_evals), num_evals)
     # Steps are few and long, and no residual tells how many follow.
     every, record = min(looks_every(None, course.status), 4), course
     places = torch.arange(len(course.status), device=course.status.device)
     for index in range(max_steps + 1):
         running = course.status == RUNNING
+        status = course.status.masked_fill(running & function.done(course.point), int(Status.CONVERGED))
         if index == max_steps:
-            course = _ended(course, running, Status.MAX_STEPS)
-        course = _ended(course, running & function.done(course.point), Status.CONVERGED)
+            status = status.masked_fill(status == RUNNING, int(Status.MAX_STEPS))
+        course = course._replace(status=status)
         if index % every == 0 or index == max_steps:
             left = (course.status == RUNNING).nonzero()[:, 0]
             if len(left) <= COMPACT_BELOW * len(running):
-                record = _each(lambda old, new, places=places: old.index_copy(0, places, new), record, course)
+                record = tree_map(lambda old, new, places=places: old.index_copy(0, places, new), record, course)
                 if len(left) == 0:
                     break
                 function, places = function.take(left), places[left]
-                course = _each(lambda x, left=left: x[left], course)
+                course = tree_map(lambda x, left=left: x[left], course)
         course = _tried(function, course)
     return record
 
@@ -102,37 +103,16 @@ def _tried(function: SampleFunction, course: Descent) -> Descent:
     good = active & function.accepts(point, trial, step, size)
     # A step too short to change z cannot improve it.
     stalled = active & ~good & (z == point[0]).flatten(1).all(-1)
-    taken = type(trial)(*(where_samples(good, new, old) for new, old in zip(trial, point, strict=True)))
+    taken = tree_map(lambda new, old: choose(good, new, old), trial, point)
     following, first = function.step(taken, more, good)
     return Descent(
         taken,
-        where_samples(good, following, step),
+        choose(good, following, step),
         torch.where(good, first, size / 2),
         torch.where(stalled, int(Status.STALLED), status).to(torch.int8),
         num_steps + good,
         num_evals + active,
     )
-
-
-def _ended(course: Descent, where: Tensor, status: Status) -> Descent:
-    return course._replace(status=course.status.masked_fill(where, int(status)))
-
-
-def _each(change: Callable[..., Tensor], *courses: Descent) -> Descent:
-    """The tensors of courses, changed one by one."""
-    points = [course.point for course in courses]
-    point = type(points[0])(*map(change, *points))
-    return Descent(point, *map(change, *(course[1:] for course in courses)))
-
-
-def along(samples: Tensor, target: Tensor) -> Tensor:
-    """One number per sample, to broadcast with the target."""
-    return samples.reshape((*samples.shape, *(1,) * (target.ndim - samples.ndim)))
-
-
-def where_samples(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """torch.where with one condition per sample."""
-    return torch.where(along(condition, new), new, old)
 
 
 def of_samples(function: Callable[..., tuple[Tensor, ...]], axes: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -144,19 +124,15 @@ def of_samples(function: Callable[..., tuple[Tensor, ...]], axes: int, *tensors:
     taken, sizes = [], dict[int, int]()
     with torch.no_grad(), temporarily_clear_interpreter_stack():
         for tensor in tensors:
-            mapped = list[tuple[int, int]]()
-            while _functorch.is_functorch_wrapped_tensor(tensor):
-                if _functorch.is_batchedtensor(tensor):
-                    mapped.insert(0, (_functorch.maybe_get_level(tensor), _functorch.maybe_get_bdim(tensor)))
-                tensor = _functorch.get_unwrapped(tensor)
-            tensor = tensor.detach()
-            for place, (level, axis) in enumerate(mapped):
-                tensor = tensor.movedim(place + axis, place)
-                sizes[level] = tensor.shape[place]
-            taken.append((tensor, [level for level, _ in mapped]))
+            tensor, *wrappers = reversed(unwrapped(tensor))
+            tensor, own = tensor.detach(), list[int]()
+            for wrapper in filter(_functorch.is_batchedtensor, wrappers):
+                tensor = tensor.movedim(len(own) + _functorch.maybe_get_bdim(wrapper), len(own))
+                sizes[_functorch.maybe_get_level(wrapper)] = tensor.shape[len(own)]
+                own.append(_functorch.maybe_get_level(wrapper))
+            taken.append((tensor, own))
         levels = sorted(sizes)
-        batch = torch.Size([sizes[level] for level in levels])
-        batch += tensors[0].shape[:axes]
+        batch = torch.Size([*(sizes[level] for level in levels), *tensors[0].shape[:axes]])
         plain = []
         for tensor, own in taken:
             for place, level in enumerate(levels):

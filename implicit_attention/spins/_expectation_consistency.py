@@ -11,7 +11,7 @@ from .._torch import LinearMap, uncompiled
 from ..potentials import SiteLaw
 from ..problem import Linearization, pullback
 from ..solution import Status
-from ._damped_newton import RUNNING, Descent, SampleFunction, descend, of_samples
+from ._damped_newton import RUNNING, SampleFunction, descend, of_samples
 from ._matrix_inverse import inverse_and_logdet
 from ._multipliers import Multipliers, minimise
 from .approximation import SampleProblem
@@ -92,7 +92,7 @@ class SiteEquations(SampleProblem):
     def gaussian(self, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(x, log det x^{-1}, whether it is positive) of the covariance C = sqrt(c) x sqrt(c) at Lambda = V + 1/c."""
         own, scaled = self.spread(v * c), self.scaled(c)
-        return guarded_inverse(torch.diag_embed(1 + own) - scaled, own - scaled.diagonal(dim1=-2, dim2=-1))
+        return inverse_and_logdet(torch.diag_embed(1 + own) - scaled, own - scaled.diagonal(dim1=-2, dim2=-1))
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         m, c = self.moments(z)
@@ -153,15 +153,6 @@ class SiteEquations(SampleProblem):
         return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
 
 
-def guarded_inverse(a: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `inverse_and_logdet`, the first two those of 1, without derivatives, where A is not positive."""
-    positive = (torch.linalg.cholesky_ex(a.detach()).info == 0) & torch.isfinite(a.detach()).all(-1).all(-1)
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    own = None if own is None else torch.where(positive[..., None], own, 0.0)
-    x, logdet, _ = inverse_and_logdet(torch.where(_events(positive), a, eye), own)
-    return x, logdet, positive
-
-
 class _Point(NamedTuple):
     """The free energy G as a function of the sites' natural parameters, the Gaussian having their moments, per sample.
 
@@ -192,7 +183,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     gauss = Multipliers(scaled, scaled[..., :0], problem.tie, None)
     # An error of t changes G to second order and the slope of G to first.
     t, report = minimise(gauss, rtol=ACCURACY * torch.finfo(z.dtype).eps, max_steps=STEPS)
-    x, logdet, positive = guarded_inverse(torch.diag_embed(problem.spread(t)) - scaled)
+    x, logdet, positive = inverse_and_logdet(torch.diag_embed(problem.spread(t)) - scaled)
     v = problem.cavity(x, c)
     square = m.square().sum(-1)
     terms = [
@@ -205,7 +196,6 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     value = torch.stack(terms).sum((0, -1)) + problem.copies * logdet / 2
     size = torch.stack(terms).abs().sum((0, -1)) + problem.copies * logdet.abs() / 2
     overlap = problem.overlap(x)
-    eye = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
     target = problem.field + problem.coupled(m) - v[..., None] * m
     force = torch.cat([target - theta, (v - own)[..., None]], dim=-1)
     answer = problem.answering(z)(force)
@@ -221,7 +211,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
         _dot(force, answer),
         torch.linalg.vector_norm((problem.moments(z + force)[0] - m).flatten(-2), dim=-1) / problem.radius,
         overlap,
-        torch.linalg.cholesky_ex(overlap + eye).L,
+        torch.linalg.cholesky_ex(overlap + torch.diag_embed(torch.ones_like(c))).L,
     )
 
 
@@ -246,9 +236,9 @@ def _direction(problem: SiteEquations, point: _Point, wanted: Tensor) -> Tensor:
     answer, answered = point.answer, problem.answering(point.z)
     goal = square * square.clamp(max=1e-2)
     going = wanted & (square > 0)
-    if not bool(going.any()):
-        return x
     for index in range(PRODUCTS):
+        if not bool(going.any()):
+            break
         hessian = p - _requested(problem, point, answer)
         curvature = _dot(answer, hessian)
         fit = going & (curvature > 0)
@@ -258,8 +248,6 @@ def _direction(problem: SiteEquations, point: _Point, wanted: Tensor) -> Tensor:
         response = answered(residual)
         new = _dot(residual, response)
         going = fit & (new > goal)
-        if not bool(going.any()):
-            break
         ratio = torch.where(going, new / square, 0.0)
         p = torch.where(_events(going), residual + _events(ratio) * p, p)
         answer = torch.where(_events(going), response + _events(ratio) * answer, answer)
@@ -311,8 +299,7 @@ def descended(problem: SiteEquations, theta: Tensor, *, steps: int = STEPS) -> t
         point, more = energy.point(torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1), None)
         going = RUNNING if steps else int(Status.MAX_STEPS)
         status = torch.where(energy.done(point), int(Status.CONVERGED), going).to(torch.int8)
-        course = Descent.begun(energy, point, more, status, torch.ones_like(status, dtype=torch.int32))
-        course = descend(energy, course, steps)
+        course = descend(energy, point, more, status, torch.ones_like(status, dtype=torch.int32), steps)
         # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
         z = torch.cat([course.point.z[..., :-1], course.point.v[..., None]], dim=-1)
         return z, course.num_steps, course.num_evals

@@ -47,10 +47,12 @@ Known = tuple[Tensor, Tensor, Tensor]
 
 def _inverse(a: Tensor, own: Tensor | None) -> Known:
     factor, info = torch.linalg.cholesky_ex(a)
-    positive = info == 0
+    # Infinite numbers may have a factor.
+    positive = (info == 0) & factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     # cholesky_inverse raises for the whole batch if one factor is unfinished and has a zero on its diagonal.
     if not (host_may_look(positive) and bool(positive.all())):
-        factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
+        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        a, factor = (torch.where(positive[..., None, None], x, eye) for x in (a, factor))
     # Torch's forward-mode derivative of cholesky_inverse is wrong. LAPACK's columns are taken as rows of a symmetric
     # matrix: passes over it and over products are faster in one order.
     inverse = _matrices.inverse(a) if forward_mode() else torch.cholesky_inverse(factor).mT
@@ -66,7 +68,7 @@ def inverse_and_logdet(a: Tensor, own: Tensor | None = None, known: Known | None
     """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n), by one Cholesky factorization.
 
     With `own`, the diagonal of A less 1, (*batch, n), log det A keeps its digits where A is near 1. Where A is not
-    positive log det A is NaN, and A^{-1} means nothing. `known` are the three numbers, where a call has found them.
+    positive log det A is NaN, and A^{-1} stands for 1. `known` are the three numbers, where a call has found them.
 
     Gradients: of the first two with respect to A, to any order.
     """

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._solve import solve
-from .._torch import exact_precision, host_may_look, is_differentiated, transforms_active, uncompiled
+from .._torch import exact_precision, host_may_look, is_plain, uncompiled
 from ..adjoints import Implicit
 from ..linear import Neumann, _matrices
 from ..problem import Linearization, Problem
 from ..solution import Record, SolveReport, Status
 from ..solvers import Outcome, Solver
-from ._damped_newton import RUNNING, Descent, SampleFunction, descend, of_samples
+from ._damped_newton import RUNNING, SampleFunction, descend, of_samples
 from ._matrix_inverse import inverse_and_logdet
 from .approximation import SampleProblem
 
@@ -75,13 +75,13 @@ class Level(NamedTuple):
         residual = (self.variance + self.square - 1).abs().amax(-1)
         return residual, self.floor.clamp(max=COARSEST).clamp(min=rtol)
 
-    def squares(self, coldness: Tensor) -> Tensor:
-        """Mean squared lengths, (*batch, G), at a higher temperature."""
-        return self.variance / coldness[..., None] + self.square
+    def squares(self) -> Tensor:
+        """Mean squared lengths, (*batch, G)."""
+        return self.variance / self.coldness[..., None] + self.square
 
-    def near(self, coldness: Tensor) -> Tensor:
+    def near(self) -> Tensor:
         """Whether squared lengths are near to 1."""
-        squares = self.squares(coldness)
+        squares = self.squares()
         return (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
 
     def value_at(self, coldness: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ class Multipliers(SampleProblem, general=True):
         couplings: J, symmetric, (*batch, n, n).
         field: g, (*batch, n, k).
         tie: rows that share a multiplier.
-        live: which rows exist, (*batch, n); only where all rows are one group, because a row alone leaves phi unchanged
-            at lambda = 1, where it then stays.
+        live: which rows exist, (*batch, n), at least one; only where all rows are one group, because
+            a row alone leaves phi unchanged at lambda = 1, where it then stays.
         minimum: where it was found, (*batch), elsewhere t is a constant; and A^{-1}, log det A and whether A > 0 there.
             With it nothing may be asked at any other t.
     """
@@ -120,7 +120,7 @@ class Multipliers(SampleProblem, general=True):
         self.field = field
         self.tie = tie
         self.live = live
-        known: tuple[Tensor | None, ...] = minimum or (None,) * 4
+        known: Any = minimum or (None,) * 4
         self.converged, self.inverse, self.logdet, self.positive = known
         self.own_axes = {"couplings": 2, "field": 2, "live": 1}
         self.own_axes |= {"converged": 0, "inverse": 2, "logdet": 0, "positive": 0}
@@ -128,22 +128,20 @@ class Multipliers(SampleProblem, general=True):
     @property
     def group_size(self) -> Tensor | int:
         """Rows per group."""
-        return self.tie if self.live is None else self.live.sum(-1, keepdim=True).clamp(min=1)
+        return self.tie if self.live is None else self.live.sum(-1, keepdim=True)
 
     def at_minimum(self, t: Tensor, converged: Tensor) -> tuple[Multipliers, Tensor]:
         """The same at its minimum t alone, which it knows, and t as a function of couplings and field."""
-        couplings, field = self.couplings.detach(), self.field.detach()
-        found = Multipliers(couplings, field, self.tie, self.live).moments(t, precise=True)
+        found = self.replace(*(x.detach() for x in self.tensors())).moments(t, precise=True)
         known = converged, found.covariance, found.logdet, found.positive
         problem = Multipliers(self.couplings, self.field, self.tie, self.live, known)
-        if transforms_active() or is_differentiated(self.couplings, self.field):
+        if not is_plain(self.couplings, self.field):
             t = solve(problem, t, solver=_KNOWN, adjoint=_ADJOINT, on_failure="ignore").value
         return problem, t
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         x, m, *_ = moments = self.moments(z)
         change = self._newton(x.detach(), m.detach(), self.excess(moments) * self.group_size / 2)
-        assert self.converged is not None
         return torch.where(self.converged[..., None], z + change, z.detach())
 
     def linearize(self, z: Tensor) -> Linearization:
@@ -160,35 +158,23 @@ class Multipliers(SampleProblem, general=True):
     def _newton(self, x: Tensor, m: Tensor, force: Tensor) -> Tensor:
         """H^{-1} v, or 0 where t is a constant."""
         hessian, converged = self.hessian(x, m), self.converged
-        assert converged is not None
         eye = torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
         safe = torch.where(converged[..., None, None], hessian, eye)
         solution = _matrices.solve(safe, force[..., None]).squeeze(-1)
         return torch.where(converged[..., None], solution, 0.0)
 
     def rows(self, of_groups: Tensor, elsewhere: float = 0.0) -> Tensor:
-        """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
-        if self._alone:
-            return of_groups
+        """Numbers of groups, (*batch, G), to their rows, (*batch, n)."""
         # torch.vmap has no rule for flatten inside of a backward pass.
         each = of_groups[..., None].expand(*of_groups.shape, self.tie)
-        each = each.reshape(*of_groups.shape[:-1], of_groups.shape[-1] * self.tie)
+        each = each.reshape(*of_groups.shape[:-1], self.couplings.shape[-1])
         return each if self.live is None else torch.where(self.live, each, elsewhere)
-
-    def pool(self, rows: Tensor) -> Tensor:
-        """Sums of rows over groups, (*batch, G)."""
-        if self.live is not None:
-            rows = torch.where(self.live, rows, 0.0)
-        return _sums(rows, self.tie)
 
     def mean(self, rows: Tensor) -> Tensor:
         """Means of rows over groups, (*batch, G)."""
-        return rows if self._alone else self.pool(rows) / self.group_size
-
-    @property
-    def _alone(self) -> bool:
-        """Whether every row is a group."""
-        return self.tie == 1 and self.live is None
+        if self.live is not None:
+            rows = torch.where(self.live, rows, 0.0)
+        return _sums(rows, self.tie) / self.group_size
 
     def coldness(self) -> Tensor:
         """The part of the inverse temperature, (*batch), at which couplings are no more than spins can take."""
@@ -242,14 +228,11 @@ class Multipliers(SampleProblem, general=True):
         """The moments at t; with `precise` phi keeps its digits where couplings and field are weak."""
         spread = self.rows(t, 1.0)
         own = spread - 1 - self.couplings.diagonal(dim1=-2, dim2=-1) if precise else None
-        known = None
-        if self.inverse is not None and self.logdet is not None and self.positive is not None:
-            known = self.inverse, self.logdet, self.positive
+        known = None if self.inverse is None else (self.inverse, self.logdet, self.positive)
         x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings, own, known)
         m = x @ self.field
         # Summed row by row, so that rows without couplings add no rounding error.
-        energies = spread - 1 + (self.field * m).sum(-1)
-        energy = energies.sum(-1)
+        energy = (spread - 1 + (self.field * m).sum(-1)).sum(-1)
         return GaussianMoments(x, m, (energy - logdet) / 2, energy / 2, logdet, positive)
 
     def excess(self, moments: GaussianMoments) -> Tensor:
@@ -278,21 +261,14 @@ class Multipliers(SampleProblem, general=True):
         rows = (pulled @ m.mT).add_(x, alpha=0.5).mul_(x)
         if self.live is not None:
             rows = torch.where(self.live[..., :, None] & self.live[..., None, :], rows, 0.0)
-        pooled = _sums(_sums(rows, self.tie).mT, self.tie)
-        if self.live is None:
-            return pooled
-        # A sample without sites has a constant phi; it gets the Hessian of one lone row, which is invertible.
-        return pooled + torch.where(self.live.any(-1), 0.0, 0.5).to(pooled)[..., None, None]
+        return _sums(_sums(rows, self.tie).mT, self.tie)
 
 
 class _Known(Solver):
     """The solver of a problem whose solution is given."""
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
-        status = torch.full_like(initial[..., 0], int(Status.CONVERGED), dtype=torch.int8)
-        residual, tolerance = (torch.zeros_like(initial[..., 0]) for _ in range(2))
-        steps, evals = (torch.zeros_like(status, dtype=torch.int32) for _ in range(2))
-        return Outcome(initial.clone(), Record(status, residual, tolerance, steps, evals))
+        return Outcome(initial.clone(), Record.unmeasured(initial, Status.CONVERGED, problem.event_ndim))
 
 
 _KNOWN = _Known()
@@ -301,7 +277,7 @@ _ADJOINT = Implicit(Neumann())
 
 
 @uncompiled
-def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool = False) -> tuple[Tensor, SolveReport]:
+def minimise(problem: Multipliers, *, rtol: float, max_steps: int) -> tuple[Tensor, SolveReport]:
     """The multipliers t*, (*batch, G), by damped Newton steps from `guess()` or `start()`, every sample on its own.
 
     Cold spins drive Newton's method to the edge of the domain, along which it creeps. They are cooled by steps instead:
@@ -313,16 +289,15 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     whose minimum has X_ii/s + |m_i|^2 = 1: the central path of s = 0 to 1, whose barrier is log det A.
 
     The residual is the largest error of a group's mean squared length, the tolerance is rtol or the rounding error of
-    that length, if it is larger. With `polish` samples that are done make their next step nonetheless, unmeasured.
+    that length, if it is larger. Samples that are done make their next step nonetheless, unmeasured.
     """
 
     def solved(*tensors: Tensor) -> tuple[Tensor, ...]:
         phi = _Phi(problem.replace(*tensors), rtol)
-        course = descend(phi, phi.begun(), max_steps)
+        course = descend(phi, *phi.begun(), max_steps)
         level, status = course.point, course.status
-        t = level.t
-        if polish:
-            t = torch.where(((status == Status.CONVERGED) & (level.coldness == 1))[..., None], t + course.step, t)
+        polished = (status == Status.CONVERGED) & (level.coldness == 1)
+        t = torch.where(polished[..., None], level.t + course.step, level.t)
         return t, status, *level.accuracy(rtol), course.num_steps, course.num_evals
 
     t, *record = of_samples(solved, problem.field.ndim - 2, *problem.tensors())
@@ -336,12 +311,12 @@ class _Phi(SampleFunction):
     problem: Multipliers
     rtol: float
 
-    def begun(self) -> Descent:
+    def begun(self) -> tuple[Level, GaussianMoments, Tensor, Tensor]:
         """At the guess where lengths are near to 1 at it, else at the start, which is then the second evaluation."""
         problem, t = self.problem, self.problem.guess()
         moments = problem.moments(t)
         level = problem.level(t, moments, torch.ones_like(t[..., 0]))
-        near = level.positive & level.near(level.coldness)
+        near = level.positive & level.near()
         if not (host_may_look(near) and bool(near.all())):
             t = torch.where(near[..., None], t, problem.start())
             coldness = torch.where(near, level.coldness, problem.coldness())
@@ -349,12 +324,12 @@ class _Phi(SampleFunction):
             level = problem.level(t, moments, coldness)
         fit = level.positive & level.value.isfinite()
         status = torch.where(fit, RUNNING, int(Status.NONFINITE)).to(torch.int8)
-        return Descent.begun(self, level, moments, status, 2 - near.to(torch.int32))
+        return level, moments, status, 2 - near.to(torch.int32)
 
     def point(self, z: Tensor, before: Level) -> tuple[Level, GaussianMoments]:
         moments = self.problem.moments(z)
         level = self.problem.level(z, moments, before.coldness)
-        colder = torch.where(level.near(before.coldness), COLDER * before.coldness, before.coldness)
+        colder = torch.where(level.near(), COLDER * before.coldness, before.coldness)
         return level._replace(coldness=colder.clamp(max=1.0)), moments
 
     def step(self, point: Level, more: GaussianMoments, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,7 +342,7 @@ class _Phi(SampleFunction):
         newton = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
         # The inverse of the squared length c of a short spin is linear in its multiplier. So Newton's step is made for
         # 1/c = 1: it is c times the step for c = 1, which would have to be halved until it is as short.
-        short = point.squares(point.coldness).amin(-1, keepdim=True).clamp(max=1.0)
+        short = point.squares().amin(-1, keepdim=True).clamp(max=1.0)
         step = torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
         return step, torch.ones_like(point.value)
 
@@ -390,7 +365,7 @@ class _Phi(SampleFunction):
 
 def _grouped(rows: Tensor, tie: int) -> Tensor:
     """The last axis in groups of `tie`, (..., G, tie)."""
-    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // tie if tie else 0, tie)
+    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // tie, tie)
 
 
 def _sums(rows: Tensor, tie: int) -> Tensor:

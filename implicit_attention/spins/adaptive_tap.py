@@ -15,10 +15,10 @@ from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import Remedies, Solution, SolveReport, Status
 from ..solvers import NewtonKrylov
-from ._expectation_consistency import SiteEquations, descended, guarded_inverse
+from ._expectation_consistency import SiteEquations, descended
+from ._matrix_inverse import inverse_and_logdet
 from ._request import closed_form
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, InUnits, LogPartition, field_unit
-from .low_rank import woodbury
 from .system import SpinSystem
 
 
@@ -225,19 +225,19 @@ def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
     """Return the covariance of Gaussian sites in units of a site's own, minus its log det, and whether it exists."""
     scaled = problem.radius**2 / problem.field.shape[-1] * problem.couplings
     eye = torch.eye(scaled.shape[-1], dtype=scaled.dtype, device=scaled.device)
-    return guarded_inverse(eye - scaled, -scaled.diagonal(dim1=-2, dim2=-1))
+    return inverse_and_logdet(eye - scaled, -scaled.diagonal(dim1=-2, dim2=-1))
 
 
 def _gaussian_answer(method: AdaTAP, system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
     """The magnetizations of Gaussian sites, (*batch, N, D), with the last two of `_gaussian`."""
     plain = system.radius**2 / system.dim
     if system.low_rank:
-        # With C = diag(c_i) and G of Woodbury's formula 1 - J is C - W W^T, of the determinant |C| |G|, and its inverse
-        # C^-1 + C^-1 W G^-1 W^T C^-1.
+        # With C_i = 1 + |w_i|^2 and G = 1 - W^T C^-1 W of Woodbury's formula 1 - J is C - W W^T, of the determinant
+        # |C| |G|, and its inverse C^-1 + C^-1 W G^-1 W^T C^-1.
         beta = system.beta_tensor(2).expand(*system.batch, 1, 1)
         w = (plain * beta).sqrt() * system.live_factors
-        own, within = woodbury(w)
-        inverse, logdet, positive = guarded_inverse(within)
+        own = 1 + w.square().sum(-1, keepdim=True)
+        inverse, logdet, positive = inverse_and_logdet(torch.eye(w.shape[-1]).to(w) - w.mT @ (w / own))
         alone = plain * beta * system.live_field / own
         m = alone + w @ (inverse @ (w.mT @ alone)) / own
         return m, logdet + own.log().sum((-2, -1)), positive

@@ -58,10 +58,3 @@ def product_of_squares(factors: Tensor, v: Tensor) -> Tensor:
     within = factors.mT @ (v * factors)
     own = factors.square().sum(-1, keepdim=True).square() * v
     return ((factors @ within) * factors).sum(-1, keepdim=True) - own
-
-
-def woodbury(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """(diag(1 + |w_i|^2), 1 - W^T diag^{-1} W) with the rows w_i: 1 - J is the first minus W W^T."""
-    plain = 1 + factors.square().sum(-1, keepdim=True)
-    eye = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
-    return plain, eye - factors.mT @ (factors / plain)

@@ -116,7 +116,7 @@ class SaddlePoint(Approximation):
     def _minimum(self, system: SpinSystem) -> tuple[Multipliers, Tensor, int, SolveReport]:
         """The convex problem, its minimum t, of how many copies of it log Z consists, and the report."""
         problem, copies = self._problem(system)
-        t, report = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
+        t, report = minimise(problem, rtol=self.rtol, max_steps=self.max_steps)
         return *problem.at_minimum(t, report.converged), copies, report
 
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
@@ -129,7 +129,7 @@ class SaddlePoint(Approximation):
         beta = torch.as_tensor(system.beta_over(2), dtype=field.dtype, device=field.device)
         scale = beta * radius**2 / d
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
-        scaled = scale / 2 * (couplings + couplings.mT)
+        scaled = (scale / 2 * (couplings + couplings.mT)).expand(*system.batch, -1, -1)
         live = None
         if self.shared:
             live = torch.ones_like(field[..., 0], dtype=torch.bool)
@@ -138,8 +138,6 @@ class SaddlePoint(Approximation):
                 # Without any site free spins stand in, whose log Z is 0, too.
                 live = live | ~live.any(-1, keepdim=True)
             tie = live.shape[-1]
-        rows = scaled.shape[-1]
-        scaled = scaled.expand(*system.batch, rows, rows)
         return Multipliers(scaled, scale * field / radius, tie, live), 1 if system.block else d
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import torch
-from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -26,11 +26,10 @@ from ._site import SpinSite
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
-from .bonds import Graph
 from .mean_field import MeanField
 from .methods import METHODS
 from .saddle_point import SaddlePoint
-from .system import ALL_PAIRS, SpinSystem
+from .system import ALL_PAIRS, SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
 
 #: Neighbours of an Ising spin, in the mean, up to which one loop is nearer to the truth than `AdaTAP`.
@@ -114,25 +113,21 @@ class Stability:
 
     def __repr__(self) -> str:
         samples = list(np.ndindex(tuple(self.branches.shape)))
-        values = {name: getattr(self, name).cpu() for name in ("free_energies", "first", "magnetizations", "reliable")}
-        low, high = self.susceptibility
-        numbers = [t.cpu() for t in (self.spectral_radius, self.smallest_eigenvalue, low, high, self.almeida_thouless)]
+        numbers = self.spectral_radius, self.smallest_eigenvalue, *self.susceptibility, self.almeida_thouless
         heads = ("sample", "radius", "smallest of A", "chi from", "to", "AT", "branches", "reliable")
         lines: list[tuple[str, ...]] = [heads]
         branches = [("sample", "start", "F", "above the lowest", "|m|, mean over sites")]
         for at in samples[:LINES]:
             name = ", ".join(map(str, at)) or "-"
-            shown = (f"{float(t[at]):.3g}" for t in numbers)
-            lines.append((name, *shown, str(int(self.branches[at])), "yes" if values["reliable"][at] else "no"))
-            energies = values["free_energies"][at]
-            lowest = float(energies.nan_to_num(nan=math.inf).min())
-            for start in values["first"][at].nonzero()[:, 0].tolist():
-                free, size = float(energies[start]), float(values["magnetizations"][at][start].norm(dim=-1).mean())
-                branches.append((name, str(start), f"{free:.6g}", f"{free - lowest:.3g}", f"{size:.3g}"))
-        more = len(samples) - LINES
-        left = [f"and {more} samples more"] if more > 0 else []
-        if (more := int(self.branches.sum()) - LINES) > 0:
-            left.append(f"and {more} branches more")
+            shown = (f"{t[at]:.3g}" for t in numbers)
+            lines.append((name, *shown, f"{self.branches[at]}", "yes" if self.reliable[at] else "no"))
+            above = self.free_energies[at] - self.free_energies[at].nan_to_num(nan=math.inf).min()
+            sizes = self.magnetizations[at].norm(dim=-1).mean(-1)
+            for start in self.first[at].nonzero()[:, 0].tolist():
+                free = self.free_energies[at][start]
+                branches.append((name, str(start), f"{free:.6g}", f"{above[start]:.3g}", f"{sizes[start]:.3g}"))
+        counts = ("samples", len(samples)), ("branches", int(self.branches.sum()))
+        left = [f"and {count - LINES} {name} more" for name, count in counts if count > LINES]
         count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples"
         title = f"Stability({count}; recommended {self.recommended_method!r}; {self.report!r})"
         return "\n".join([title, "", table(lines), "", table(branches[: LINES + 1]), *left])
@@ -203,11 +198,9 @@ def stability(
         alone = site.inverse_product(v) if own is None else own[..., None] * v
         return alone - beta * system.coupled(v)
 
-    start = torch.zeros_like(m.flatten(-2))
-    radius = spectral_radius(flattened(jacobian, m), start, min(steps, start.shape[-1]))
     energies, states, first = _branches(system, method, result, starts, generator)
     return Stability(
-        spectral_radius=radius,
+        spectral_radius=spectral_radius(flattened(jacobian, m), torch.zeros_like(m.flatten(-2)), steps),
         smallest_eigenvalue=_extremes(precision, m, system, steps)[0],
         susceptibility=(lowest, highest),
         almeida_thouless=_almeida_thouless(system, site, steps),
@@ -224,17 +217,15 @@ def _recommended(system: SpinSystem) -> Approximation:
     """The method that is exact for the system, or else the best."""
     exact: list[Approximation] = [row.method for row in METHODS if row.kind.exact]
     for method in exact:
-        try:
+        with contextlib.suppress(ValueError):
             method.check(system)
-        except ValueError:
-            continue
-        return method
+            return method
     if system.graph is not None and system.num_sites > ALL_PAIRS:
         return MeanField() if system.dim > 1 else Bethe()
     if system.dim > 1:
         return SaddlePoint(one_loop=True)
-    linked, count = system.live_couplings != 0, system.num_sites
-    bonds = linked.reshape(-1, count, count) & ~torch.eye(count, dtype=torch.bool, device=linked.device)
+    couplings = system.live_couplings
+    bonds = (couplings.tril(-1) + couplings.triu(1)).reshape(-1, *couplings.shape[-2:]) != 0
     neighbours = bonds.sum(-1)
     if int(neighbours.max()) <= 2 or all(map(_is_tree, bonds.cpu().numpy())):
         # Loops, if there are any, are as long as the ring.
@@ -251,50 +242,30 @@ def _is_tree(bonds: np.ndarray[Any, Any]) -> bool:
 
 def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> tuple[Tensor, Tensor]:
     """The smallest and the largest eigenvalue of a map (*batch, N, D) -> (*batch, N, D), of sites that exist."""
-    # Lanczos replaces a start of zeros by a vector that is as good as random.
-    start, mask = torch.zeros_like(m.flatten(-2)), system.mask
-    if mask is None:
-        matvec = flattened(product, m)
-    else:
-        live = mask[..., None].expand(m.shape)
+    matvec = flattened(product, m)
+    if system.mask is not None:
+        live = system.mask[..., None].expand(m.shape)
         x = live.to(m.dtype) * torch.cos(torch.arange(m.shape[-1], dtype=m.dtype, device=m.device))
         # Sites that do not exist get an eigenvalue from inside the spectrum of the others.
         inside = (x * product(x)).sum((-1, -2), keepdim=True) / x.square().sum((-1, -2), keepdim=True)
         matvec = flattened(lambda v: torch.where(live, product(v * live), inside * v), m)
-    low, high = extreme_eigenvalues(matvec, start, min(steps, start.shape[-1]))
+    # Lanczos replaces a start of zeros by a vector that is as good as random.
+    low, high = extreme_eigenvalues(matvec, torch.zeros_like(m.flatten(-2)), steps)
     return low.value, high.value
 
 
 def _almeida_thouless(system: SpinSystem, site: SpinSite, steps: int) -> Tensor:
     graph = system.graph
-    if graph is None:
-        # `linear_response` is beta Tr Cov_i J_ij Cov_j, for matrices without the trace.
-        weights = site.linear_response(system) * system.live_couplings
-        weights = system.beta_over(2) * (weights.sum((-2, -1)) if system.block else weights)
-        weights = weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))
-    else:
-        weights = system.beta_tensor(1).square() * graph.without_loops(_bond_traces(system, site, graph))
+    # `linear_response` is beta Tr Cov_i J_ij Cov_j, for matrices without the trace.
+    weights = site.linear_response(system) * system.live_pairs
+    weights = system.beta_over(2) * (weights.sum((-2, -1)) if system.block else weights)
+    weights = weights.tril(-1) + weights.triu(1) if graph is None else graph.of_components().without_loops(weights)
 
     def product(v: Tensor) -> Tensor:
-        rows = weights @ v[..., None] if graph is None else graph.product(weights, v[..., None])
-        return rows[..., 0] / system.dim
+        return couple(weights, v[..., None], block=False, graph=graph)[..., 0] / system.dim
 
     # A matrix with positive entries has a positive eigenvector at its largest eigenvalue: ones are a good start.
-    start = torch.ones_like(site.tau)
-    return extreme_eigenvalues(product, start, min(steps, start.shape[-1]))[1].value
-
-
-def _bond_traces(system: SpinSystem, site: SpinSite, graph: Graph) -> Tensor:
-    """Tr Cov_i J_ij Cov_j J_ji of every bond, (*batch, E)."""
-    numbers = system.live_numbers
-    if system.block:
-        columns = [site.product(axis.expand(site.field.shape)) for axis in torch.eye(system.dim).to(site.field)]
-        ends = graph.of_ends(torch.cat(columns, -1))
-        here, there = (rearrange(x, "... (b a) e -> ... e a b", a=system.dim) for x in ends)
-        return einsum(here, numbers, there, numbers, "... e d a, ... e a b, ... e b c, ... e d c -> ... e")
-    # With r = slope |f|^2 it is (trace_i trace_j - r_i r_j)/D + slope_i slope_j (f_i . f_j)^2.
-    whole, along, slope = (graph.overlap(x[..., None]) for x in (site.trace, site.slope * site.squared, site.slope))
-    return numbers.square() * ((whole - along) / system.dim + slope * graph.overlap(site.field).square())
+    return extreme_eigenvalues(product, torch.ones_like(site.tau), steps)[1].value
 
 
 def _branches(
@@ -302,11 +273,9 @@ def _branches(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for every start, (*batch, starts + 1, ...), F and m of the solution, and whether it is a new minimum."""
     m = result.magnetization.detach()
-    lost = ~torch.isfinite(m).flatten(-2).all(-1)
     if not isinstance(method, FixedPointApproximation):
         known = result.report.converged[..., None]
-        energies = result.free_energy.detach()[..., None].masked_fill(~known, torch.nan)
-        return energies, m[..., None, :, :].masked_fill(~known[..., None, None], torch.nan), known
+        return fill(result.free_energy.detach()[..., None], ~known), fill(m[..., None, :, :], ~known), known
     generator = generator or torch.Generator().manual_seed(0)
     field = system.field
     noise = torch.randn(starts, *field.shape, dtype=field.dtype, device=generator.device, generator=generator)
@@ -329,7 +298,7 @@ def _branches(
 
     # log Z is stationary in the state, so that m is its derivative by the field at a fixed state.
     slope, value = grad(log_z, has_aux=True)(field)
-    failed = ~solution.converged | lost
+    failed = ~(solution.converged & torch.isfinite(m).flatten(-2).all(-1))
     free = fill(-(value + system.base_measure()) / system.beta_over(0), failed)
     m = fill(slope / system.beta_over(2), failed)
     minima = fill(solution.value, failed | (solution.status == Status.UNSTABLE)).movedim(0, len(system.batch))
@@ -338,8 +307,7 @@ def _branches(
 
 def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
     """The eigenvector of the largest eigenvalue of J, (*batch, N, D), from a start; the longest of its vectors is 1."""
-    vector = start.flatten(-2)
-    result = lanczos(flattened(system.coupled, start), vector, min(64, vector.shape[-1]))
+    result = lanczos(flattened(system.coupled, start), start.flatten(-2), 64)
     tridiagonal = result.alphas.diag_embed() + result.betas.diag_embed(-1) + result.betas.diag_embed(1)
     weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
     mode = (weights[..., None, :] @ result.basis)[..., 0, :].reshape(start.shape).nan_to_num()

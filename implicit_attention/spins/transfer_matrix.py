@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import _validate
 from .._torch import host_may_look, is_plain
@@ -74,7 +75,7 @@ class TransferMatrix(Approximation):
         super().check(system)
         if not host_may_look(system.field, system.couplings):
             return
-        beyond, across = _beyond_neighbours(system.live_couplings.detach()), _aside(system.live_field.detach())
+        beyond, across = _foreign(system)
         required = "be zero except between neighbours i, i + 1 for TransferMatrix"
         remedy = "put the sites in the order of the chain, or use MeanField, SaddlePoint or Enumeration"
         _require_small("couplings", beyond, required, "one of size {:.2g} between others", remedy)
@@ -107,7 +108,7 @@ class _Chain(NamedTuple):
     """A system as a chain, in units of 1/beta and R, in float64.
 
     along: (*batch, N), fields on the axis. across: (*batch, N, D), the rest, numbers that are zero with derivatives
-    that are not. bonds: (*batch, N - 1). beyond: (*batch, N, N), couplings of other pairs, also zero. constant:
+    that are not. bonds: (*batch, N - 1). beyond: (*batch, N, N), couplings of i < j - 1, also zero. constant:
     (*batch), from a diagonal, NaN where fields or couplings are not of this kind.
     """
 
@@ -119,8 +120,8 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, system: SpinSystem) -> _Chain:
-        far, aside = _beyond_neighbours(system.live_couplings.detach()), _aside(system.live_field.detach())
-        foreign = (far > _slack(far)).any(-1) | (aside > _slack(aside)).any(-1)
+        slack = SLACK * torch.finfo(system.field.dtype).eps
+        far, aside = ((sizes > slack).any(-1) for sizes in _foreign(system))
         system = system.wide()
         beta = system.beta_over(2)
         field = beta * system.radius * system.live_field
@@ -128,14 +129,14 @@ class _Chain(NamedTuple):
         axis = _axis(field)
         along = (field * axis).sum(-1)
         # Both orders of a pair count half.
-        bonds = (couplings.diagonal(1, -2, -1) + couplings.diagonal(-1, -2, -1)) / 2
+        pairs = (couplings + couplings.mT) / 2
         constant = couplings.diagonal(0, -2, -1).sum(-1) / 2
         return cls(
             along,
             field - along[..., None] * axis,
-            bonds,
-            couplings.triu(2) + couplings.tril(-2),
-            torch.where(foreign, torch.nan, constant),
+            pairs.diagonal(1, -2, -1),
+            pairs.triu(2),
+            torch.where(far | aside, torch.nan, constant),
         )
 
 
@@ -201,90 +202,67 @@ def _sums(chain: _Chain, nodes: _Nodes, kernels: Tensor) -> list[Tensor]:
     sites = chain.along[..., None] * nodes.x
     sums = [sites[..., 0, :]]
     for i in range(1, sites.shape[-2]):
-        sums.append(_through(sums[-1], kernels[..., i - 1, :, :], nodes) + sites[..., i, :])
+        pairs = sums[-1][..., :, None] + kernels[..., i - 1, :, :]
+        sums.append(log_mean_exp(pairs, -2, nodes.log_weight[:, None]) + sites[..., i, :])
     return sums
-
-
-def _through(logarithm: Tensor, kernel: Tensor, nodes: _Nodes) -> Tensor:
-    return log_mean_exp(logarithm[..., :, None] + kernel, -2, nodes.log_weight[:, None])
 
 
 def _first_orders(chain: _Chain, nodes: _Nodes, sums: list[Tensor], kernels: Tensor, cosine: Tensor) -> Tensor:
     """Add small fields across the axis and couplings beyond neighbours: 0, with the right derivatives.
 
-    To lowest order that is sum_ij a_i . a_j <s_i . s_j>_across/(2 (D - 1)) + sum_ij J_ij <s_i . s_j>/2.
+    To lowest order that is sum_ij a_i . a_j <s_i . s_j>_across/(2 (D - 1)) + sum_{i<j} J_ij <s_i . s_j>.
     """
     along, across = _pair_correlations(chain, nodes, sums, kernels, cosine)
-    value = (chain.beyond * (along + across)).sum((-2, -1)) / 2
-    dim = chain.across.shape[-1]
-    if dim > 1:
-        products = chain.across @ chain.across.mT
-        value = value + (products * across).sum((-2, -1)) / (2 * (dim - 1))
-    return value
+    products = chain.across @ chain.across.mT
+    # The first of both orders of a pair stands for both. For D = 1 nothing is across.
+    twice = (products.triu() + products.triu(1)) / (2 * max(chain.across.shape[-1] - 1, 1))
+    return (chain.beyond * (along + across) + twice * across).sum((-2, -1))
 
 
 def _pair_correlations(
     chain: _Chain, nodes: _Nodes, sums: list[Tensor], kernels: Tensor, cosine: Tensor
-) -> tuple[Tensor, Tensor]:
-    """<s_i . s_j>/R^2, the parts along and across the axis, (*batch, N, N) each."""
+) -> tuple[Tensor, ...]:
+    """<s_i . s_j>/R^2 of i <= j, the parts along and across the axis, (*batch, N, N) each."""
     last = len(sums) - 1
-    sites = chain.along[..., None] * nodes.x
-    rest = [torch.zeros_like(sums[0])]
-    for j in reversed(range(1, last + 1)):
-        rest.append(_through(rest[-1] + sites[..., j, :], kernels[..., j - 1, :, :], nodes))
+    # The sums over the sites behind, each in its own field, which counts once.
+    rest = _sums(chain._replace(along=chain.along.flip(-1)), nodes, kernels.flip(-3))
     # Row i: the averages of x_i, and of sin_i times its unit across the axis along that of s_j, for a fixed s_j.
-    own = nodes.x.expand_as(sums[0])[..., None, :], nodes.sin.expand_as(sums[0])[..., None, :]
-    along, across = own
-    columns = []
+    own = torch.stack([nodes.x, nodes.sin])[:, None].expand(*sums[0].shape[:-1], 2, 1, -1)
+    mean, columns = own, []
     for j in range(last + 1):
         if j:
-            kernel = kernels[..., j - 1, :, :]
             # The law of s_(j-1) for a fixed s_j, from the sites up to j: columns that sum to 1.
-            law = ((sums[j - 1] + nodes.log_weight)[..., :, None] + kernel).softmax(-2)
-            along = torch.cat([along @ law, own[0]], dim=-2)
-            across = torch.cat([across @ (law * cosine[..., j - 1, :, :]), own[1]], dim=-2)
-        weight = (sums[j] + rest[last - j] + nodes.log_weight).softmax(-1)[..., None]
-        columns.append(torch.cat([(along * own[0]) @ weight, (across * own[1]) @ weight], dim=-1))
-    padded = [torch.nn.functional.pad(c, (0, 0, 0, last + 1 - c.shape[-2])) for c in columns]
-    both = torch.stack(padded, dim=-2)
-    return _symmetric(both[..., 0]), _symmetric(both[..., 1])
-
-
-def _symmetric(upper: Tensor) -> Tensor:
-    """The symmetric matrix of which this is the upper triangle."""
-    return upper + upper.triu(1).mT
+            law = ((sums[j - 1] + nodes.log_weight)[..., :, None] + kernels[..., j - 1, :, :]).softmax(-2)
+            mean = torch.cat([mean @ torch.stack([law, law * cosine[..., j - 1, :, :]], -3), own], -2)
+        own_field = chain.along[..., j, None] * nodes.x
+        weight = (sums[j] + rest[last - j] - own_field + nodes.log_weight).softmax(-1)
+        columns.append(functional.pad((mean * own * weight[..., None, None, :]).sum(-1), (0, last - j)))
+    return torch.stack(columns, -1).unbind(-3)
 
 
 def _axis(field: Tensor) -> Tensor:
     """The direction of the largest field of every sample, (*batch, 1, D); some direction where there is none."""
     field = field.detach()
     size = torch.linalg.vector_norm(field, dim=-1)
-    largest = size.argmax(-1, keepdim=True)[..., None].expand(*field.shape[:-2], 1, field.shape[-1])
-    axis = field.gather(-2, largest)
+    axis = field.take_along_dim(size.argmax(-1, keepdim=True)[..., None], -2)
     norm = torch.linalg.vector_norm(axis, dim=-1, keepdim=True)
     first = torch.eye(field.shape[-1], dtype=field.dtype, device=field.device)[0]
     unit: Tensor = torch.where(norm == 0, first, axis / norm.where(norm != 0, 1.0))
     return unit
 
 
-def _aside(field: Tensor) -> Tensor:
-    """The part of every field across the axis, relative to the largest field, (*batch, N)."""
+def _foreign(system: SpinSystem) -> tuple[Tensor, Tensor]:
+    """Sizes of couplings of other pairs than neighbours, (*batch, N^2), and of the part of every field across the axis,
+    relative to the largest field, (*batch, N)."""
+    couplings, field = system.live_couplings.detach(), system.live_field.detach()
     axis = _axis(field)
-    along = (field * axis).sum(-1, keepdim=True)
+    across = field - (field * axis).sum(-1, keepdim=True) * axis
     largest = torch.linalg.vector_norm(field, dim=-1).amax(-1, keepdim=True)
-    part: Tensor = torch.linalg.vector_norm(field - along * axis, dim=-1) / largest.where(largest != 0, 1.0)
-    return part
-
-
-def _beyond_neighbours(couplings: Tensor) -> Tensor:
-    """Sizes of couplings of other pairs than neighbours, (*batch, N^2)."""
-    return (couplings.triu(2) + couplings.tril(-2)).abs().flatten(-2)
+    part = torch.linalg.vector_norm(across, dim=-1) / largest.where(largest != 0, 1.0)
+    return (couplings.triu(2) + couplings.tril(-2)).abs().flatten(-2), part
 
 
 def _require_small(argument: str, sizes: Tensor, requirement: str, received: str, remedy: str) -> None:
     worst = float(sizes.nan_to_num().amax()) if sizes.numel() else 0.0
-    _validate.require(worst <= _slack(sizes), argument, requirement, received.format(worst), remedy)
-
-
-def _slack(sizes: Tensor) -> float:
-    return SLACK * torch.finfo(sizes.dtype).eps
+    slack = SLACK * torch.finfo(sizes.dtype).eps
+    _validate.require(worst <= slack, argument, requirement, received.format(worst), remedy)

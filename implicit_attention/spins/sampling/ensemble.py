@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import TypedDict
@@ -103,12 +102,6 @@ class Ensemble:
         """The state as columns for the coupling matrix, a view."""
         return state.view(len(state), self.num_sites * self.rows, self.dim // self.rows * self.chains)
 
-    def wide(self) -> Ensemble:
-        """The same in float64, for measurements."""
-        clone = copy.copy(self)
-        clone.couplings, clone.field = self.couplings.double(), self.field.double()
-        return clone
-
     def start(self, spins: Tensor | None, generator: torch.Generator) -> Tensor:
         """The first state: `spins`, (chains, *batch, N, D), or drawn uniformly."""
         shape = (self.chains, *self.batch, self.num_sites, self.dim)
@@ -126,7 +119,7 @@ class Ensemble:
         if bool(wrong.any()):
             received = f"one of length {float(length[wrong].flatten()[0]):.6g}"
             remedy = "normalise them, or continue from the `final` of earlier samples"
-            _validate.require(False, "start", f"hold spins of length {self.radius:.6g}", received, remedy)
+            _validate.refuse("start", f"hold spins of length {self.radius:.6g}", received, remedy)
         self.lost = self.lost | state.isnan().flatten(1).any(1)
         # Spins in half precision have rounded lengths.
         return state.div_(length.masked_fill_(length == 0, 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -93,7 +94,8 @@ class Estimates:
     """
 
     def __init__(self, ensemble: Ensemble, schedule: Schedule, *, dynamics: bool = False) -> None:
-        self.ensemble, self.wide, self.schedule, self.dynamics = ensemble, ensemble.wide(), schedule, dynamics
+        self.ensemble, self.wide, self.schedule, self.dynamics = ensemble, copy.copy(ensemble), schedule, dynamics
+        self.wide.couplings, self.wide.field = ensemble.couplings.double(), ensemble.field.double()
         chains = ensemble.chains
         self.group = math.ceil(chains / PARTS)
         groups = math.ceil(chains / self.group)
@@ -127,16 +129,15 @@ class Estimates:
             self.reference = energy.mean(-1)
         excess = energy - self.reference[:, None]
         rows = self._rows(state)
-        self._add("spin", self._by_group(state))
-        self._add("energy", self._by_group(excess))
-        self._add("square", self._by_group(excess.square()))
+        self._add("spin", state)
+        self._add("energy", excess)
+        self._add("square", excess.square())
         self._add_products("pair", rows, rows)
         if self.dynamics:
             old = before.double()
-            self._add("old", self._by_group(old))
+            self._add("old", old)
             self._add_products("delayed", rows, self._rows(old))
-            flow = (state * self.wide.coupled(old) - old * coupled).sum((1, 2))
-            self._add("flow", self._by_group(flow))
+            self._add("flow", (state * self.wide.coupled(old) - old * coupled).sum((1, 2)))
         for g, size in enumerate(self.sizes):
             self.counts[self._block() * len(self.sizes) + g] += size
         if self.schedule.keep:
@@ -191,14 +192,16 @@ class Estimates:
         return self.seen * self.blocks // self.measurements
 
     def _add(self, name: str, values: Tensor) -> None:
-        """Add the sums over each group, (groups, ...)."""
-        self._current(name, values, values.shape[1:]).add_(values)
+        """Add the sums over each group of chains, (..., C)."""
+        sums = self._grouped(values).sum(-1).movedim(-1, 0)
+        self._current(name, sums, sums.shape[1:]).add_(sums)
 
     def _add_products(self, name: str, left: Tensor, right: Tensor) -> None:
         """Add sum_k left_ik right_jk for rows (groups, B, N, k); of a matrix without a tensor of the products."""
         if self.ensemble.graph is not None:
             # Of a state with itself both directions of a bond are one number.
-            self._add(name, self.ensemble.graph.overlap(left) if left is right else self._outer(left, right))
+            sums = self.ensemble.graph.overlap(left) if left is right else self._outer(left, right)
+            self._current(name, sums, sums.shape[1:]).add_(sums)
             return
         sites = left.shape[2]
         into = self._current(name, left, torch.Size([left.shape[1], sites, sites]))
@@ -222,9 +225,6 @@ class Estimates:
         missing = self.group * len(self.sizes) - values.shape[-1]
         filled = functional.pad(values, (0, missing)) if missing else values
         return filled.unflatten(-1, (len(self.sizes), self.group))  # type: ignore[no-any-return, no-untyped-call]
-
-    def _by_group(self, values: Tensor) -> Tensor:
-        return self._grouped(values).sum(-1).movedim(-1, 0)
 
     def _rows(self, state: Tensor) -> Tensor:
         """Spins as rows whose products are sums of s_i . s_j over a group, (groups, B, N, D chains)."""

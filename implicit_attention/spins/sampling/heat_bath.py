@@ -83,7 +83,7 @@ def heat_bath(
             stays |= clamp.expand(system.field.shape[:-1]).reshape(stays.shape)
         state = ensemble.start(start, generator)
         estimates = Estimates(ensemble, plan)
-        make = HeatBath if ensemble.graph is None else on_bonds
+        make = in_order if ensemble.graph is None else on_bonds
         return estimates.samples(estimates.run(state, make(ensemble, generator, stays)))
 
 
@@ -103,42 +103,37 @@ def _check_boltzmann(system: SpinSystem) -> None:
     _validate.require(fits, "couplings", required, received, "leave the diagonal out")
 
 
-class HeatBath:
-    """Sweeps over an ensemble in place; `stays` (B, N) are sites that stay."""
+def in_order(ensemble: Ensemble, generator: torch.Generator, stays: Tensor) -> Callable[[Tensor], Tensor]:
+    """Sweeps over an ensemble in place, site by site; `stays` (B, N) are sites that stay."""
+    beta, rows, sites = ensemble.beta[:, None, None], ensemble.rows, ensemble.num_sites
+    site = torch.arange(sites * rows, device=beta.device) // rows
+    # beta K without couplings of a spin to itself, and beta g.
+    couplings = (beta * ensemble.couplings).masked_fill_(site[:, None] == site, 0.0)
+    field = beta[..., None] * ensemble.field
+    # Read once: which sites stay in all samples, and which in some.
+    skipped, mixed = stays.all(0).tolist(), stays.any(0).tolist()
 
-    def __init__(self, ensemble: Ensemble, generator: torch.Generator, stays: Tensor) -> None:
-        self.ensemble, self.generator = ensemble, generator
-        beta, rows = ensemble.beta[:, None, None], ensemble.rows
-        site = torch.arange(ensemble.num_sites * rows, device=beta.device) // rows
-        #: beta K without couplings of a spin to itself, and beta g.
-        self.couplings = (beta * ensemble.couplings).masked_fill_(site[:, None] == site, 0.0)
-        self.field = beta[..., None] * ensemble.field
-        self.stays = stays[..., None, None]
-        # Read once: which sites stay in all samples, and which in some.
-        self.skipped: list[bool] = stays.all(0).tolist()
-        self.mixed: list[bool] = stays.any(0).tolist()
-
-    def __call__(self, state: Tensor) -> Tensor:
-        noise = draw_noise(state, self.generator)
-        rows, sites = self.ensemble.rows, self.ensemble.num_sites
-        columns = self.ensemble.columns(state)
+    def sweep(state: Tensor) -> Tensor:
+        noise, columns = draw_noise(state, generator), ensemble.columns(state)
         for start in range(0, sites, BLOCK):
             stop = min(start + BLOCK, sites)
-            pending = torch.bmm(self.couplings[:, start * rows : stop * rows], columns)
+            pending = torch.bmm(couplings[:, start * rows : stop * rows], columns)
             pull = pending.view(len(state), stop - start, *state.shape[2:])
-            pull += self.field[:, start:stop]
+            pull += field[:, start:stop]
             for i in range(start, stop):
-                if self.skipped[i]:
+                if skipped[i]:
                     continue
                 old = state[:, i]
-                new = unit_spins(pull[:, i - start], noise.site(i), self.generator)
-                if self.mixed[i]:
-                    new = torch.where(self.stays[:, i], old, new)
+                new = unit_spins(pull[:, i - start], noise.site(i), generator)
+                if mixed[i]:
+                    new = torch.where(stays[:, i, None, None], old, new)
                 change = (new - old).view(len(state), rows, pending.shape[-1])
-                into = self.couplings[:, (i + 1) * rows : stop * rows, i * rows : (i + 1) * rows]
+                into = couplings[:, (i + 1) * rows : stop * rows, i * rows : (i + 1) * rows]
                 pending[:, (i + 1 - start) * rows :].baddbmm_(into, change)
                 state[:, i] = new
         return state
+
+    return sweep
 
 
 def on_bonds(ensemble: Ensemble, generator: torch.Generator, stays: Tensor) -> Callable[[Tensor], Tensor]:
