@@ -7,8 +7,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from .. import _validate
-from .._torch import backward_running, host_may_look, is_batched, readable
-from ..failure import FailureSite, OnFailure, check_on_failure, located, policy_of, report_failures, warn_at
+from .._torch import along, backward_running, host_may_look, is_batched, readable
+from ..failure import OnFailure, check_on_failure, located, policy_of, report_failures, warn_at
 from ..problem import widened
 from ..solution import Record, SolveReport, Status
 from .approximation import Approximation, Check
@@ -49,31 +49,25 @@ def reported(
     # Checkpointing computes a pass again whose failures were reported before.
     if not backward_running():
         report_failures(on_failure, name, report.record, method.remedies, site=site)
-        if check == "stability":
-            _warn_of_unstable(on_failure, name, report.status, site)
+        # Unstable solutions solve the equations, but small deviations from them grow.
+        unstable = report.status == Status.UNSTABLE
+        looks = check == "stability" and policy_of(on_failure).over != "ignore" and not is_batched(unstable)
+        if looks and (count := int(unstable.sum())):
+            message = (
+                f"{name} ended on an unstable solution (status UNSTABLE) for {count} of {unstable.numel()} problems: "
+                "a small field, or another solver, may lead to a stable one"
+            )
+            warn_at(site, "forward", int(Status.UNSTABLE), message)
     return report
-
-
-def _warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor, site: FailureSite | None) -> None:
-    """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
-    if policy_of(on_failure).over == "ignore" or is_batched(status):
-        return
-    if count := int((status == Status.UNSTABLE).sum()):
-        message = (
-            f"{what} ended on an unstable solution (status UNSTABLE) for {count} of {status.numel()} problems: "
-            "a small field, or another solver, may lead to a stable one"
-        )
-        warn_at(site, "forward", int(Status.UNSTABLE), message)
 
 
 def closed_form(value: Tensor, residual: Tensor | None = None, tolerance: Tensor | None = None) -> SolveReport:
     """The report of values (*batch) that needed no iteration; MAX_STEPS where a residual exceeds its tolerance."""
-    zero = torch.zeros_like(value.detach())
+    record, zero = Record.unmeasured(value, Status.CONVERGED), torch.zeros_like(value.detach())
     residual, tolerance = (zero if number is None else number for number in (residual, tolerance))
-    status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
-    status = torch.where(torch.isfinite(value.detach()), status, int(Status.NONFINITE)).to(torch.int8)
-    none = torch.zeros_like(status, dtype=torch.int32)
-    return SolveReport(Record(status, residual, tolerance, none, none))
+    status = record.status.masked_fill(~(residual <= tolerance), int(Status.MAX_STEPS))
+    status = status.masked_fill(~value.isfinite(), int(Status.NONFINITE))
+    return SolveReport(record._replace(status=status, residual=residual, tolerance=tolerance))
 
 
 def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[SpinSystem, Bool[Tensor, "*batch"]]:
@@ -127,4 +121,4 @@ def nonfinite_sites(system: SpinSystem) -> tuple[Bool[Tensor, "*batch N"], Tenso
 
 def fill(x: Tensor, samples: Tensor, value: float = torch.nan) -> Tensor:
     """x with `value` in some samples."""
-    return x.masked_fill(samples.reshape((*samples.shape, *(1,) * (x.ndim - samples.ndim))), value)
+    return x.masked_fill(along(samples, x), value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import NoneType
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -13,7 +12,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._solve import solve
-from .._torch import grad, vjp
+from .._torch import grad
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Linearization, Problem, pullback, restricted
@@ -134,7 +133,7 @@ class Approximation:
         """Raise if no solve can start from these magnetizations."""
         required = f"be None for {type(self).__name__}, which has one answer"
         remedy = f"leave it out, or use {listed(lambda kind: issubclass(kind, FixedPointApproximation))}"
-        raise ValueError(_validate.message("initial", required, "a tensor", remedy))
+        _validate.refuse("initial", required, "a tensor", remedy)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         """log Z relative to the uniform measure, without `system.base_measure()`."""
@@ -156,7 +155,7 @@ class Approximation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FixedPointApproximation(Approximation):
+class FixedPointApproximation(Approximation, _validate.Options):
     """Base of methods whose log Z is stationary where a fixed-point problem, one per sample, is solved.
 
     There may be several such points; each is a branch. Solvers of equations also find those where the free energy has
@@ -181,19 +180,15 @@ class FixedPointApproximation(Approximation):
         Status.UNSTABLE: "choose another branch by `initial=`, such as one of `stability`, or add a small field",
     }
 
-    solver: Solver | None = None
-    adjoint: Adjoint | None = None
+    solver: Solver | None = _validate.instance(None, Solver, "be None or a Solver", "for example Anderson()")
+    adjoint: Adjoint | None = _validate.instance(None, Adjoint, "be None or an Adjoint", "for example Implicit()")
     #: Relative residual of the default solver; None is 1e-11, or 1e-6 in float32.
-    rtol: float | None = None
+    rtol: float | None = _validate.number(None, low=0.0, high=1.0, open_low=True)
 
     def __post_init__(self) -> None:
-        if self.rtol is not None:
-            _validate.check_number("rtol", self.rtol, low=0.0, high=1.0, open_low=True)
-            remedy = "give the solver its own rtol"
-            _validate.require(self.solver is None, "rtol", "be None beside a solver", self.rtol, remedy)
-        check = _validate.check_instance
-        check("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
-        check("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
+        super().__post_init__()
+        alone, remedy = None in (self.rtol, self.solver), "give the solver its own rtol"
+        _validate.require(alone, "rtol", "be None beside a solver", self.rtol, remedy)
 
     def problem(self, system: SpinSystem) -> Problem:
         """The fixed-point problem, whose last two axes make a sample."""
@@ -323,8 +318,7 @@ class ResponseApproximation(FixedPointApproximation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        remedy = "for example SphereUnits()"
-        _validate.check_instance("response", self.response, SphericalLaw, "be a SphericalLaw", remedy)
+        _validate.check_instance("response", self.response, SphericalLaw, remedy="for example SphereUnits()")
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -351,13 +345,15 @@ class SampleProblem(Problem, general=True):
 
     event_ndim = 2
     row_block = 1
-    own_axes: Mapping[str, int]
+    own_axes: Mapping[str, int] = {}
 
     def select(self, index: Tensor) -> Self | None:
         clone = restricted(self, index, **self.own_axes)
         for name, part in vars(self).items():
-            if isinstance(part, Graph):
-                setattr(clone, name, part.select(index))
+            if isinstance(part, Graph | SpinSystem | Problem):
+                setattr(clone, name, chosen := part.select(index))
+                if chosen is None:
+                    return None
         return clone
 
     def check_undeclared(self, z: Tensor) -> None:
@@ -368,71 +364,50 @@ class SampleProblem(Problem, general=True):
 def _settled(problem: Problem, start: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
     """A state near the end of damped steps, and the number of evaluations that they took."""
     constant = problem.replace(*(t.detach() for t in problem.tensors()))
-    step = torch.as_tensor(damping, dtype=start.dtype, device=start.device).detach()
+    step = torch.as_tensor(damping, dtype=start.dtype, device=start.device).detach()[..., None, None]
     near = solve(_Damped(constant, step), start, solver=_SETTLING, on_failure="ignore")
     sound = torch.isfinite(near.value).flatten(-2).all(-1)[..., None, None]
     return torch.where(sound, near.value, start), near.num_evals
 
 
-class _Wrapped(Problem, general=True):
-    """Base of problems that another one is turned into, sample by sample."""
+class _Wrapped(SampleProblem, general=True):
+    """Base of problems that another one is turned into, sample by sample, by a factor (*#batch, #N, #D)."""
 
-    own_axes: ClassVar[Mapping[str, int]]
-
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, factor: Tensor) -> None:
         self.problem = problem
-        self.event_ndim = problem.event_ndim
+        self.factor = factor
+        self.own_axes = {"factor": 2}
         self.row_block = problem.row_block
-
-    def select(self, index: Tensor) -> Self | None:
-        inner = self.problem.select(index)
-        if inner is None:
-            return None
-        clone = restricted(self, index, **self.own_axes)
-        clone.problem = inner
-        return clone
 
     def check_undeclared(self, z: Tensor) -> None:
         self.problem.check_undeclared(z)
 
 
 class _Damped(_Wrapped):
-    """z = z + step (f(z) - z), for a part (*#batch) of every step."""
-
-    own_axes: ClassVar[Mapping[str, int]] = {"step": 0}
-
-    def __init__(self, problem: Problem, step: Tensor) -> None:
-        super().__init__(problem)
-        self.step = step
+    """z = z + factor (f(z) - z), for a part of every step."""
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return z + self.step[..., None, None] * (self.problem.fixed_point_map(z) - z)
+        return z + self.factor * (self.problem.fixed_point_map(z) - z)
 
 
 class InUnits(_Wrapped):
-    """The same problem for the state z/unit, with a power of two for every site, (*#batch, N, #D)."""
-
-    own_axes: ClassVar[Mapping[str, int]] = {"unit": 2}
-
-    def __init__(self, problem: Problem, unit: Tensor) -> None:
-        super().__init__(problem)
-        self.unit = unit
+    """The same problem for the state in units of the factor, a power of two for every site."""
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self.problem.fixed_point_map(self.unit * z) / self.unit
+        return self.problem.fixed_point_map(self.factor * z) / self.factor
 
     def linearize(self, z: Tensor) -> Linearization:
-        inner = self.problem.linearize(self.unit * z)
+        inner = self.problem.linearize(self.factor * z)
 
         def guess(rhs: Tensor, rtol: float | Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
             assert inner.guess is not None
-            scale = 1 / self.unit if transpose else self.unit
+            scale = 1 / self.factor if transpose else self.factor
             found, spent = inner.guess(scale * rhs, rtol, transpose)
             return found / scale, spent
 
         return Linearization(
-            lambda v: inner.jvp(self.unit * v) / self.unit,
-            lambda u: self.unit * inner.vjp(u / self.unit),
+            lambda v: inner.jvp(self.factor * v) / self.factor,
+            lambda u: self.factor * inner.vjp(u / self.factor),
             lambda u: pullback(self, z, u),
             guess=None if inner.guess is None else guess,
         )
@@ -447,9 +422,8 @@ def field_unit(system: SpinSystem) -> Tensor:
     size = system.live_numbers.abs()
     size = torch.linalg.matrix_norm(size) if system.block else size
     sums = size.sum(-1, keepdim=True) if system.graph is None else system.graph.sums_of(size)[..., None]
-    others = system.radius * sums
     own = torch.linalg.vector_norm(system.live_field, dim=-1, keepdim=True)
-    return power_of_two(torch.maximum(own, others).maximum(1 / (system.beta_tensor(2) * system.radius)))
+    return power_of_two(torch.maximum(own, system.radius * sums).maximum(1 / (system.beta_tensor(2) * system.radius)))
 
 
 def power_of_two(size: Tensor) -> Tensor:
@@ -469,17 +443,14 @@ def physics_solver(dtype: torch.dtype, rtol: float | None = None) -> Anderson:
 
 def gradient(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     """The derivative of a number per sample."""
-    value, pullback = vjp(function, z)
-    derivative: Tensor = pullback(torch.ones_like(value))[0]
+    derivative: Tensor = grad(lambda z: function(z).sum())(z)
     return derivative
 
 
 def require_ising(method: Approximation, system: SpinSystem) -> None:
     """Raise unless spins are numbers."""
-    required, remedy = (
-        f"have spins of dimension 1 for {type(method).__name__}",
-        "use MeanField or SaddlePoint for vectors",
-    )
+    required = f"have spins of dimension 1 for {type(method).__name__}"
+    remedy = "use MeanField or SaddlePoint for vectors"
     _validate.require(system.dim == 1, "system", required, f"D = {system.dim}", remedy)
 
 

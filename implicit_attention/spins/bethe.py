@@ -81,6 +81,7 @@ class Bethe(FixedPointApproximation):
         True
     """
 
+    by_bonds = True
     remedies: ClassVar[Remedies] = {
         **FixedPointApproximation.remedies,
         Status.MAX_STEPS: "messages need not settle around strong loops: use AdaTAP(), Enumeration() or samples",
@@ -89,10 +90,6 @@ class Bethe(FixedPointApproximation):
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         require_ising(self, system)
-
-    @property
-    def by_bonds(self) -> bool:
-        return True
 
     def problem(self, system: SpinSystem) -> Problem:
         return _Messages(*_in_units(system)[:3])

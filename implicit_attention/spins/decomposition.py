@@ -99,8 +99,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
     enough = saturated & (apart <= torch.finfo(direct.dtype).eps ** (2 / 3) * radius)
     local = torch.where(enough[..., None], bare, local)
     gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
-    parts = (system.live_field, others, local - bare)
-    field, coupling, onsager = (gain[..., None] * part for part in parts)
+    field, coupling, onsager = (gain[..., None] * part for part in (system.live_field, others, local - bare))
     if system.mask is not None:
         # `live_field` is zero at a missing site; its parts are made zero, too.
         field, coupling, onsager = (x.masked_fill(~system.mask[..., None], 0.0) for x in (field, coupling, onsager))

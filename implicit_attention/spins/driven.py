@@ -191,7 +191,7 @@ def _each_step(system: SpinSystem) -> list[SpinSystem]:
 def _start(method: DynamicalMethod, system: SpinSystem, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """The magnetizations before the first step, and the samples, (*batch), in which these are invalid."""
     if initial is None:
-        return torch.zeros_like(system.field), torch.zeros(system.batch, dtype=torch.bool, device=system.field.device)
+        initial = torch.zeros_like(system.field)
     method.check_initial(system, initial)
     m = initial.to(system.field.dtype)
     if system.mask is not None:
@@ -199,10 +199,10 @@ def _start(method: DynamicalMethod, system: SpinSystem, initial: Tensor | None) 
     # Rounding may lengthen an Ising spin of length R.
     longest = m.detach().norm(dim=-1) / system.radius
     beyond = longest > 1 + 8 * torch.finfo(m.dtype).eps if system.dim == 1 else longest >= 1
-    if host_may_look(beyond):
+    if host_may_look(beyond) and bool(beyond.any()):
         required = f"have vectors {'no longer' if system.dim == 1 else 'shorter'} than R = {system.radius:g}"
-        worst = float(longest.nan_to_num().max()) * system.radius if longest.numel() else 0.0
-        _validate.require(not bool(beyond.any()), "initial", required, f"one of length {worst:g}", "scale it")
+        worst = float(longest.nan_to_num().max()) * system.radius
+        _validate.refuse("initial", required, f"one of length {worst:g}", "scale it")
     unusable = (beyond | ~m.isfinite().all(-1)).any(-1)
     return fill(m, unusable, 0.0), unusable
 
@@ -228,9 +228,8 @@ def _entropy(method: DynamicalMethod, system: SpinSystem, m: Tensor, field: Tens
     return (value - system.beta_over(1) * (field * m).sum(-1)).sum(-1)
 
 
-def _entropy_production(
-    method: DynamicalMethod, system: SpinSystem, p: _Law, q: _Law, delayed: Tensor
-) -> Float[Tensor, "T *batch"]:
+def _entropy_production(method: DynamicalMethod, system: SpinSystem, p: _Law, q: _Law, delayed: Tensor) -> Tensor:
+    """sigma of every step, (T, *batch)."""
     m, following = p.magnetization, q.magnetization
     heat = (system.live_field * (following - m)).sum((-1, -2)) + antisymmetric_sum(system, delayed)
     heat = heat + (following * system.coupled(m) - m * system.coupled(following)).sum((-1, -2))
@@ -251,15 +250,9 @@ def _fluctuation(system: SpinSystem, at_i: Spread, at_j: Spread) -> Tensor:
 
 
 def _with_stationary(
-    method: DynamicalMethod,
-    system: SpinSystem,
-    path: DrivenPath,
-    p: _Law,
-    q: _Law,
-    lost: Bool[Tensor, "T *batch"],
-    on_failure: OnFailure,
+    method: DynamicalMethod, system: SpinSystem, path: DrivenPath, p: _Law, q: _Law, lost: Tensor, on_failure: OnFailure
 ) -> DrivenPath:
-    """The path with all that concerns the stationary states of the momentary fields."""
+    """The path with all that concerns the stationary states of the momentary fields, NaN where `lost`, (T, *batch)."""
     # The driven spins are on their way to the solution from their own state, which is near.
     solution = method.solution(system, method.begin(system, q.magnetization))
     m, beta = solution.value, system.beta_over(0)
@@ -292,7 +285,7 @@ def _with_stationary(
 
 @torch.no_grad()
 def _relaxation_time(method: DynamicalMethod, system: SpinSystem, m: Tensor) -> Float[Tensor, "T *batch"]:
-    start = torch.zeros_like(m.flatten(-2))
-    radius = spectral_radius(flattened(method.step_jacobian(system, m), m), start, min(KRYLOV, start.shape[-1]))
+    jacobian = flattened(method.step_jacobian(system, m), m)
+    radius = spectral_radius(jacobian, torch.zeros_like(m.flatten(-2)), KRYLOV)
     # log 1 = 0 and beyond: a deviation never falls.
     return torch.where(radius >= 1, math.inf, -1 / radius.log())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple, NoReturn
+from typing import ClassVar, NoReturn
 
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._torch import LinearMap, in_own_precision
@@ -49,14 +48,6 @@ class StationaryState:
     delayed_correlations: Tensor
     entropy_production: Tensor
     report: SolveReport
-
-
-class Moments(NamedTuple):
-    """m, (*batch, N, D), and D, (*batch, N, N) or, on bonds, (*batch, 2, E); for matrices as couplings
-    <s_i(t + 1) s_j(t)^T> - m_i m_j^T instead."""
-
-    magnetization: Tensor
-    delayed: Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +97,11 @@ class DynamicalMethod(ResponseApproximation):
         """The Jacobian of the closure's step in time at a solution, by default that of the problem's map."""
         return self.problem(system).linearize(state).jvp
 
-    def moments(self, system: SpinSystem, state: Tensor) -> Moments:
-        """Return the moments at a solution of the problem."""
+    def moments(self, system: SpinSystem, state: Tensor) -> tuple[Tensor, Tensor]:
+        """m, (*batch, N, D), and D, (*batch, N, N) or, on bonds, (*batch, 2, E), at a solution of the problem.
+
+        For matrices as couplings <s_i(t + 1) s_j(t)^T> - m_i m_j^T in the place of D_ij.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define moments(system, state)")
 
     def beside(self, system: SpinSystem, couplings: Tensor, state: Tensor) -> SpinSystem:
@@ -147,17 +141,12 @@ class StepProblem(SampleProblem, general=True):
         self.system = system
         self.response = response
 
-    def select(self, index: Tensor) -> Self:
-        clone = self.replace(*self.tensors())
-        clone.system = self.system.select(index)
-        return clone
-
 
 def no_free_energy(method: Approximation) -> NoReturn:
     """Raise, as dynamics has no free energy."""
     name = type(method).__name__
     remedy = "use stationary_state(system, method) or magnetization(system, method); for symmetric couplings, MeanField"
-    raise TypeError(_validate.message("method", "have a free energy", f"{name}, which describes dynamics", remedy))
+    _validate.refuse("method", "have a free energy", f"{name}, which describes dynamics", remedy, TypeError)
 
 
 @in_own_precision

@@ -63,8 +63,16 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
         >>> law.entropy_production > 0, law.magnetization.abs().max().item() < 1e-12
         (True, True)
     """
-    couplings, field = _checked(couplings, field, beta)
-    spins = states(0, 2 ** len(field), len(field), field)
+    _validate.check_float_tensor("couplings", couplings, min_ndim=2)
+    _validate.check_float_tensor("field", field, min_ndim=1)
+    _validate.check_number("beta", beta, low=0.0, open_low=True)
+    n = field.shape[-1]
+    _validate.require(field.shape == (n,), "field", "have shape (N,)", f"shape {tuple(field.shape)}")
+    received = f"shape {tuple(couplings.shape)}"
+    _validate.require(couplings.shape == (n, n), "couplings", f"have shape (N, N) = {(n, n)}", received)
+    _validate.require(1 <= n <= LARGEST, "field", f"have 1 to {LARGEST} sites", n, "sample the dynamics")
+    couplings, field = couplings.detach().cpu().double(), field.detach().cpu().double()
+    spins = states(0, 2**n, n, field)
     forces = beta * (field + spins @ couplings.mT)
     log_rate = forces @ spins.mT - torch.logaddexp(forces, -forces).sum(-1, keepdim=True)
     rate = log_rate.exp()
@@ -86,21 +94,8 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
 
 def _second_eigenvalue(rate: Tensor) -> float:
     if len(rate) <= 2**8:
-        sizes = torch.linalg.eigvals(rate).abs().sort(descending=True).values
-        return float(sizes[1])
+        return float(torch.linalg.eigvals(rate).abs().sort(descending=True).values[1])
     from scipy.sparse.linalg import eigs
 
     values = eigs(rate.numpy(), k=4, which="LM", return_eigenvectors=False)
     return float(sorted(abs(values), reverse=True)[1])
-
-
-def _checked(couplings: Tensor, field: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    _validate.check_float_tensor("couplings", couplings, min_ndim=2)
-    _validate.check_float_tensor("field", field, min_ndim=1)
-    _validate.check_number("beta", beta, low=0.0, open_low=True)
-    n = field.shape[-1]
-    _validate.require(field.shape == (n,), "field", "have shape (N,)", f"shape {tuple(field.shape)}")
-    received = f"shape {tuple(couplings.shape)}"
-    _validate.require(couplings.shape == (n, n), "couplings", f"have shape (N, N) = {(n, n)}", received)
-    _validate.require(1 <= n <= LARGEST, "field", f"have 1 to {LARGEST} sites", n, "sample the dynamics")
-    return couplings.detach().cpu().double(), field.detach().cpu().double()

@@ -13,7 +13,7 @@ from .. import _validate
 from ..potentials import SphereUnits
 from ._site import Spread, linear_response
 from .approximation import require_numbers
-from .dynamics import DynamicalMethod, Moments, StepProblem
+from .dynamics import DynamicalMethod, StepProblem
 from .mean_field import contracts
 from .system import SpinSystem
 
@@ -64,9 +64,7 @@ class GaussianClosure(DynamicalMethod):
         required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")
 
-    @property
-    def by_products(self) -> bool:
-        return True
+    by_products = True
 
     def problem(self, system: SpinSystem) -> GaussianClosureProblem:
         return GaussianClosureProblem(system, self.response)
@@ -74,8 +72,8 @@ class GaussianClosure(DynamicalMethod):
     def contracting(self, system: SpinSystem) -> Tensor | None:
         return None if system.low_rank else contracts(system, self.response, spread=True)
 
-    def moments(self, system: SpinSystem, state: Tensor) -> Moments:
-        return Moments(state, linear_response(system, *self.spreads(system, state, state)))
+    def moments(self, system: SpinSystem, state: Tensor) -> tuple[Tensor, Tensor]:
+        return state, linear_response(system, *self.spreads(system, state, state))
 
     def spreads(self, system: SpinSystem, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
         return self.problem(system).spreads(m, before)
@@ -85,39 +83,34 @@ class GaussianClosureProblem(StepProblem):
     """m = the mean answer to the fields that m makes: all sites of a sample are one problem."""
 
     def local(self, m: Tensor) -> tuple[Tensor, Tensor]:
-        """f, (*batch, N, D), and V, (*batch, N)."""
+        """x = beta R f, (*batch, N, D), and its variance (beta R)^2 V, (*batch, N)."""
         system = self.system
         variance = system.radius**2 - m.square().sum(-1, keepdim=True)
-        spread = system.coupled_squares(variance)[..., 0]
+        spread = system.coupled_squares(variance)
         if system.known_couplings is not None and system.known_state is not None:
             known = system.radius**2 - system.known_state.square().sum(-1, keepdim=True)
-            spread = spread + (system.known_couplings.square() @ known)[..., 0]
-        return system.live_field + system.coupled(m), spread
+            spread = spread + system.known_couplings.square() @ known
+        scale = system.beta_over(2) * system.radius
+        return scale * (system.live_field + system.coupled(m)), (scale * scale * spread)[..., 0]
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        f, spread = self.local(z)
-        beta, radius, dim = self.system.beta_over(1), self.system.radius, self.system.dim
-        scale = beta * radius
+        (x, variance), radius, dim = self.local(z), self.system.radius, self.system.dim
         if dim == 1:
-            return radius * _mean_tanh(scale * f[..., 0], scale * scale * spread)[..., None]
-        gain = self.response.gain(scale * scale * (f.square().sum(-1) + spread), dim)
-        return (beta * radius**2 * gain)[..., None] * f
+            return radius * _mean_tanh(x[..., 0], variance)[..., None]
+        return radius * self.response.gain(x.square().sum(-1) + variance, dim)[..., None] * x
 
     def spreads(self, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
         """(1/beta) dm/df at fixed V, and the covariance C, of spins that have m a step after `before`."""
-        f, spread = self.local(before)
-        beta, radius, dim = self.system.beta_over(1), self.system.radius, self.system.dim
-        scale = beta * radius
-        squared = f.square().sum(-1)
+        (x, variance), radius, dim = self.local(before), self.system.radius, self.system.dim
+        squared = x.square().sum(-1)
         if dim == 1:
-            tau = radius**2 * _mean_tanh_slope(scale * f[..., 0], scale * scale * spread)
+            tau = radius**2 * _mean_tanh_slope(x[..., 0], variance)
             slope = torch.zeros_like(tau)
         else:
-            t = scale * scale * (squared + spread)
-            tau = radius**2 * self.response.gain(t, dim)
-            slope = 2 * (scale * radius) ** 2 * self.response.gain_slope(t, dim)
+            tau = radius**2 * self.response.gain(squared + variance, dim)
+            slope = 2 * radius**2 * self.response.gain_slope(squared + variance, dim)
         rest = (radius**2 - m.square().sum(-1) - slope * squared) / dim
-        return Spread(f, tau, slope), Spread(f, rest, slope)
+        return Spread(x, tau, slope), Spread(x, rest, slope)
 
 
 def _mean_tanh(mean: Tensor, variance: Tensor) -> Tensor:
@@ -126,36 +119,32 @@ def _mean_tanh(mean: Tensor, variance: Tensor) -> Tensor:
     A logistic variable is a normal one whose standard deviation is 2 k, with k as in Kolmogorov's law. So tanh(x) is
     the mean of erf(x / (sqrt(2) k)), and another normal variable only adds to k^2: quadrature is over k alone.
     """
-    scales, weights = _kolmogorov(mean.dtype, mean.device)
-    width = (2 * (scales + variance[..., None])).sqrt()
+    width, weights = _widths(variance)
     return (torch.erf(mean[..., None] / width) * weights).sum(-1)
 
 
 def _mean_tanh_slope(mean: Tensor, variance: Tensor) -> Tensor:
     """d/dmean of `_mean_tanh`."""
-    scales, weights = _kolmogorov(mean.dtype, mean.device)
-    width = (2 * (scales + variance[..., None])).sqrt()
+    width, weights = _widths(variance)
     return (torch.exp(-(mean[..., None] / width).square()) / width * weights).sum(-1) * (2 / math.sqrt(math.pi))
 
 
-def _kolmogorov(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """k^2 and weights of a quadrature over Kolmogorov's law."""
-    scales, weights = _kolmogorov_rule()
-    return torch.tensor(scales, dtype=dtype, device=device), torch.tensor(weights, dtype=dtype, device=device)
+def _widths(variance: Tensor) -> tuple[Tensor, Tensor]:
+    """(2 (k^2 + variance))^(1/2), (..., points), and weights of a quadrature over Kolmogorov's law of k."""
+    scales, weights = torch.tensor(_kolmogorov_rule(), dtype=variance.dtype, device=variance.device)
+    return (2 * (scales + variance[..., None])).sqrt(), weights
 
 
 @functools.cache
-def _kolmogorov_rule(step: float = 0.1, low: float = -1.85, high: float = 1.6) -> tuple[list[float], list[float]]:
-    """Equal steps in log k: the density falls off so fast on both sides that 35 of them reach rounding."""
-    points = [math.exp(low + step * n) for n in range(round((high - low) / step) + 1)]
-    weights = [k * _kolmogorov_density(k) for k in points]
+def _kolmogorov_rule() -> tuple[list[float], list[float]]:
+    """k^2 and weights. Equal steps in log k: the density falls off so fast on both sides that 35 reach rounding.
+
+    The density of P(k) = sum_n (-1)^n exp(-2 n^2 k^2), Kolmogorov's law, is taken from a theta series. Where k is large
+    it is right to the rounding of numbers near 1, and the weights are as small.
+    """
+    points, weights = [math.exp(0.1 * n - 1.85) for n in range(35)], []
+    for k in points:
+        squares = [((2 * n - 1) * math.pi / (2 * k)) ** 2 for n in range(1, 24)]
+        weights.append(math.fsum((x - 1) * math.exp(-x / 2) for x in squares) / k)
     total = math.fsum(weights)
     return [k * k for k in points], [w / total for w in weights]
-
-
-def _kolmogorov_density(k: float) -> float:
-    """Return the density of P(k) = sum_n (-1)^n exp(-2 n^2 k^2), Kolmogorov's law, by a theta series."""
-    if k > 1:
-        return math.fsum(8 * k * (-1) ** (n - 1) * n * n * math.exp(-2 * (n * k) ** 2) for n in range(1, 12))
-    squares = [((2 * n - 1) * math.pi / (2 * k)) ** 2 for n in range(1, 12)]
-    return math.sqrt(2 * math.pi) / k**2 * math.fsum((x - 1) * math.exp(-x / 2) for x in squares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,6 @@ from .bonds import Bonds, Graph
 from .system import SpinSystem
 
 InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap", "bethe"]
-METHODS = ("mean_field", "tap", "adaptive_tap", "bethe")
 
 
 @in_own_precision
@@ -151,7 +150,7 @@ def fit_ising_moments(
     _validate.check_float_tensor("magnetization", magnetization, min_ndim=1)
     _validate.check_float_tensor("covariance", covariance, min_ndim=1)
     _validate.check_same_kind([("magnetization", magnetization), ("covariance", covariance)])
-    _validate.check_choice("method", method, METHODS)
+    _validate.check_choice("method", method, get_args(InverseMethod))
     _validate.check_number("shrinkage", shrinkage, low=0.0, high=1.0)
     bonds = _bonds(pairs, method, magnetization)
     *lead, sites = magnetization.shape
@@ -168,13 +167,12 @@ def fit_ising_moments(
     precision = _inverse(covariance)
     if method == "tap":
         twice = 2 * m[..., :, None] * m[..., None, :]
-        square = 1 - 4 * twice * precision
-        others = ~torch.eye(sites, dtype=torch.bool, device=m.device)
+        square = _with_diagonal(1 - 4 * twice * precision, torch.ones_like(m))
         remedy = "use a larger pseudocount or shrinkage, or method='adaptive_tap'"
         what, received = "have 8 m_i m_j (C^-1)_ij <= 1 for method='tap'", "a pair too strongly coupled for that"
-        square = _checked("covariance", square, (square >= 0) | ~others, what, received, remedy)
+        square = _checked("covariance", square, square >= 0, what, received, remedy)
         # The root that stays finite for m = 0, in a form without cancellation.
-        couplings = -2 * precision / (1 + torch.where(others, square, 1.0).sqrt())
+        couplings = -2 * precision / (1 + square.sqrt())
     else:
         couplings = -precision
     couplings = _with_diagonal(couplings, torch.zeros_like(m))
@@ -216,14 +214,12 @@ def _of_pairs(bonds: Bonds, m: Tensor, covariance: Tensor) -> SpinSystem:
 
 def _inverse(covariance: Tensor) -> Tensor:
     """C^{-1}, symmetric; NaN where C is not positive definite."""
-    known = covariance.isfinite().all(-1).all(-1)[..., None, None]
-    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    safe = torch.where(known, covariance, eye)
-    positive = torch.linalg.cholesky_ex(safe.detach()).info[..., None, None] == 0
+    inverse, _, positive = inverse_and_logdet(covariance)
+    unknown = ~covariance.isfinite().all(-1).all(-1)
     remedy = "use a pseudocount or shrinkage, or leave out spins that never change"
-    safe = _checked("covariance", safe, positive, "be positive definite", "an eigenvalue <= 0", remedy)
-    inverse = inverse_and_logdet(torch.where(positive, safe, eye))[0]
-    return torch.where(known & positive, (inverse + inverse.mT) / 2, torch.nan)
+    good = (positive | unknown)[..., None, None]
+    _checked("covariance", covariance, good, "be positive definite", "an eigenvalue <= 0", remedy)
+    return torch.where(positive[..., None, None], (inverse + inverse.mT) / 2, torch.nan)
 
 
 def _checked(argument: str, value: Tensor, good: Tensor, requirement: str, received: str, remedy: str) -> Tensor:

@@ -16,7 +16,7 @@ from ..solution import Remedies, Status
 from ._site import SpinSite, Spread, at_pairs, inner, linear_response
 from .approximation import field_unit, require_numbers
 from .bonds import Graph
-from .dynamics import DynamicalMethod, Moments, StepProblem
+from .dynamics import DynamicalMethod, StepProblem
 from .mean_field import MeanFieldProblem, contracts
 from .system import SpinSystem, couple
 
@@ -61,20 +61,17 @@ class KineticPlefka(DynamicalMethod):
         Status.MAX_STEPS: "the expansion need not settle for strong couplings: use GaussianClosure(), or lower beta",
     }
 
-    order: int = 1
+    order: int = _validate.integer(1, low=1, remedy="use 1 or 2")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _validate.check_integer("order", self.order, low=1, remedy="use 1 or 2")
         _validate.check_choice("order", self.order, (1, 2))
 
     @property
     def by_products(self) -> bool:
         return self.order == 1
 
-    @property
-    def by_bonds(self) -> bool:
-        return True
+    by_bonds = True
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -105,11 +102,11 @@ class KineticPlefka(DynamicalMethod):
         # To second order a step in time solves an equation for theta: the problem's map is not that step.
         return PlefkaProblem(system, self.response).step_jacobian(state)
 
-    def moments(self, system: SpinSystem, state: Tensor) -> Moments:
+    def moments(self, system: SpinSystem, state: Tensor) -> tuple[Tensor, Tensor]:
         if self.order == 1:
-            return Moments(state, linear_response(system, *self.spreads(system, state, state)))
+            return state, linear_response(system, *self.spreads(system, state, state))
         site = SpinSite(self.response, state, system)
-        return Moments(site.mean, site.linear_response(system) + site.skew_response(system))
+        return site.mean, site.linear_response(system) + site.skew_response(system)
 
     def check_step(self) -> None:
         required = "give the next magnetizations by one evaluation"

@@ -36,10 +36,6 @@ class MeanFieldProblem(SampleProblem):
         self.block = system.block
         self.own_axes = {"field": 2, "couplings": 4 if system.block else 2, "beta": 0}
 
-    def local_field(self, m: Tensor) -> Tensor:
-        """h + J m."""
-        return self.field + self.coupled(m)
-
     def coupled(self, m: Tensor) -> Tensor:
         """J m."""
         if self.low_rank:
@@ -47,10 +43,11 @@ class MeanFieldProblem(SampleProblem):
         return couple(self.couplings, m, block=self.block, graph=self.graph)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self.response.answer(self.local_field(z), self.beta, self.radius)
+        return self.response.answer(self.field + self.coupled(z), self.beta, self.radius)
 
     def linearize(self, z: Tensor) -> Linearization:
-        f, beta = self.local_field(z), self.beta[..., None, None] if isinstance(self.beta, Tensor) else self.beta
+        f = self.field + self.coupled(z)
+        beta = self.beta[..., None, None] if isinstance(self.beta, Tensor) else self.beta
         tau, slope = self.response.covariance_terms(f, self.beta, self.radius)
 
         def product(v: Tensor) -> Tensor:
@@ -82,15 +79,12 @@ def contracts(system: SpinSystem, response: SphericalLaw, *, spread: bool = Fals
     # Of the law's own, also inside torch.vmap. Its gain falls with t, and is convex.
     zero = torch.zeros((), dtype=torch.float64)
     gain, slope = float(response.gain(zero, system.dim)), -float(response.gain_slope(zero, system.dim))
-    softest = system.beta_tensor().detach() * (gain * system.radius**2)
-    squares = None
-    if spread and system.dim == 1:
-        # |tanh''| <= 4/3^1.5, half of which is the derivative of <tanh> by the variance.
-        squares = 4 / 3**1.5 * system.radius**4 * system.beta_tensor().detach().square() / softest
-    elif spread:
-        # |gain'| sqrt(t) is below slope sqrt(t) and, as A grows, below gain/(2 sqrt(t)): below their geometric mean.
-        steep = 2 * math.sqrt(slope * gain / 2) * system.radius**4
-        squares = steep * system.beta_tensor().detach().square() / softest
+    beta = system.beta_tensor().detach()
+    softest = beta * (gain * system.radius**2)
+    # |tanh''| <= 4/3^1.5, half of which is the derivative of <tanh> by the variance. For vectors |gain'| sqrt(t) is
+    # below slope sqrt(t) and, as A grows, below gain/(2 sqrt(t)): below their geometric mean.
+    steep = 4 / 3**1.5 if system.dim == 1 else 2 * math.sqrt(slope * gain / 2)
+    squares = steep * system.radius**4 * beta.square() / softest if spread else None
     certain: Tensor = softest * coupling_bound(system, squares=squares, enough=1 / softest) < 1
     return certain
 
@@ -131,9 +125,7 @@ class MeanField(ResponseApproximation):
     def problem(self, system: SpinSystem) -> MeanFieldProblem:
         return MeanFieldProblem(system, self.response)
 
-    @property
-    def by_products(self) -> bool:
-        return True
+    by_products = True
 
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         others = system.coupled(state)
@@ -145,12 +137,11 @@ class MeanField(ResponseApproximation):
 
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
-        bound = system.beta_tensor().detach() * system.radius**2 / system.dim * coupling_bound(system)
-        near = _part_of_step(bound)
+        scale = system.beta_tensor().detach() * system.radius**2 / system.dim
+        near = _part_of_step(scale * coupling_bound(system))
         if everywhere(near >= 0.5):
             return near
-        steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest_eigenvalue(system)
-        return torch.where(near >= 0.5, near, _part_of_step(steep))
+        return torch.where(near >= 0.5, near, _part_of_step(scale * -lowest_eigenvalue(system)))
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         certain = self.contracting(system)

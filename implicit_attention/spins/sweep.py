@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _validate
 from ..linear import Eigenvalue, extreme_eigenvalues
 from ..solution import SolveReport, Status
+from ._curvature import flattened
 from .approximation import Approximation
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
 from .system import SpinSystem
@@ -131,12 +132,11 @@ def sweep(
     remedy = "a temperature is positive and finite"
     good = torch.isfinite(beta) & (beta > 0)
     if not bool(good.all()):
-        raise ValueError(_validate.message("beta", "be > 0 everywhere", float(beta[~good][0]), remedy))
+        _validate.refuse("beta", "be > 0 everywhere", float(beta[~good][0]), remedy)
     beta = beta.detach().to(system.field)
     many = at_all(system, beta)
-    chosen = _named(methods)
     results = Sweep(beta, {}, {})
-    for name, method in chosen.items():
+    for name, method in (chosen := _named(methods)).items():
         try:
             method.check(many)
             if isinstance(method, DynamicalMethod) and many.graph is None:
@@ -152,7 +152,7 @@ def _named(methods: Any) -> dict[str, Approximation]:
     if not isinstance(methods, Mapping):
         if not isinstance(methods, Sequence) or isinstance(methods, str):
             remedy = "for example [MeanField(), Bethe()]"
-            raise TypeError(_validate.message("methods", "be several, in a list or by name", repr(methods), remedy))
+            _validate.refuse("methods", "be several, in a list or by name", repr(methods), remedy, TypeError)
         kinds = [type(method).__name__ for method in methods]
         # Options distinguish two methods of one kind.
         methods = {k if kinds.count(k) == 1 else repr(m): m for k, m in zip(kinds, methods, strict=True)}
@@ -203,10 +203,7 @@ def largest_susceptibility(result: Thermodynamics) -> Eigenvalue:
         return Eigenvalue(values.masked_fill(~known, torch.nan), torch.zeros_like(values))
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(size, generator=generator, dtype=torch.float64).to(result.magnetization)
-
-    def product(v: Tensor) -> Tensor:
-        return result.susceptibility_product(v.reshape(shape)).detach().reshape(v.shape)
-
+    product = flattened(lambda v: result.susceptibility_product(v).detach(), result.magnetization)
     return extreme_eigenvalues(product, start.expand(*shape[:-2], -1), LANCZOS_STEPS)[1]
 
 

@@ -75,16 +75,13 @@ class TAP(ResponseApproximation):
         "where neighbours are few SaddlePoint(one_loop=True), or lower beta",
     }
 
-    order: Literal[2, 3] = 2
+    order: Literal[2, 3] = _validate.integer(2, low=2, remedy="use MeanField for the first order")
 
     def __post_init__(self) -> None:
-        _validate.check_integer("order", self.order, low=2, remedy="use MeanField for the first order")
-        _validate.require(self.order <= 3, "order", "be 2 or 3", self.order)
         super().__post_init__()
+        _validate.require(self.order <= 3, "order", "be 2 or 3", self.order)
 
-    @property
-    def by_bonds(self) -> bool:
-        return True
+    by_bonds = True
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)

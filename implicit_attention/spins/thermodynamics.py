@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._torch import grad, in_own_precision, vjp
+from .._torch import along, grad, in_own_precision, vjp
 from ..failure import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._request import fill, reported, validated, without_nonfinite
@@ -76,8 +76,7 @@ class Thermodynamics:
         """chi as a tensor, (*batch, N, D, N, D)."""
         m = self.magnetization
         n, d = m.shape[-2:]
-        basis = torch.eye(n * d, dtype=m.dtype, device=m.device).reshape(n * d, n, d)
-        directions = basis.reshape(n * d, *(1,) * (m.ndim - 2), n, d).expand(n * d, *m.shape)
+        directions = torch.eye(n * d).to(m).reshape(n * d, *(1,) * (m.ndim - 2), n, d).expand(n * d, *m.shape)
         # chi is symmetric: the response to direction k is row k.
         rows: Tensor = torch.vmap(self._product, out_dims=-3, chunk_size=CHUNK)(directions)
         return rows.unflatten(-3, (n, d))  # type: ignore[no-any-return, no-untyped-call]
@@ -132,8 +131,8 @@ def thermodynamics(
     remedy = "use LowRank(...).dense(), or free_energy and magnetization"
     _validate.require(not system.low_rank, "couplings", required, "a LowRank", remedy)
     # J_ij and J_ji are two numbers of a matrix, and one of a bond.
-    twice = 2.0 if system.graph is None else 1.0 + system.graph.own().to(system.field.dtype)
     field = system.field
+    twice = field.new_tensor(2.0) if system.graph is None else 1.0 + system.graph.own().to(field.dtype)
     beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
     # Every sample gets its own couplings, so that their derivatives are correlations of that sample.
     couplings = system.couplings.expand(*system.batch, *system.couplings.shape[-system.pair_axes :])
@@ -158,9 +157,7 @@ def thermodynamics(
 
     log_partition = value + system.base_measure()
     free = -log_partition / beta
-    pairs = beta.reshape(*beta.shape, *(1,) * (by_couplings.ndim - beta.ndim))
-    if isinstance(twice, Tensor):
-        twice = twice.reshape(*twice.shape, *(1,) * (system.pair_axes - 1))
+    twice = twice.reshape(*twice.shape, *(1,) * (system.pair_axes - 1))
     numbers = {
         "free_energy": free,
         "log_partition": log_partition,
@@ -168,7 +165,7 @@ def thermodynamics(
         "entropy": beta * (-by_beta - free),
         "heat_capacity": beta.square() * curvature,
         "magnetization": by_field / beta[..., None, None],
-        "correlations": twice * by_couplings / pairs,
+        "correlations": twice * by_couplings / along(beta, by_couplings),
     }
     # Filled at the end, so that NaN of one sample enters no gradient of a tensor that samples share.
     numbers = {name: fill(number, lost) for name, number in numbers.items()}
@@ -245,41 +242,30 @@ def magnetization(
         no_free_energy(method)
     wide = validated(system, method, initial, check, on_failure)
     function = None if isinstance(method, DynamicalMethod) else wide.coupling_function
-    answer = _explicit(method, wide, initial, check, on_failure)
-    direct = answer.magnetization
-    if function is None:
-        through = torch.zeros_like(direct)
-    else:
-        by_couplings = _by_couplings(method, wide, answer)
+    sound, nonfinite = without_nonfinite(wide, symmetric=method.symmetric)
+    found = method.answer(sound, initial=initial, check=check)
+    report = reported(method, found.report, nonfinite, check, on_failure)
+    direct = fill(found.magnetization, nonfinite)
+    through = torch.zeros_like(direct)
+    if function is not None:
+        by_couplings = _by_couplings(method, sound, nonfinite, found.state).sum_to_size(wide.couplings.shape)
         # The function gets the field in its original precision.
         couplings, pullback = vjp(lambda field: kept(function(field, system.mask)), system.field)
         through = pullback(by_couplings.to(couplings.dtype))[0].to(direct.dtype) / wide.beta_over(2)
     m = (direct, through) if split else direct + through
-    return (m, answer) if return_answer else m
+    return (m, Answer(direct, found.state, report)) if return_answer else m
 
 
-def _explicit(
-    method: Approximation, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
-) -> Answer:
-    """The method's answer at fixed couplings, NaN in samples that have none."""
-    sound, nonfinite = without_nonfinite(system, symmetric=method.symmetric)
-    answer = method.answer(sound, initial=initial, check=check)
-    report = reported(method, answer.report, nonfinite, check, on_failure)
-    return Answer(fill(answer.magnetization, nonfinite), answer.state, report)
-
-
-def _by_couplings(method: Approximation, system: SpinSystem, answer: Answer) -> Tensor:
-    """d log Z/dJ, of the couplings' shape."""
+def _by_couplings(method: Approximation, system: SpinSystem, nonfinite: Tensor, state: Tensor | None) -> Tensor:
+    """d log Z/dJ, of the couplings' shape, 0 in samples that are not finite."""
 
     def log_z(couplings: Tensor) -> Tensor:
-        sound, nonfinite = without_nonfinite(
-            system.at(system.field, couplings, system.beta), symmetric=method.symmetric
-        )
-        if answer.state is None or not isinstance(method, FixedPointApproximation):
-            value = method.log_partition(sound).value
+        at = system.at(system.field, couplings, system.beta)
+        if state is None or not isinstance(method, FixedPointApproximation):
+            value = method.log_partition(at).value
         else:
             # log Z is stationary in the state, so that a fixed state changes no first derivative.
-            value = method.value(sound, answer.state)
+            value = method.value(at, state)
         return value.masked_fill(nonfinite | ~value.isfinite(), 0.0).sum()
 
     by_couplings: Tensor = grad(log_z)(system.couplings)
@@ -291,10 +277,8 @@ def _answer(
 ) -> tuple[LogPartition, Tensor]:
     """The method's log Z and report, and the samples without an answer, (*batch), whose numbers mean nothing."""
     sound, nonfinite = without_nonfinite(system, symmetric=method.symmetric)
-    if isinstance(method, FixedPointApproximation):
-        value, report = method.log_partition(sound, initial=initial, check=check)
-    else:
-        value, report = method.log_partition(sound)
+    options: Any = {"initial": initial, "check": check} if isinstance(method, FixedPointApproximation) else {}
+    value, report = method.log_partition(sound, **options)
     report = reported(method, report, nonfinite, check, on_failure)
     # A method may find no log Z although all numbers are finite: then its derivatives are NaN as well.
     return LogPartition(value, report), nonfinite | ~value.isfinite()
