@@ -45,8 +45,7 @@ def covariance_roots(
 
     def scaled(v: Tensor, across: Tensor, along: Tensor) -> Tensor:
         part: Tensor = (unit * v).sum(-1, keepdim=True) * unit
-        result: Tensor = across * (v - part) + along * part
-        return result
+        return across * (v - part) + along * part
 
     inverse = [torch.where(part > 0, part.reciprocal(), 0.0) for part in (across, along)]
     return lambda v: scaled(v, across, along), lambda v: scaled(v, *inverse)

@@ -100,9 +100,7 @@ class AdaTAP(FixedPointApproximation):
     def by_products(self) -> bool:
         return isinstance(self.prior, GaussianUnits)
 
-    @property
-    def by_bonds(self) -> bool:
-        return False
+    by_bonds = False
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)

@@ -15,7 +15,7 @@ from .._solve import solve
 from .._torch import grad
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
-from ..problem import Linearization, Problem, pullback, restricted
+from ..problem import Linearization, Problem, restricted
 from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport, Status
 from ..solvers import Anderson, Picard, Solver
 from ._curvature import everywhere
@@ -408,7 +408,7 @@ class InUnits(_Wrapped):
         return Linearization(
             lambda v: inner.jvp(self.factor * v) / self.factor,
             lambda u: self.factor * inner.vjp(u / self.factor),
-            lambda u: pullback(self, z, u),
+            lambda u: (*inner.vjp_tensors(u / self.factor), None),
             guess=None if inner.guess is None else guess,
         )
 

@@ -15,7 +15,7 @@ from ..linear import CG
 from ..linear._vectors import divide
 from ..linear.base import FLOAT32_RTOL
 from ..potentials import SignUnits
-from ..problem import Linearization, Problem, pullback
+from ..problem import Linearization, Problem
 from ..solution import Remedies, Status
 from ..solvers import NewtonKrylov, Solver
 from ..solvers.loop import Iteration, flat, rows_where, unflat
@@ -91,20 +91,20 @@ class Bethe(FixedPointApproximation):
         super().check(system)
         require_ising(self, system)
 
-    def problem(self, system: SpinSystem) -> Problem:
-        return _Messages(*_in_units(system)[:3])
+    def problem(self, system: SpinSystem) -> _Messages:
+        return _messages(system)[0]
 
     def start(self, system: SpinSystem) -> Tensor:
-        messages = _Messages(*_in_units(system)[:3])
+        messages = self.problem(system)
         return messages.fixed_point_map(messages.bonds.new_zeros(*system.batch, 2, messages.graph.num_bonds))
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
         # u_ij = atanh(t x) with t = tanh(beta J_ij), where x is the mean that i has without j. A pair of the means m_i
         # and m_j obeys m_i (1 - t^2 x^2) = x (1 - t^2) + t m_j (1 - x^2).
-        graph, _, bonds, _ = _in_units(system)
+        messages = self.problem(system)
         below = 1 - torch.finfo(m.dtype).eps
-        t = below * torch.tanh(bonds)[..., None, :]
-        own = graph.at_ends(m[..., 0] / system.radius)
+        t = below * torch.tanh(messages.bonds)[..., None, :]
+        own = messages.graph.at_ends(m[..., 0] / system.radius)
         other = own.flip(-2)
         between = (1 - t) * (1 + t)
         root = (between.square() - 4 * t * (own - t * other) * (other - t * own)).clamp(min=0).sqrt()
@@ -112,37 +112,44 @@ class Bethe(FixedPointApproximation):
 
     def unit(self, system: SpinSystem) -> Tensor:
         # No message is larger than its bond.
-        return power_of_two(_in_units(system)[2].detach().abs().clamp(min=1.0))[..., None, :]
+        return power_of_two(self.problem(system).bonds.detach().abs().clamp(min=1.0))[..., None, :]
 
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
-        graph, field, bonds, own = _in_units(system)
-        return _Messages(graph, field, bonds).log_partition(state) + own
+        messages, constant = _messages(system)
+        return messages.log_partition(state) + constant
 
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
-        return system.radius * torch.tanh(_Messages(*_in_units(system)[:3]).cavity(state)[0])[..., None]
+        return system.radius * torch.tanh(self.problem(system).cavity(state)[0])[..., None]
 
     def contracting(self, system: SpinSystem) -> Tensor:
-        # A message changes by tanh |K_ij| times the changes of those that i gets from others, at most: in units of
-        # tanh |K| a step contracts where, for each bond of a site, those of its other bonds add up to less than 1.
-        graph, _, bonds, _ = _in_units(system)
-        size = torch.tanh(bonds.detach().abs())
-        others = torch.where(size[..., None, :] > 0, graph.at_ends(graph.sums_of(size)) - size[..., None, :], 0.0)
-        certain: Tensor = torch.nn.functional.pad(others.flatten(-2), (0, 1)).amax(-1) < 1
+        # A message changes by tanh |K_ij| times the changes of those that i gets from others, at most. Steps contract
+        # where that map, after some steps from 1, makes every change smaller: in units of these changes.
+        messages = self.problem(system)
+        graph, size = messages.graph, torch.tanh(messages.bonds.detach().abs())[..., None, :]
+        change = size.new_ones(*system.batch, 2, graph.num_bonds)
+        for _ in range(LINEAR_STEPS):
+            after = size * graph.others(change.flip(-2)).clamp(min=0)
+            ratios = torch.where(after > 0, after / change, 0.0).flatten(-2)
+            certain: Tensor = torch.nn.functional.pad(ratios, (0, 1)).amax(-1) < 1
+            if everywhere(certain | (after.sum((-2, -1)) >= change.sum((-2, -1)))):
+                break
+            change = after
         return certain
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         if everywhere(certain := self.contracting(system)):
             # Where messages settle by plain steps, the free energy has a minimum.
             return torch.zeros_like(certain)
-        graph, field, bonds, _ = _in_units(system)
-        r, weights, _ = _correlations(*_Messages(graph, field, bonds).slopes(state))
+        messages = self.problem(system)
+        graph, sign = messages.graph, torch.sign(messages.bonds)
+        r, weights, _ = _correlations(*messages.slopes(state))
         # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by the sums of its rows.
         own = 1 - graph.sums_of(r / (1 + r)) + torch.finfo(r.dtype).eps ** 0.5
         if system.num_sites <= DENSE:
-            return _indefinite(own, graph.dense(torch.sign(bonds) * weights))
+            return _indefinite(own, graph.dense(sign * weights))
         diagonal = own + graph.sums_of(weights)
         root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()[..., None]
-        inner = exceeds_one(lambda v: root * graph.product(torch.sign(bonds) * weights, root * v), root)
+        inner = exceeds_one(lambda v: root * graph.product(sign * weights, root * v), root)
         return torch.logical_or(inner, (diagonal <= 0).any(-1))
 
     def default_solver(self, dtype: torch.dtype) -> Solver:
@@ -152,6 +159,8 @@ class Bethe(FixedPointApproximation):
 
 
 _log_cosh = SignUnits().cumulant
+#: Steps of the linear map that bounds those of messages, by which these are known to contract or not.
+LINEAR_STEPS = 16
 
 
 class _Pause(NamedTuple):
@@ -178,8 +187,7 @@ class _Newton(NewtonKrylov):
 
     def remember(self, problem: Problem, history: _Pause, dz: Tensor, dr: Tensor, fresh: Tensor) -> _Pause:
         left, length = history
-        longer = length + self.plain_steps
-        return _Pause(torch.where(fresh, (left - 1).clamp(min=0), length), torch.where(fresh, length, longer))
+        return _Pause(torch.where(fresh, (left - 1).clamp(min=0), length), length + self.plain_steps * ~fresh)
 
     def propose(self, problem: Problem, history: Any, point: Iteration, accepted: Tensor) -> Proposal:
         due, event = accepted & (history.left == 0), point.event_shape
@@ -226,16 +234,17 @@ class _Messages(SampleProblem):
         size, rest = self.slopes(z)
         slope = torch.sign(self.bonds)[..., None, :] * size
 
-        def product(v: Tensor) -> Tensor:
-            into = v.flip(-2)
-            return slope * (self.graph.at_ends(self.graph.sums(into)) - into)
-
-        def transposed(u: Tensor) -> Tensor:
-            out = slope * u
-            return (self.graph.at_ends(self.graph.sums(out)) - out).flip(-2)
+        def by_tensors(u: Tensor) -> tuple[Tensor | None, ...]:
+            cavity = self.cavity(z)[1]
+            by_bonds = torch.sign(cavity) * _slope(cavity.abs(), self.bonds.abs()[..., None, :]) * u
+            by_field = self.graph.sums(slope * u)
+            return None, by_field.sum_to_size(self.field.shape), by_bonds.sum(-2).sum_to_size(self.bonds.shape)
 
         return Linearization(
-            product, transposed, lambda u: pullback(self, z, u), guess=partial(self._by_sites, z, slope, rest)
+            lambda v: slope * self.graph.others(v.flip(-2)),
+            lambda u: self.graph.others(slope * u).flip(-2),
+            by_tensors,
+            guess=partial(self._by_sites, z, slope, rest),
         )
 
     def _by_sites(
@@ -281,8 +290,8 @@ class _Messages(SampleProblem):
         strength, other = self.bonds.abs()[..., None, :], self.cavity(u)[1].abs()
         # Nothing overflows, and no two large numbers are subtracted.
         p, q = torch.exp(-2 * strength), torch.exp(-2 * other)
-        near, far = (torch.sigmoid(2 * x) / (1 + p * q) for x in (strength - other, other - strength))
-        return -torch.expm1(-4 * strength) * near, (1 + q * (q + 2 * p)) * far
+        far = torch.sigmoid(2 * (other - strength)) / (1 + p * q)
+        return _slope(strength, other), (1 + q * (q + 2 * p)) * far
 
     def log_partition(self, u: Tensor) -> Tensor:
         """The Bethe log Z, (*batch); at the fixed point its derivative in every message is 0."""
@@ -327,8 +336,8 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
     return result
 
 
-def _in_units(system: SpinSystem) -> tuple[Graph, Tensor, Tensor, Tensor]:
-    """Graph, field and bonds of +-1 spins in units of 1/beta, and the constant of the diagonal, (*batch)."""
+def _messages(system: SpinSystem) -> tuple[_Messages, Tensor]:
+    """The problem of +-1 spins in units of 1/beta, and the constant of the diagonal, (*batch)."""
     field = system.beta_over(1) * system.radius * system.live_field[..., 0]
     if (graph := system.graph) is None:
         i, j = torch.triu_indices(system.num_sites, system.num_sites, 1, device=field.device)
@@ -339,24 +348,28 @@ def _in_units(system: SpinSystem) -> tuple[Graph, Tensor, Tensor, Tensor]:
         own = system.live_numbers - values
     scale = system.beta_over(1) * system.radius**2
     constant = (scale * own).expand(*system.batch, -1).sum(-1) / 2
-    return graph, field, (scale * values).expand(*system.batch, -1), constant
+    return _Messages(graph, field, (scale * values).expand(*system.batch, -1)), constant
+
+
+def _slope(a: Tensor, b: Tensor) -> Tensor:
+    """sinh(2 a)/(cosh(2 a) + cosh(2 b)) of numbers >= 0, the derivative of their message by b."""
+    return -torch.expm1(-4 * a) * torch.sigmoid(2 * (a - b)) / (1 + torch.exp(-2 * (a + b)))
 
 
 def _message(a: Tensor, b: Tensor) -> Tensor:
     """atanh(tanh a tanh b): where it is small, and where tanh is 1 to rounding, too."""
 
-    def beyond(limit: float) -> bool:
-        numbers = readable(b)
-        return numbers is None or not host_may_look_at_constant(numbers) or bool((numbers.abs() > limit).any())
-
-    if not beyond(1.0):
+    numbers, largest = readable(b), math.inf
+    if numbers is not None and numbers.numel() > 0 and host_may_look_at_constant(numbers):
+        largest = float(numbers.abs().amax())
+    if largest <= 1:
         return torch.atanh(torch.tanh(a) * torch.tanh(b))
     # By sizes, with signs whose derivative is 0, so that a derivative at 0 is that of the size.
     s, t = (torch.copysign(x.new_tensor(2.0), x) for x in (a, b))
     x, y, common = -s * a, -t * b, a.new_zeros(())
     # From here on exp(-x) is less than rounding, and its powers are far from underflow.
     large = -1.1 * math.log(torch.finfo(a.dtype).eps)
-    if beyond(large / 2):
+    if not 2 * largest <= large:
         # What two large numbers have in common the message has, too.
         common = (-torch.maximum(x, y) - large).clamp(min=0)
         x, y = x + common, y + common

@@ -16,7 +16,7 @@ from .._torch import HALF, is_batched, is_differentiated, transforms_active, uno
 from ..problem import Declared, restricted
 
 #: Fewer bonds are gathered and scattered in less time than it takes to make a matrix.
-SHORT = 4096
+SHORT = 1024
 
 
 class Graph(Declared):
@@ -37,17 +37,13 @@ class Graph(Declared):
         self, ends: Int[Tensor, "*batch 2 E"], num_sites: int, loops: bool, value_ndim: int = 0, directed: bool = False
     ) -> None:
         self.ends = ends
-        self.num_sites = num_sites
+        self.num_sites, self.num_bonds = num_sites, ends.shape[-1]
         self.loops = loops
         self.value_ndim = value_ndim
         self.directed = directed
         #: The number of axes of the values of all bonds of a sample.
         self.value_axes = 1 + directed + value_ndim
         self._found = _Found()
-
-    @property
-    def num_bonds(self) -> int:
-        return self.ends.shape[-1]
 
     def own(self) -> Tensor:
         """(*#batch, E), which bonds join a site to itself."""
@@ -69,6 +65,10 @@ class Graph(Declared):
         y, flat = y.flatten(-2), self.ends.flatten(-2)
         y = y.expand(*_common(y.shape[:-1], flat.shape[:-1]), -1)
         return y.new_zeros(*y.shape[:-1], self.num_sites).scatter_add(-1, flat.expand(y.shape), y)
+
+    def others(self, y: Tensor) -> Tensor:
+        """The sum of what each end of a bond gets from its other bonds, (*batch, 2, E) -> (*batch, 2, E)."""
+        return self.at_ends(self.sums(y)) - y
 
     def both(self, values: Tensor, *, block: bool = False) -> Tensor:
         """J_ij and J_ji of each bond, numbers (*#batch, 2, E) or matrices (*#batch, 2, E, D, D), from the values."""
@@ -115,13 +115,8 @@ class Graph(Declared):
 
     def overlap(self, x: Tensor) -> Tensor:
         """x_i . x_j of the two ends of each bond, (*batch, N, D) -> (*batch, E)."""
-        here, there = self.of_ends(x)
+        here, there = self.of_components().at_ends(x.mT).unbind(-2)
         return (here * there).sum(-2)
-
-    def overlaps(self, x: Tensor, y: Tensor) -> Tensor:
-        """x_i . y_j and x_j . y_i of the two ends i, j of each bond, (*batch, N, D) -> (*batch, 2, E)."""
-        vectors = self.of_components()
-        return (vectors.at_ends(x.mT) * vectors.at_ends(y.mT).flip(-2)).sum(-3)
 
     def without_loops(self, values: Tensor) -> Tensor:
         """Numbers of bonds, 0 for those that join a site to itself."""
@@ -165,10 +160,6 @@ class Graph(Declared):
         if not transforms_active():
             self._found.triangles = _seen(self.ends), triangles
         return triangles
-
-    def of_ends(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Vectors of sites (*batch, N, D) at the first end of each bond and at the second, (*batch, D, E) both."""
-        return self.of_components().at_ends(x.mT).unbind(-2)
 
     def of_components(self) -> Graph:
         """The graph of (*batch, D, N), the numbers of all components."""
@@ -419,6 +410,9 @@ class Bonds(Declared):
 
 def _common(*shapes: torch.Size) -> torch.Size:
     """The shape that all broadcast to."""
+    if len(set(shapes)) == 1:
+        # Torch takes long to find that.
+        return shapes[0]
     return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -85,8 +85,7 @@ def contracts(system: SpinSystem, response: SphericalLaw, *, spread: bool = Fals
     # below slope sqrt(t) and, as A grows, below gain/(2 sqrt(t)): below their geometric mean.
     steep = 4 / 3**1.5 if system.dim == 1 else 2 * math.sqrt(slope * gain / 2)
     squares = steep * system.radius**4 * beta.square() / softest if spread else None
-    certain: Tensor = softest * coupling_bound(system, squares=squares, enough=1 / softest) < 1
-    return certain
+    return torch.lt(softest * coupling_bound(system, squares=squares, enough=1 / softest), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

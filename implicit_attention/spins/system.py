@@ -424,9 +424,8 @@ def _checked_couplings(couplings: Couplings, field: Tensor) -> Tensor:
         graph = couplings.graph
         lead, of_one = values.shape[: -graph.value_axes], values.shape[values.ndim - graph.value_ndim :]
         required = f"have a number or a ({d}, {d}) matrix for each bond"
-        received, remedy = f"values of shape {tuple(values.shape)}", ""
-        if of_one and d != of_one[0]:
-            remedy = "for numbers of samples expand the pairs to (*batch, E, 2)"
+        received = f"values of shape {tuple(values.shape)}"
+        remedy = "for numbers of samples expand the pairs to (*batch, E, 2)" if of_one and d != of_one[0] else ""
         _validate.require(of_one in ((), (d, d)), "couplings", required, received, remedy)
         for axes in (lead, graph.ends.shape[:-2]):
             _validate.check_broadcast("couplings", axes, field.shape[:-2], "the leading axes of `field`")
@@ -466,5 +465,4 @@ def _radius(radius: str | float, dim: int) -> float:
         remedy = "use radius='sqrt_dim' or a number"
         _validate.require(dim > 2, "radius", "be 'sqrt_dim' or a number for D <= 2", f"'bessel' with D = {dim}", remedy)
         return math.sqrt(dim / 2 - 1)
-    radius = _validate.check_number("radius", radius, low=0.0, open_low=True)
-    return float(radius)
+    return float(_validate.check_number("radius", radius, low=0.0, open_low=True))

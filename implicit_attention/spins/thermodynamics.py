@@ -15,7 +15,7 @@ from .._torch import along, grad, in_own_precision, vjp
 from ..failure import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._request import fill, reported, validated, without_nonfinite
-from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
+from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition, gradient
 from .dynamics import DynamicalMethod, no_free_energy
 from .system import SpinSystem, kept
 
@@ -266,10 +266,9 @@ def _by_couplings(method: Approximation, system: SpinSystem, nonfinite: Tensor, 
         else:
             # log Z is stationary in the state, so that a fixed state changes no first derivative.
             value = method.value(at, state)
-        return value.masked_fill(nonfinite | ~value.isfinite(), 0.0).sum()
+        return value.masked_fill(nonfinite | ~value.isfinite(), 0.0)
 
-    by_couplings: Tensor = grad(log_z)(system.couplings)
-    return by_couplings
+    return gradient(log_z, system.couplings)
 
 
 def _answer(

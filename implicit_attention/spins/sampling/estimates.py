@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._request import fill
+from .._site import inner
 from .ensemble import Ensemble, Schedule
 
 # Averages are taken over so many independent parts of the run at most, whose scatter gives the errors (to 13 %).
@@ -168,8 +170,9 @@ class Estimates:
         else:
             old, _ = self._summary(self._means("old"))
             parts = zip(self._means("delayed"), self._means("spin"), self._means("old"), strict=True)
-            shifted, error = self._summary(d - self._outer(s, old) - self._outer(spin, o) for d, s, o in parts)
-            add("delayed_correlations", radius**2, shifted + self._outer(spin, old), error)
+            pairs = functools.partial(inner, graph=self.ensemble.graph)
+            shifted, error = self._summary(d - pairs(s, old) - pairs(spin, o) for d, s, o in parts)
+            add("delayed_correlations", radius**2, shifted + pairs(spin, old), error)
             add("entropy_production", beta, *self._summary(self._means("flow")))
         total, sites = sum(self.counts), self.ensemble.exists.sum(-1)
         still = sites - spin.square().sum((-1, -2))
@@ -200,17 +203,12 @@ class Estimates:
         """Add sum_k left_ik right_jk for rows (groups, B, N, k); of a matrix without a tensor of the products."""
         if self.ensemble.graph is not None:
             # Of a state with itself both directions of a bond are one number.
-            sums = self.ensemble.graph.overlap(left) if left is right else self._outer(left, right)
+            sums = self.ensemble.graph.overlap(left) if left is right else inner(left, right, self.ensemble.graph)
             self._current(name, sums, sums.shape[1:]).add_(sums)
             return
         sites = left.shape[2]
         into = self._current(name, left, torch.Size([left.shape[1], sites, sites]))
         into.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1).mT)
-
-    def _outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """sum_k left_ik right_jk of all pairs, (..., N, N), or of bonds in both directions, (..., 2, E)."""
-        graph = self.ensemble.graph
-        return left @ right.mT if graph is None else graph.overlaps(left, right)
 
     def _current(self, name: str, like: Tensor, shape: torch.Size) -> Tensor:
         """The sums of the current block, (groups, *shape)."""
