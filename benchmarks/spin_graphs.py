@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import statistics
 import sys
@@ -23,7 +24,9 @@ from .spin_problems import OnGraph, graph_system
 from .spin_scaling import statuses
 from .targets import Row
 
-BETHE, PRODUCTS, BATCH = "Bethe()", "products", "batch"
+BETHE, BATCH, PGMAX = "Bethe()", "batch", "pgmax"
+#: Steps of pgmax at a time: its overhead of a call is a tenth of one step's part then.
+STEPS = 60
 METHODS = {"MeanField()": MeanField(), "TAP()": TAP()}
 
 
@@ -34,7 +37,8 @@ def settings(*, quick: bool) -> tuple[OnGraph, ...]:
     loose = (OnGraph(BETHE, 1000**2, rtol=1e-6), OnGraph(BETHE, 1000**2, rtol=1e-6, dtype="float32"))
     random = (OnGraph(BETHE, 10**5, "regular", beta=0.5), OnGraph(BETHE, 10**5, "regular", beta=1.0))
     large = tuple(OnGraph(method, 1000**2, beta=0.2) for method in METHODS)
-    return (*lattices, *loose, *random, *large, OnGraph(BATCH, 200, "regular", beta=0.5, batch=64))
+    peer = (OnGraph(PGMAX, 316**2, rtol=1e-6, dtype="float32"),) if importlib.util.find_spec("pgmax") else ()
+    return (*lattices, *loose, *random, *large, OnGraph(BATCH, 200, "regular", beta=0.5, batch=64), *peer)
 
 
 def measured(setting: OnGraph, *, repeats: int, max_seconds: float) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def measured(setting: OnGraph, *, repeats: int, max_seconds: float) -> dict[str,
 def found(setting: OnGraph, *, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Evidence, seconds and ratios of one setting."""
     system = graph_system(setting)
-    make = _of_batch if setting.method == BATCH else _of_bethe if setting.method == BETHE else _of_products
+    make = {BATCH: _of_batch, BETHE: _of_bethe, PGMAX: _of_pgmax}.get(setting.method, _of_products)
     found = make(setting, system, lambda call: _seconds(call, repeats, max_seconds))
     return {**dataclasses.asdict(setting), **found}
 
@@ -161,6 +165,39 @@ def _of_batch(setting: OnGraph, system: SpinSystem, clock: Callable[[Callable[[]
         "evidence": {"apart by": difference},
         "seconds": seconds,
         "ratios": {"batch / one by one": ratio if right else None},
+    }
+
+
+def _of_pgmax(setting: OnGraph, system: SpinSystem, clock: Callable[[Callable[[], Any]], dict[str, Any]]) -> Row:
+    """A step of messages over pgmax's, of many that it makes in one call."""
+    from pgmax import fgraph, fgroup, infer, vgroup
+
+    graph, spin = system.graph, np.array([1.0, -1.0])
+    assert graph is not None
+    variables = vgroup.NDVarArray(num_states=2, shape=(setting.sites,))
+    factors = fgraph.FactorGraph(variable_groups=variables)
+    strength = setting.beta * system.couplings.numpy()[:, None, None] * np.outer(spin, spin)
+    pairs = [[variables[i], variables[j]] for i, j in graph.ends.mT.tolist()]
+    factors.add_factors(fgroup.PairwiseFactorGroup(variables_for_factors=pairs, log_potential_matrix=strength))
+    inferer = infer.build_inferer(factors.bp_state, backend="bp")
+    begun = inferer.init(evidence_updates={variables: setting.beta * system.field.numpy() * spin})
+
+    def steps() -> Any:
+        found = inferer.run(begun, num_iters=STEPS, damping=0.0, temperature=1.0)
+        found.ftov_msgs.block_until_ready()
+        return found
+
+    m, answer = magnetization(system, Bethe(rtol=setting.rtol), return_answer=True, on_failure="ignore")
+    problem, state = Bethe().problem(system), answer.state
+    calls = {"sweep": lambda: problem.fixed_point_map(state), "pgmax": steps}
+    seconds = {name: clock(call) for name, call in calls.items()}
+    up, down = np.moveaxis(np.asarray(infer.get_marginals(inferer.get_beliefs(steps()))[variables]), -1, 0)
+    difference = float(np.abs(up - down - m.numpy()[:, 0]).max())
+    ratio = STEPS * seconds["sweep"]["median"] / seconds["pgmax"]["median"]
+    return {
+        "evidence": {"apart by": difference, "residual": float(answer.report.residual.max())},
+        "seconds": seconds,
+        "ratios": {"sweep / pgmax": ratio if difference < 1e-4 else None},
     }
 
 

@@ -19,6 +19,7 @@ GRAPH_RATIOS = (
     "GB",
     "forward / products",
     "batch / one by one",
+    "sweep / pgmax",
 )
 COMPARED = ("C6", "C6 same start", "C6 constant", "C6 forward", "C6 matrices")
 

@@ -35,7 +35,7 @@ REFUSED: dict[str, dict[str, None]] = {
     "RANDOM": {"failures": None},
     "SMALL": {"forward / by hand": None},
     "FRAMES": {},
-    "GRAPHS": {"seconds": None, "forward / products": None, "batch / one by one": None},
+    "GRAPHS": {"seconds": None, "forward / products": None, "batch / one by one": None, "sweep / pgmax": None},
 }
 
 NOTES = (
@@ -68,7 +68,8 @@ NOTES = (
     "standard normal. `plain`: steps of messages alone, to the same residual. A sweep is one step of messages, NumPy's "
     "with what does not change prepared. Gradient: for fields and values, beyond the forward. GB: resident memory of "
     "the first call above its inputs. Products: the same number of products of a vector with torch's sparse CSR "
-    "matrices, two for each evaluation of `TAP()`.",
+    "matrices, two for each evaluation of `TAP()`. pgmax: its steps, 60 in a call, where it is installed: `pip install "
+    "--no-deps pgmax==0.6.1 jax==0.4.30 jaxlib==0.4.30 ml_dtypes opt_einsum numba llvmlite`.",
 )
 
 

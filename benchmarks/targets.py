@@ -147,6 +147,7 @@ SPINS = (
     _graphs("Bethe, 3-regular, N 1e5, beta .5, seconds", "seconds", 0.3, _bethe(10**5, "regular", beta=0.5)),
     _graphs("Bethe, 3-regular, N 1e5, beta 1, seconds", "seconds", 1.0, _bethe(10**5, "regular", beta=1.0)),
     _graphs("MeanField, TAP at 1e6 sites / sparse products of torch", "forward / products", 1.5),
+    _graphs("a step of messages / pgmax's, 316 x 316 sites, float32", "sweep / pgmax", 0.5),
     _graphs("64 graphs of 200 sites as one batch / one by one", "batch / one by one", 0.25),
 )
 
