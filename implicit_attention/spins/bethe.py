@@ -123,15 +123,16 @@ class Bethe(FixedPointApproximation):
 
     def contracting(self, system: SpinSystem) -> Tensor:
         # A message changes by tanh |K_ij| times the changes of those that i gets from others, at most. Steps contract
-        # where that map, after some steps from 1, makes every change smaller: in units of these changes.
+        # where that map, taken several times, makes all changes of size 1 smaller.
         messages = self.problem(system)
         graph, size = messages.graph, torch.tanh(messages.bonds.detach().abs())[..., None, :]
         change = size.new_ones(*system.batch, 2, graph.num_bonds)
-        for _ in range(LINEAR_STEPS):
-            after = size * graph.others(change.flip(-2)).clamp(min=0)
-            ratios = torch.where(after > 0, after / change, 0.0).flatten(-2)
-            certain: Tensor = torch.nn.functional.pad(ratios, (0, 1)).amax(-1) < 1
-            if everywhere(certain | (after.sum((-2, -1)) >= change.sum((-2, -1)))):
+        certain = torch.zeros_like(change[..., 0, :0].sum(-1), dtype=torch.bool)
+        for step in range(LINEAR_STEPS):
+            after = size * graph.others(change.flip(-2))
+            certain = certain | (torch.nn.functional.pad(after.flatten(-2), (0, 1)).amax(-1) < 1)
+            # Changes that still grow after some steps will go on to do so.
+            if everywhere(certain | ((after.sum((-2, -1)) >= change.sum((-2, -1))) & (step > 2))):
                 break
             change = after
         return certain

@@ -6,7 +6,7 @@ import torch
 from solvable_models import COUPLINGS, FIELD, STAR
 
 from implicit_attention import Anderson, Picard, Status
-from implicit_attention.spins import Bethe, Enumeration, SpinSystem, free_energy, thermodynamics
+from implicit_attention.spins import Bethe, Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.testing.numerics import random
 
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
@@ -154,3 +154,39 @@ def test_messages_that_contract_need_no_damped_steps_and_no_check():
     frustrated = SpinSystem(signs + signs.mT, 0 * system.field, float(beta[1]))
     report = thermodynamics(frustrated, Bethe()).report
     assert report.statuses == ["CONVERGED"] * 3
+
+
+def test_messages_are_said_to_contract_where_the_spectral_radius_is_below_1():
+    """That of the map from changes of messages k -> i to those of i -> j, tanh |K_ij| for k != j."""
+    bonds = 0.9 * random(40, 10, 10, seed=8) * (random(40, 10, 10, seed=9) > 0.5)
+    couplings = bonds.triu(1) + bonds.triu(1).mT
+    i, j = (~torch.eye(10, dtype=torch.bool)).nonzero().T
+    follows = (j[None, :] == i[:, None]) & (i[None, :] != j[:, None])
+    size = torch.tanh(couplings.abs())[:, i, j]
+    maps = size[:, :, None] * follows * (size[:, None] > 0)
+    radius, rows = torch.linalg.eigvals(maps).abs().amax(-1), maps.sum(-1).amax(-1)
+    said = Bethe().contracting(SpinSystem(couplings, torch.zeros(40, 10, 1).double()))
+    assert bool((radius[said] < 1).all())
+    assert bool(said[radius < 0.83].all())
+    assert int(said.sum()) > int((rows < 1).sum()) + 3
+    assert int((~said).sum()) > 5
+
+
+@pytest.mark.parametrize("bond", [1.7, -1.7, 25.0, -30.0])
+def test_derivatives_of_strongly_coupled_spins_without_a_field(bond):
+    """Where messages are 0 their derivative is that of their size."""
+    couplings = torch.tensor([[0.0, bond, 0.0], [bond, 0.0, 0.4], [0.0, 0.4, 0.0]], dtype=torch.float64)
+
+    def mean(field, couplings):
+        return magnetization(SpinSystem(couplings, field), Bethe())
+
+    field = torch.zeros(3, 1).double().requires_grad_()
+    chi = torch.func.jacrev(mean)(field, couplings)[:, 0, :, 0]
+    first, second = np.tanh([bond, 0.4])
+    rows = [[1, first, first * second], [first, 1, second], [first * second, second, 1]]
+    expected = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(chi, expected, rtol=0, atol=1e-10)
+    if abs(bond) < 2:
+        both = field, couplings.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda h, j: mean(h, (j + j.mT) / 2), both, atol=1e-6)
+        assert torch.autograd.gradgradcheck(lambda h, j: mean(h, (j + j.mT) / 2), both, atol=1e-5)
