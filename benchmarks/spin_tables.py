@@ -171,11 +171,11 @@ def _graphs(rows: list[Row]) -> Table:
     header = ["setting", "seconds", *GRAPH_RATIOS, "evaluations", "plain", "residual", "status"]
     lines = []
     for row in rows:
-        found, first = row["evidence"], next(iter(row["seconds"].values()))
+        found, first = row["evidence"], next(iter(row["seconds"].values()), None)
         lines.append(
             [
                 row["name"],
-                f"{first['median']:.2g}",
+                "-" if first is None else f"{first['median']:.2g}",
                 *(_number(row["ratios"].get(name)) for name in GRAPH_RATIOS),
                 *(str(found.get(name, "-")) for name in ("evaluations", "plain evaluations")),
                 f"{found['residual']:.0e}" if "residual" in found else "-",

@@ -10,7 +10,7 @@ from typing import Any
 from . import guard, spin_graphs, spin_random, spin_scaling, spin_small, spin_timed
 from .spin_problems import Many, OnGraph, Sized, Timed
 from .spin_small import Frames, Small
-from .spin_tables import tables
+from .spin_tables import GRAPH_RATIOS, tables
 from .targets import SPINS as TARGETS
 from .targets import Row
 
@@ -35,7 +35,7 @@ REFUSED: dict[str, dict[str, None]] = {
     "RANDOM": {"failures": None},
     "SMALL": {"forward / by hand": None},
     "FRAMES": {},
-    "GRAPHS": {"seconds": None, "forward / products": None, "batch / one by one": None, "sweep / pgmax": None},
+    "GRAPHS": dict.fromkeys(("seconds", *GRAPH_RATIOS)),
 }
 
 NOTES = (
@@ -65,9 +65,10 @@ NOTES = (
     "of the published module. Frames: how many frames of Python one call of `thermodynamics` makes.",
     "Graphs: `magnetization` of one sample, two threads, medians of a few calls after the first; from 10,000 sites on "
     "in a process of its own. Couplings 1 on a torus, standard normal on random 3-regular graphs, fields a tenth of a "
-    "standard normal. `plain`: steps of messages alone, to the same residual. A sweep is one step of messages, NumPy's "
-    "with what does not change prepared. Gradient: for fields and values, beyond the forward. GB: resident memory of "
-    "the first call above its inputs. Products: the same number of products of a vector with torch's sparse CSR "
+    "standard normal. `plain`: steps of messages alone, to the same relative tolerance. A sweep is one step of "
+    "messages, NumPy's on one thread with what does not change prepared. Gradient: for fields and values, beyond the "
+    "forward. GB: resident memory of the first call above its inputs. Products: the same number of products of a "
+    "vector with torch's sparse CSR "
     "matrices, two for each evaluation of `TAP()`. pgmax: its steps, 60 in a call, where it is installed: `pip install "
     "--no-deps pgmax==0.6.1 jax==0.4.30 jaxlib==0.4.30 ml_dtypes opt_einsum numba llvmlite`.",
 )

@@ -116,8 +116,7 @@ def _perron_bound(product: LinearMap, like: Tensor) -> Tensor:
 
 def _widened(bound: Tensor) -> Tensor:
     """The bound beyond rounding."""
-    wider: Tensor = bound * (1 + torch.finfo(bound.dtype).eps ** 0.5)
-    return wider
+    return torch.mul(bound, 1 + torch.finfo(bound.dtype).eps ** 0.5)
 
 
 def lowest_eigenvalue(system: SpinSystem) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import host_may_look, host_may_look_at_constant, norm, readable
+from .._torch import host_may_look, host_may_look_at_constant, is_batched, norm, readable
 from ..linear import CG
 from ..linear._vectors import divide
 from ..linear.base import FLOAT32_RTOL
@@ -52,7 +52,8 @@ class Bethe(FixedPointApproximation):
     Args:
         solver: for the messages, all of a sample one problem; None is damped steps, unless messages are certain to
             contract, and then Newton's steps to a residual of 1e-11 (1e-6 in float32). Evaluations count products with
-            the matrix of N numbers, too.
+            the matrix of N numbers, too. Plain steps, `Picard(rtol=1e-11)`, take four times the time of Newton's on
+            lattices, and half of it on large random graphs with strong couplings of both signs.
         adjoint: None is `Implicit()`.
 
     Gradients: with respect to field, couplings and beta, to any order.
@@ -128,11 +129,10 @@ class Bethe(FixedPointApproximation):
         graph, size = messages.graph, torch.tanh(messages.bonds.detach().abs())[..., None, :]
         change = size.new_ones(*system.batch, 2, graph.num_bonds)
         certain = torch.zeros_like(change[..., 0, :0].sum(-1), dtype=torch.bool)
-        for step in range(LINEAR_STEPS):
+        for _ in range(LINEAR_STEPS):
             after = size * graph.others(change.flip(-2))
             certain = certain | (torch.nn.functional.pad(after.flatten(-2), (0, 1)).amax(-1) < 1)
-            # Changes that still grow after some steps will go on to do so.
-            if everywhere(certain | ((after.sum((-2, -1)) >= change.sum((-2, -1))) & (step > 2))):
+            if everywhere(certain):
                 break
             change = after
         return certain
@@ -359,19 +359,23 @@ def _slope(a: Tensor, b: Tensor) -> Tensor:
 
 def _message(a: Tensor, b: Tensor) -> Tensor:
     """atanh(tanh a tanh b): where it is small, and where tanh is 1 to rounding, too."""
-
-    numbers, largest = readable(b), math.inf
-    if numbers is not None and numbers.numel() > 0 and host_may_look_at_constant(numbers):
-        largest = float(numbers.abs().amax())
-    if largest <= 1:
-        return torch.atanh(torch.tanh(a) * torch.tanh(b))
+    numbers, weak, strongest = readable(b), None, math.inf
+    if numbers is not None and numbers.numel() > 0 and host_may_look_at_constant(numbers) and not is_batched(b):
+        # Samples whose bonds are weak take fewer operations, whatever others take.
+        largest = numbers.abs().amax(-1, keepdim=True)
+        weak, strongest = largest <= 1, float(largest.amax())
+        if bool(weak.all()):
+            return torch.atanh(torch.tanh(a) * torch.tanh(b))
     # By sizes, with signs whose derivative is 0, so that a derivative at 0 is that of the size.
     s, t = (torch.copysign(x.new_tensor(2.0), x) for x in (a, b))
     x, y, common = -s * a, -t * b, a.new_zeros(())
-    # From here on exp(-x) is less than rounding, and its powers are far from underflow.
+    # Below -large, exp(x) is less than rounding; down to there its powers are far from underflow.
     large = -1.1 * math.log(torch.finfo(a.dtype).eps)
-    if not 2 * largest <= large:
+    if not 2 * strongest <= large:
         # What two large numbers have in common the message has, too.
         common = (-torch.maximum(x, y) - large).clamp(min=0)
         x, y = x + common, y + common
-    return s * (t / 8) * (torch.log1p(torch.expm1(x) * torch.expm1(y) / (torch.exp(x) + torch.exp(y))) + common)
+    u = s * (t / 8) * (torch.log1p(torch.expm1(x) * torch.expm1(y) / (torch.exp(x) + torch.exp(y))) + common)
+    if weak is None or not bool(weak.any()):
+        return u
+    return torch.where(weak, torch.atanh((torch.tanh(a) * torch.tanh(b)).clamp(-0.8, 0.8)), u)

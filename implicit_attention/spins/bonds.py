@@ -128,8 +128,8 @@ class Graph(Declared):
         return self.pair_product(both, both.new_ones(*both.shape[:-2], self.num_sites, 1))[..., 0]
 
     def _by_rows(self, both: Tensor, m: Tensor, squares: bool) -> Tensor | None:
-        """The product by `_Rows`; None where it may be differentiated, or is too short to pay."""
-        pays = both.numel() >= SHORT and (both.is_cuda or (both.is_cpu and torch._C.has_mkl))
+        """The product by `_Found.matrix`; None where it may be differentiated, or is too short to pay."""
+        pays = both.numel() >= SHORT and m.numel() > 0 and (both.is_cuda or (both.is_cpu and torch._C.has_mkl))
         plain = both.dtype == m.dtype and both.dtype not in HALF
         if not (pays and plain and unobserved()) or is_differentiated(both, m):
             return None

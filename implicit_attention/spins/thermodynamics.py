@@ -152,8 +152,7 @@ def thermodynamics(
 
     @in_own_precision
     def product(v: Tensor) -> Tensor:
-        response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
-        return fill(response / beta[..., None, None], lost)
+        return fill(pullback((v, nothing[1], torch.zeros_like(by_beta)))[0] / beta[..., None, None], lost)
 
     log_partition = value + system.base_measure()
     free = -log_partition / beta

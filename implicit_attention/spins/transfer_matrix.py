@@ -247,8 +247,7 @@ def _axis(field: Tensor) -> Tensor:
     axis = field.take_along_dim(size.argmax(-1, keepdim=True)[..., None], -2)
     norm = torch.linalg.vector_norm(axis, dim=-1, keepdim=True)
     first = torch.eye(field.shape[-1], dtype=field.dtype, device=field.device)[0]
-    unit: Tensor = torch.where(norm == 0, first, axis / norm.where(norm != 0, 1.0))
-    return unit
+    return torch.where(norm == 0, first, axis / torch.where(norm == 0, 1.0, norm))
 
 
 def _foreign(system: SpinSystem) -> tuple[Tensor, Tensor]:

@@ -313,6 +313,11 @@ def test_other_methods_stop_when_their_time_is_up():
 # ------------------------------------------------------------------ the report
 
 
+def test_the_table_of_graphs_has_a_row_that_is_refused():
+    refused = {"name": "Bethe()", "evidence": {}, "seconds": {}, "ratios": spins.REFUSED["GRAPHS"]}
+    assert spins.tables({"rows": [{**refused, "metric": "GRAPHS"}]})[0].lines[0].count("-") == 12
+
+
 def test_tables_hold_what_was_measured(run, tmp_path):
     console = Console(width=250, record=True, file=io.StringIO())
     report.show(run, spins.NOTES, console, spins.tables)

@@ -172,6 +172,18 @@ def test_messages_are_said_to_contract_where_the_spectral_radius_is_below_1():
     assert int((~said).sum()) > 5
 
 
+def test_a_sample_has_the_same_bits_beside_strong_bonds():
+    couplings, field = random(3, 6, 6, seed=3).triu(1), random(3, 6, 1, seed=4)
+    couplings = couplings / couplings.abs().amax((-2, -1), keepdim=True)
+    couplings = couplings + couplings.mT
+    first = []
+    for scale in (1.0, 2.0, 40.0):
+        others = torch.cat([couplings[:1], scale * couplings[1:]])
+        first.append(magnetization(SpinSystem(others, field), Bethe(), on_failure="ignore")[0])
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
+
+
 @pytest.mark.parametrize("bond", [1.7, -1.7, 25.0, -30.0])
 def test_derivatives_of_strongly_coupled_spins_without_a_field(bond):
     """Where messages are 0 their derivative is that of their size."""

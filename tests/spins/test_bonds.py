@@ -821,7 +821,8 @@ def test_products_by_rows_are_those_by_bonds(monkeypatch, own, directed):
     if not own:
         values = values[0]
     twin = graph.replace(*graph.tensors())
-    for vectors in (random(3, SITES, 2, seed=2), random(4, 3, SITES, 1, seed=3)):
+    none = torch.zeros(0, 3, SITES, 1).double()
+    for vectors in (none, random(3, SITES, 2, seed=2), random(4, 3, SITES, 1, seed=3)):
         for factor in (1, 2, -1):
             change = values if factor > 0 else -values
             values.mul_(abs(factor))
