@@ -25,7 +25,7 @@ from .spin_scaling import statuses
 from .targets import Row
 
 BETHE, BATCH, PGMAX = "Bethe()", "batch", "pgmax"
-#: Steps of pgmax at a time: its overhead of a call is a tenth of one step's part then.
+#: Steps of pgmax in one call, so that the call itself costs little.
 STEPS = 60
 METHODS = {"MeanField()": MeanField(), "TAP()": TAP()}
 

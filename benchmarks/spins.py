@@ -68,9 +68,9 @@ NOTES = (
     "standard normal. `plain`: steps of messages alone, to the same relative tolerance. A sweep is one step of "
     "messages, NumPy's on one thread with what does not change prepared. Gradient: for fields and values, beyond the "
     "forward. GB: resident memory of the first call above its inputs. Products: the same number of products of a "
-    "vector with torch's sparse CSR "
-    "matrices, two for each evaluation of `TAP()`. pgmax: its steps, 60 in a call, where it is installed: `pip install "
-    "--no-deps pgmax==0.6.1 jax==0.4.30 jaxlib==0.4.30 ml_dtypes opt_einsum numba llvmlite`.",
+    "vector with torch's sparse CSR matrices, two for each evaluation of `TAP()`. pgmax: its steps, 60 in a call, "
+    "where it is installed: `pip install --no-deps pgmax==0.6.1 jax==0.4.30 jaxlib==0.4.30 ml_dtypes opt_einsum numba "
+    "llvmlite`.",
 )
 
 
